@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic", "jinja2", "yaml")
+NEEDED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic", "jinja2", "psutil")
 """Modules that strop imports for what is run here."""
 RESULTS_DIR = Path(__file__).parent / "results"
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from benchmarks.figures import Figure, Measured
 from benchmarks.startup import person_environment
 from strop.launch.backends import open_backend
+from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.contract import RolePlan
 from strop.launch.launcher import Launcher
-from strop.launch.requesting import SubmitOptions, read_request
 from tools.slurm_cluster import slurm_cluster
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"

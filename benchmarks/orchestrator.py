@@ -34,7 +34,7 @@ from strop.tasks import TaskLimits
 from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed
 from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
-from strop.train.loop_lag import full_collections_by_hand
+from strop.train.watch.process import full_collections_by_hand
 
 NUM_ENGINES = 1_000
 NUM_IN_FLIGHT = 100_000

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.figures import Figure, Measured
 from benchmarks.simulation import SimulationInput, SimulationWish, simulate
 from strop.hardware import calibrate_machine
-from strop.hardware.efficiency import Efficiency
+from strop.hardware.calibrate import Efficiency
 from strop.plan.estimate import estimate_time
 from strop.plan.planning import Planned, plan_work
 from strop.record import RunDir

@@ -116,14 +116,14 @@ def _build(model_dir: Path, num_groups: int, num_ranks: int, rank: int) -> tuple
     """Return the learner and the share of a rank."""
     import torch
 
+    from strop.policy.balancing import shard_groups
     from strop.policy.language_model import LanguageModel
     from strop.policy.learner import Learner
-    from strop.policy.sharded.build import shard_learner
-    from strop.policy.shares import split_shares
-    from strop.spec.optimizer import OptimizerSpec
+    from strop.policy.sharded import shard_learner
+    from strop.spec.train import OptimizerSpec
 
     model = LanguageModel.load(model_dir, dtype=torch.float32, may_fuse=False)
-    share = split_shares(_batch(num_groups), num_ranks, max_positions=BUDGET)[rank]
+    share = shard_groups(_batch(num_groups), num_ranks, max_positions=BUDGET)[rank]
     if num_ranks == 1:
         return Learner(model, OptimizerSpec(), micro_batch_positions=BUDGET), share
     return shard_learner(model, OptimizerSpec(), micro_batch_positions=BUDGET), share

@@ -49,9 +49,8 @@ from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed, Simu
 from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
 from strop.train.batch import TrainBatch, build_batch
-from strop.train.collecting import Collector, count_tokens, find_staleness, sort_by_fate
-from strop.train.generation import Batch
-from strop.train.schedule import schedule_examples
+from strop.train.data.schedule import schedule_examples
+from strop.train.generation import Batch, Collector, count_tokens, find_staleness, sort_by_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +304,7 @@ class _Desk:
             tokenizer=given.tokenizer,
         )
         collector = Collector(spec, given.task, judge, roles, on_group=lambda: None)
-        self._source = collector.open_source(self._algorithm, self._schedule, first_number=0, first_step=0)
+        self._source = collector.open_buffer(self._algorithm, self._schedule, first_number=0, first_step=0)
         published_step = 0
         await self._publish()
         begun_at = self._now()
@@ -383,7 +382,7 @@ class _Desk:
     def _count(self, collected: Batch, batch: TrainBatch) -> None:
         """Count what a batch holds. Before the version moves on, as the loop does."""
         tally = self._tally
-        for fate, num_groups in Counter(sort_by_fate(collected.groups, batch)).items():
+        for fate, num_groups in Counter(sort_by_status(collected.groups, batch)).items():
             self._source.note(fate, num_groups)
         tally.num_tokens += count_tokens(collected.groups)
         tally.num_wasted += count_tokens([group for _, group in collected.discarded])

@@ -24,7 +24,6 @@ from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_warm_task
 from strop.tasks.judging import InlineJudge, Judge, QuickJudge, WorkerJudge
-from strop.tasks.traits import QuickVerifier
 
 Call = tuple[Example, str]
 
@@ -131,7 +130,6 @@ async def measure_hung(name: str, judge: Judge, calls: Sequence[Call], repeats: 
 async def measure_all(count: int, repeats: int, *, is_quick: bool) -> list[Figure]:
     """Measure every figure; a try waits for one hung answer only."""
     gsm8k, math = build_warm_task(GSM8K), build_warm_task(MATH)
-    assert isinstance(math, QuickVerifier)
     numbers, symbols = number_calls("math", count), symbol_calls(max(count // 10, 10 * repeats) // 2 * 2)
 
     def rate(name: str, rates: tuple[float, ...], at_least: float | None = None) -> Figure:

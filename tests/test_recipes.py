@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.cluster.ray.slots import NodeOffer, RoleCounts, plan_slots
+from strop.cluster.ray.roles import NodeOffer, RoleCounts, plan_slots
 from strop.errors import ConfigError
 from strop.hardware.accelerators import find_accelerator
 from strop.plan.plan import Plan
@@ -23,10 +23,10 @@ from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
 from strop.spec import RunSpec, load_spec, num_train_examples, write_spec
-from strop.spec.sites import PROJECT_FILE
+from strop.spec.site import PROJECT_FILE
 from strop.store import get_model, open_store
 from strop.tasks import build_task
-from strop.tasks.mathematics.hendrycks_math import _SUBJECTS as HENDRYCKS_SUBJECTS
+from strop.tasks.mathematics.boxed_math import _SUBJECTS as HENDRYCKS_SUBJECTS
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.recipes import (

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from strop.tasks.instructions.drafts import FILLER, SPOKEN
 from strop.tasks.instructions.google import GOOGLE
+from strop.tasks.instructions.replies import FILLER, SPOKEN
 
 _HARNESS_VERSION = "0.4.13"
 _SHORT = "Mr. Ito paid $3.50 at 9 a.m. to J. Doe. He left... Why? Nobody (not even I) knows! It's done."

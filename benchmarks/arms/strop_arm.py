@@ -17,9 +17,8 @@ from benchmarks.arms.strop_loop import serve_grpo
 from benchmarks.arms.worker import Channel, Record, WorkerOrder, generation_record, peak_bytes, read_order
 from benchmarks.cases import Case
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
-from strop.engine.contract import GenerationRequest
+from strop.engine.contract import GenerationRequest, stream_seed
 from strop.engine.native import NativeEngine
-from strop.engine.seeds import stream_seed
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.rollout import Message, Sampling
 from strop.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu.models import SMALL, TINY, save_model
 from benchmarks.gpu.result import PartResult, Setting
 from strop.engine import Completion, GenerationRequest
+from strop.engine.decoding import StaticStep
 from strop.engine.native import NativeEngine
-from strop.engine.static_step import StaticStep
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_reply
 from strop.rollout import Sampling

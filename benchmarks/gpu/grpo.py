@@ -18,7 +18,7 @@ from strop.engine.native import NativeEngine
 from strop.policy.footprint import ModelSize, read_model_size, state_bytes
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
 
 # Lengths like those of GSM8K, of which the reference's rooflines are made as well.

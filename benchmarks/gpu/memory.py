@@ -21,7 +21,7 @@ from strop.policy.footprint import GPU_HEAD_BYTES
 from strop.policy.head import Head, HeadGradients, TokenGradient, choose_chunk_rows, loss_and_gradients
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 
 _GPU_COUNTS = (8_192, 16_384, 32_768, 65_536)
 _CPU_COUNTS = (256, 512)

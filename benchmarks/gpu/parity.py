@@ -12,13 +12,13 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from benchmarks.gpu.models import QWEN_0_5B, QWEN_1_5B, SMALL, TINY, RandomModel, save_model
 from benchmarks.gpu.result import PartResult, Setting
+from strop.policy.attention import PrefixSharedAttention
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.shared_attention import compiled_kernel, find_flex_flaw
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 
 WANTED_COSINE = 0.999
 Gradients = dict[str, torch.Tensor]

@@ -26,7 +26,7 @@ from benchmarks.gpu.work import GrpoStep, Workload
 from strop.engine.native import NativeEngine
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
 
 _WORK = Workload(num_prompts=16, group_size=8, prompt_tokens=150, reply_tokens=300, is_ragged=False)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from strop.algorithm import ALGORITHMS, Aggregation, build_algorithm
 from strop.algorithm.advantages import ADVANTAGES, center, keep_reward, leave_one_out, standardize
+from strop.algorithm.building import find_idle_settings
 from strop.algorithm.catalog import DAPO
 from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
-from strop.algorithm.idle import find_idle_settings
 from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, SAPO, soft_gated
 from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
 from strop.spec.algorithm import AdvantageName, AlgorithmSpec
-from strop.spec.reference import ReferenceSpec
+from strop.spec.model import ReferenceSpec
 from strop.spec.train import TrainSpec
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -91,11 +91,11 @@ def test_a_spec_replaces_what_it_names() -> None:
 
 def test_decoupled_terms_by_hand() -> None:
     """Two policies apart: the ratio to the proximal one is clipped, the one to the engine capped."""
-    # Ratios proximal / behavior 3, 0.4, 7, capped at 2: [2, 0.4, 2].
+    # Ratios proximal / engine 3, 0.4, 7, capped at 2: [2, 0.4, 2].
     # Token losses [-1.221403, -0.606531, 0.8] times these; their mean is -0.361806.
-    behavior_N = PROXIMAL_N - torch.tensor([3.0, 0.4, 7.0], dtype=torch.float64).log()
+    engine_N = PROXIMAL_N - torch.tensor([3.0, 0.4, 7.0], dtype=torch.float64).log()
     algorithm = build_algorithm(AlgorithmSpec(name="dapo"))
-    terms = algorithm.token_terms(LOGP_N, behavior_N, ADVANTAGE_N, PROXIMAL_N)
+    terms = algorithm.token_terms(LOGP_N, engine_N, ADVANTAGE_N, PROXIMAL_N)
     assert terms.loss_N.tolist() == pytest.approx([-2.442806, -0.242612, 1.6], abs=1e-6)
     assert float(terms.loss_N.mean()) == pytest.approx(-0.361806, abs=1e-6)
     # 2 x -1.221403, 0.4 x -0.606531, and a token whose ratio left the range
@@ -103,9 +103,9 @@ def test_decoupled_terms_by_hand() -> None:
 
 
 def test_single_terms_are_the_corrected_policy_gradient() -> None:
-    behavior_N = LOGP_N - torch.tensor([3.0, 0.4, 1.0], dtype=torch.float64).log()
+    engine_N = LOGP_N - torch.tensor([3.0, 0.4, 1.0], dtype=torch.float64).log()
     algorithm = build_algorithm(AlgorithmSpec(name="grpo"))
-    terms = algorithm.token_terms(LOGP_N.clone().requires_grad_(), behavior_N, ADVANTAGE_N)
+    terms = algorithm.token_terms(LOGP_N.clone().requires_grad_(), engine_N, ADVANTAGE_N)
     assert terms.correction_N is not None
     assert terms.correction_N.tolist() == pytest.approx([2, 0.4, 1])
     assert terms.grad_N.tolist() == pytest.approx([-2, -0.4, 1])

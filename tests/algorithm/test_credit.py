@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithm.aggregation import Aggregation
-from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm, build_algorithm
+from strop.algorithm.building import build_algorithm
+from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement, shape_rewards
 from strop.algorithm.kl import KlPenalty
 from strop.errors import DataError

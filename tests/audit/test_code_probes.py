@@ -22,12 +22,12 @@ from strop.audit import (
     ProbeStatus,
     Verdict,
     attacks,
+    breaches,
     run_audit,
 )
 from strop.audit.attacks import as_lookup
+from strop.audit.breaches import HostDoors, leak_breaches, network_breaches, open_doors
 from strop.audit.hosts import find_files, find_processes, wait_for_end
-from strop.audit.leaks import leak_breaches
-from strop.audit.network import HostDoors, network_breaches, open_doors
 from strop.rollout import Split
 from strop.spec import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.task import MixtureSpec, TaskSpec
@@ -134,13 +134,13 @@ EVERY_ATTACK = {
     "finds": attacks.find_kept(ProgramForm(entry_point="f")),
 }
 EVERY_BREACH = {
-    **attacks.TAMPER_BREACHES,
+    **breaches.TAMPER_BREACHES,
     **network_breaches(
         HostDoors(loopback_ports={"127.0.0.1": 9, "::1": 9}, abstract_name="sa0net", socket_path="/tmp/door")
     ),
     **leak_breaches("a text of the tests", "/tmp/canary"),
-    "always": attacks.ALWAYS,
-    "reads": attacks.read_breach(0.5),
+    "always": breaches.ALWAYS,
+    "reads": breaches.read_breach(0.5),
 }
 
 
@@ -152,7 +152,7 @@ def test_every_attack_reaches_its_grader_whole(kind: str, entry_point: str | Non
     if kind in EVERY_ATTACK:
         reply = attacks.as_attack(form, EVERY_ATTACK[kind], "sa0")
     else:
-        reply = attacks.as_breach(form, "def f(x): return x", EVERY_BREACH[kind], "sa0")
+        reply = breaches.as_breach(form, "def f(x): return x", EVERY_BREACH[kind], "sa0")
     code = extract_python(reply, entry_point=entry_point)
     assert code is not None
     assert code.strip() == reply.removeprefix("```python\n").removesuffix("\n```").strip()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from strop.audit.edits import trivial_edits
-from strop.audit.example_probes import permute_parts
+from strop.audit.answer_probes import permute_parts
+from strop.audit.code_probes import trivial_edits
 from strop.rollout import make_example
 from strop.tasks.code.extraction import compiles, extract_python
 from strop.tasks.traits import ProgramForm

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
-from strop.audit.judge_probes import INJECTIONS
+from strop.audit.probes import INJECTIONS
 from strop.spec.task import ArithmeticSpec, BlendSpec, MixtureSpec, TaskSpec
 from strop.tasks import build_task
 from strop.tasks.traits import judge_digests_of

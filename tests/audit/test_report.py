@@ -75,7 +75,7 @@ def test_a_changed_audit_is_refused(
 def test_an_audit_by_other_probes_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
     write_audit(audit(Capitals(), probes=("noop",)), stored_audit_path("capitals", "1"))
-    monkeypatch.setattr("strop.audit.stored.SCHEMA", SCHEMA + 1)
+    monkeypatch.setattr("strop.audit.report.SCHEMA", SCHEMA + 1)
     assert find_audit("capitals", "1") is None
 
 

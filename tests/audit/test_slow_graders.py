@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from strop.audit import AuditSettings, ProbeStatus, probes, run_audit, world
+from strop.audit import AuditSettings, ProbeStatus, answer_probes, context, probes, run_audit
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.contract import Task
 from tests.audit.test_audit import Capitals, PaysForALetter, audit, find
@@ -33,8 +33,8 @@ def test_a_verifier_that_computes_for_long_beside_the_run_is_found(monkeypatch: 
 
 
 def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "ENOUGH_S", 0.0)
-    monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(context, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(answer_probes, "ENOUGH_S", 0.0)
     report = audit(PaysForALetter(), probes=("garbage", "constant", "determinism"))
     shown = [(result.probe, result.status.value, result.num) for result in report.probes]
     # Four examples are always asked, and one where each of its two replies is repeated.

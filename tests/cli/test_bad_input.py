@@ -13,7 +13,7 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 WRONG = [
     (("train",), 2, "Missing argument"),
     (("train", "absent.toml"), 2, "run file absent.toml does not exist"),
-    (("train", "run.tml"), 2, "a file that ends in .toml"),
+    (("train", "run.tml"), 2, "a TOML file, which ends in .toml"),
     (("train", "runs.toml"), 2, "did you mean run.toml"),
     (("train", "run.toml", "train.step=3"), 2, "did you mean train.steps"),
     (("train", "run.toml", "train.steps=many"), 2, "write train.steps as a number"),

@@ -11,8 +11,8 @@ import pytest
 
 from strop.hardware.findings import Finding, Severity
 from strop.io.atomic import AtomicDirectory
-from strop.launch.contract import Answer, JobPlan, JobRef, JobState
-from strop.launch.home import job_path_of, read_plan, read_ref
+from strop.launch.contract import JobPlan, JobRef, JobState, SchedulerStatus
+from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.spec.site import Site
 from tests.fixtures.commands import Ended, Run
 from tests.fixtures.scripted_jobs import World, make_world
@@ -120,7 +120,7 @@ def test_wrong_input_has_a_code_a_message_and_no_effect(
     assert "Traceback" not in ended.err
     # A settings mistake creates no path at all, and asks nobody.
     assert tree(here.folder) == before
-    assert here.backend.count("hand_over") == 0
+    assert here.backend.count("submit") == 0
 
 
 def test_a_broken_profile_has_its_line(here: World, run: Run) -> None:
@@ -225,7 +225,7 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(here: World, run: Run, is
     ended = run("submit", "run.toml", "--dry-run", *(["--json"] if is_json else []))
     assert ended.code == 0, ended.err
     assert tree(here.folder) == before
-    assert {call.verb for call in here.backend.calls} == {"complete"}
+    assert {call.verb for call in here.backend.calls} == {"render"}
     if is_json:
         assert json.loads(ended.out)["argv"][0] == "fake-submit"
     else:
@@ -257,7 +257,7 @@ def test_a_dry_run_writes_its_named_output_alone(here: World, run: Run) -> None:
     # And what was submitted is not written over by looking once more.
     ended = run("submit", "run.toml", "train.steps=9", "--dry-run", "--output-dir", output)
     assert ended.code == 76
-    assert "is the home of a job" in ended.err
+    assert "is the directory of a job" in ended.err
 
 
 def test_a_dry_run_without_a_place_to_write_says_so(here: World, run: Run) -> None:
@@ -319,7 +319,7 @@ def test_a_job_that_cannot_be_listed_is_still_submitted(here: World, run: Run) -
 def job(here: World) -> JobRef:
     """A running job with a log."""
     ref = here.submit()
-    here.backend.answer(ref, Answer(state=JobState.RUNNING, raw="RUNNING"))
+    here.backend.answer(ref, SchedulerStatus(state=JobState.RUNNING, raw="RUNNING"))
     log = here.backend.begin_attempt(ref) / "0" / "train.log"
     log.parent.mkdir()
     log.write_bytes(b"step 1\nbell \x07 and colour \x1b[31m\n")
@@ -343,9 +343,9 @@ def test_status_says_state_source_and_reason(here: World, run: Run, job: JobRef)
 def test_status_without_a_name_shows_what_has_not_ended(here: World, run: Run, job: JobRef) -> None:
     here.submit("name=second")
     assert {one["name"] for one in json.loads(run("status", "--json").out)} == {"run", "second"}
-    here.backend.answer(job, Answer(state=JobState.CANCELLED, raw="CANCELLED"))
+    here.backend.answer(job, SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED"))
     assert [one["name"] for one in json.loads(run("status", "--json").out)] == ["second"]
-    assert here.backend.count("ask") == 2
+    assert here.backend.count("poll") == 2
 
 
 def test_without_jobs_that_is_said(here: World, run: Run) -> None:
@@ -432,7 +432,7 @@ def test_a_drill_that_fails_names_the_first_missing_proof(
     ended = run("drill", ref.job_id)
     assert ended.code == 76
     assert "job fake-1 is queued" in ended.err
-    here.backend.answer(ref, Answer(state=JobState.RUNNING, raw="RUNNING"))
+    here.backend.answer(ref, SchedulerStatus(state=JobState.RUNNING, raw="RUNNING"))
     here.backend.begin_attempt(ref)
     ended = run("drill", ref.job_id)
     assert ended.code == 1
@@ -451,14 +451,14 @@ def test_a_sweep_is_one_job_of_many_members(here: World, run: Run) -> None:
     told = json.loads(run("status", "run", "--json").out)
     assert [one["member"] for one in told] == [0, 1, 2, 3]
     assert "run[3]" in run("status", "run").out
-    assert here.backend.count("hand_over") == 1
+    assert here.backend.count("submit") == 1
 
 
 def test_a_job_goes_on_with_resume(here: World, run: Run, job: JobRef) -> None:
     ended = run("submit", "run.toml", "--resume", job.job_id)
     assert ended.code == 76
-    assert "two lives would write into one run" in ended.err
-    here.backend.answer(job, Answer(state=JobState.FAILED, raw="NODE_FAIL"))
+    assert "two jobs would write into one run" in ended.err
+    here.backend.answer(job, SchedulerStatus(state=JobState.FAILED, raw="NODE_FAIL"))
     ended = run("submit", "run.toml", "--resume", job.job_id, "--nodes", "2")
     assert ended.code == 0, ended.err
     assert read_ref(job_path_of(job.home)).job_id == "fake-2"
@@ -476,28 +476,28 @@ def test_waiting_is_over_at_the_end_and_its_code_says_how_it_ended(
     assert ended.code == 0, ended.err
     assert f"{ref.job_id}: succeeded" in ended.err
     assert run("status", ref.job_id, "--wait").code == 0
-    here.backend.answer(ref, Answer(state=JobState.CANCELLED, raw="CANCELLED"))
+    here.backend.answer(ref, SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED"))
     for command in ((*words, "--wait"), ("status", ref.job_id, "--wait")):
         ended = run(*command)
         # Stopped is no success.
         assert ended.code == 76
         assert f"job {ref.job_id} ended as cancelled (CANCELLED)" in ended.err
-    assert here.backend.count("hand_over") == 1
+    assert here.backend.count("submit") == 1
 
 
 def test_a_row_that_could_not_be_written_is_told_and_has_a_code(
     here: World, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand_over = here.backend.hand_over
+    submit = here.backend.submit
 
     def accept(plan: JobPlan) -> JobRef:
-        return replace(hand_over(plan), details={"warnings": ["add this row: | fake-1 |"]})
+        return replace(submit(plan), details={"warnings": ["add this row: | fake-1 |"]})
 
-    monkeypatch.setattr(here.backend, "hand_over", accept)
+    monkeypatch.setattr(here.backend, "submit", accept)
     ended = run("submit", "run.toml")
     assert ended.code == 1
     assert "notice: add this row: | fake-1 |" in ended.err
     assert "run submitted to local as job fake-1" in ended.out
     # The job runs: the same again is that one, and nothing is left to do.
     assert run("submit", "run.toml").code == 0
-    assert here.backend.count("hand_over") == 1
+    assert here.backend.count("submit") == 1

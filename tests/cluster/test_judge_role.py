@@ -13,12 +13,12 @@ import pytest
 
 from strop.cluster import ModelSource, judge_role
 from strop.cluster.judge_role import JudgeRoles
-from strop.engine.chat import CHAT_PATH
+from strop.engine.server import CHAT_PATH
 from strop.errors import ConfigError, EngineError
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge import LlmJudge
-from strop.tasks.llm_judge.role import (
+from strop.tasks.llm_judge.client import (
     ROLES_VARIABLE,
     adopt_handovers,
     handover_path,

@@ -29,12 +29,12 @@ class Recorder:
         self.threads.append(threading.get_ident())
 
 
-@pytest.mark.parametrize("is_aside", [True, False])
-def test_all_work_is_done_in_one_thread(is_aside: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_all_work_is_done_in_one_thread(is_async: bool, tmp_path: Path) -> None:
     """Each further thread would keep an OpenMP team and the memory that it freed."""
     local = Recorder()
-    learner = LocalLearner(local, is_aside=is_aside)  # type: ignore[arg-type]
-    assert learner.is_aside == is_aside
+    learner = LocalLearner(local, is_async=is_async)  # type: ignore[arg-type]
+    assert learner.is_async == is_async
 
     async def act() -> None:
         for _ in range(5):
@@ -46,4 +46,4 @@ def test_all_work_is_done_in_one_thread(is_aside: bool, tmp_path: Path) -> None:
     asyncio.run(act())
     assert len(local.threads) == 6
     assert len(set(local.threads)) == 1
-    assert (local.threads[0] != threading.get_ident()) == is_aside
+    assert (local.threads[0] != threading.get_ident()) == is_async

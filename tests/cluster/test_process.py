@@ -20,22 +20,20 @@ from safetensors.torch import load_file
 from strop.cluster import ModelSource, Roles
 from strop.cluster.build import build_placement
 from strop.cluster.engine_process import EngineProcess, can_swap_adapters
-from strop.cluster.inline import InlinePlacement
+from strop.cluster.local import InlinePlacement, ProcessPlacement
 from strop.cluster.local_learner import LocalLearner
-from strop.cluster.process import ProcessPlacement
 from strop.cluster.publishers import BroadcastPublisher, FilePublisher, clear_publications
 from strop.engine import WeightTransport
 from strop.engine.remote import RemoteEngine
 from strop.engine.wire import HealthForm
 from strop.errors import ConfigError, EngineError, StoreError
-from strop.hardware.owned_dirs import SHARED_MEMORY, clear_shared_memory
-from strop.policy.digest import tensors_digest
+from strop.hardware.leftovers import SHARED_MEMORY, clear_shared_memory
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.published import read_published
+from strop.policy.publication import read_published, tensors_digest
 from strop.policy.weights import weights_digest
 from strop.spec import RunSpec
-from strop.spec.lora import LoraSpec
+from strop.spec.model import LoraSpec
 from tests.fixtures.ray_traces import holder_of, is_alive, wait_until
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import learner_of, tiny_spec
@@ -44,7 +42,7 @@ PARENT = """
 import asyncio, sys, time
 from pathlib import Path
 from strop.cluster import ModelSource
-from strop.cluster.process import ProcessPlacement
+from strop.cluster.local import ProcessPlacement
 from tests.fixtures.tiny_run import tiny_spec
 
 async def act():

@@ -23,7 +23,7 @@ from strop.cluster.publishers import (
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, WeightMismatch
-from strop.hardware.owned_dirs import clear_shared_memory
+from strop.hardware.leftovers import clear_shared_memory
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.weights import weights_digest

@@ -21,10 +21,9 @@ from strop.cluster.judge_role import JudgeRoles
 from strop.cluster.ray.node import NODE_MODULE
 from strop.cluster.ray.placement import RayPlacement
 from strop.environments import RolloutPlan
-from strop.hardware.job_variables import NODE_VARIABLE, NUM_NODES_VARIABLE
-from strop.hardware.ports import find_interface
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
 from strop.rollout import Group, Sampling, Split
-from strop.tasks.llm_judge.role import ROLES_VARIABLE
+from strop.tasks.llm_judge.client import ROLES_VARIABLE
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_model import tiny_model

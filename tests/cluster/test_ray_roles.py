@@ -14,9 +14,8 @@ from strop.cluster import ModelSource
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
 from strop.cluster.ray.placement import RayPlacement, _Started, count_roles, list_nodes
-from strop.cluster.ray.roles import RoleFacts, prove_environment, require_environment
+from strop.cluster.ray.roles import RoleFacts, RoleKind, RoleSlot, prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
-from strop.cluster.ray.slots import RoleKind, RoleSlot
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
 from strop.store import get_model
@@ -98,7 +97,7 @@ def test_the_network_between_nodes_may_be_named() -> None:
 
 ENGINE = """
 import sys
-from strop.cluster.ray.engines import EngineHost
+from strop.cluster.ray.workers import EngineHost
 from strop.cluster.ray.roles import RoleStart
 EngineHost(RoleStart(name="engine-1", node=1, log_path=sys.argv[1])).load(None, None, None, num_nodes=2)
 """
@@ -161,7 +160,7 @@ def test_a_role_fetches_the_model_where_it_is_not_and_refuses_another_one(
 
 
 def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
-    modules = ("settings", "temp_dirs", "keeper", "node", "runtime", "slots", "roles", "deaths")
+    modules = ("settings", "keeper", "node", "runtime", "roles", "deaths")
     code = "import sys\n" + "\n".join(f"import strop.cluster.ray.{name}" for name in modules)
     code += "\nprint([name for name in ('ray', 'torch') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

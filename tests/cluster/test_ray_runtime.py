@@ -19,8 +19,7 @@ import pytest
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environment
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
-from strop.cluster.ray.settings import NodeSettings, node_resource
-from strop.cluster.ray.temp_dirs import choose_temp_dir
+from strop.cluster.ray.settings import NodeSettings, choose_temp_dir, node_resource
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK, hold_port, read_listening_ports
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until

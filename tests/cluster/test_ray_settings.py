@@ -18,13 +18,13 @@ from strop.cluster.ray.settings import (
     NodeSettings,
     check_object_store,
     choose_ports,
+    choose_temp_dir,
     ray_environment,
     require_same_version,
     start_args,
 )
-from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.errors import CheckRefused, ConfigError, StoreError
-from strop.hardware.owned_dirs import SHARED_MEMORY, own_dir, remove_dead
+from strop.hardware.leftovers import SHARED_MEMORY, own_dir, remove_dead
 from strop.hardware.ports import LOOPBACK
 
 NODE = NodeSettings(

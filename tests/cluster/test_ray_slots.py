@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.cluster.ray.slots import (
+from strop.cluster.ray.roles import (
     DeviceShare,
     NodeOffer,
     RoleCounts,

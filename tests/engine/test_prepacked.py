@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.engine.prepacked import PrepackedProducts, _can_pack
+from strop.engine.native import PrepackedProducts, _can_pack
 from strop.policy.fused_trunk import JoinedLinear
 from strop.policy.language_model import DTYPES, LanguageModel
 from tests.fixtures.kernels import needs_kernels

@@ -28,8 +28,8 @@ from strop.engine.wire import (
     ReceiptForm,
 )
 from strop.errors import ConfigError, EngineError, WeightMismatch
-from strop.policy.digest import tensors_digest
 from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.publication import tensors_digest
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer

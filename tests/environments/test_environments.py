@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from strop.environments import Action, Environment, SingleTurn
+from strop.environments import Action, Environment, choose_environment
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
@@ -19,7 +19,7 @@ SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
 class TestSingleTurn(EnvironmentContract):
     @pytest.fixture
     def make_environment(self) -> Callable[[], Environment]:
-        return lambda: SingleTurn(build_task(ArithmeticSpec()))
+        return choose_environment(build_task(ArithmeticSpec()))
 
     @pytest.fixture
     def example(self) -> Example:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from strop.engine import Completion, GenerationRequest
-from strop.engine.seeds import stream_seed
+from strop.engine.contract import stream_seed
 from strop.environments import (
     Action,
     Environment,

@@ -236,7 +236,8 @@ def test_an_engine_that_never_replies_is_an_error(tmp_path: Path) -> None:
     tokenizer, task = make_tokenizer(tmp_path), make_task()
     with pytest.raises(
         EngineError,
-        match=r"^all 10 rollouts failed: engine, EngineError: .*\(dummy\.py:\d+\); none .*\. Allowed: ",
+        match=r"^all 10 rollouts failed: engine, EngineError: .*"
+        r"\(dummy_engine\.py:\d+\); none .*\. Allowed: ",
     ):
         evaluate(task, DummyEngine(tokenizer, []), tokenizer)
 

@@ -7,7 +7,7 @@ import pytest
 
 from strop.errors import StoreError
 from strop.hardware import describe_machine
-from strop.hardware.efficiency import (
+from strop.hardware.calibrate import (
     CPU_EFFICIENCY,
     GPU_EFFICIENCY,
     Efficiency,

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware.endpoints import PORTS_NAME, publish_ports, read_ports, wait_for_ports
 from strop.hardware.ports import (
+    PORTS_NAME,
     find_host_address,
     find_interface,
     hold_port,
+    publish_ports,
     read_listening_ports,
+    read_ports,
     start_on_port,
+    wait_for_ports,
 )
 
 # Listens on an inherited descriptor, says so, answers one caller.

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware import spawn, tail, terminate
+from strop.hardware import process, spawn, tail, terminate
+from strop.hardware.process import step_back
 
 PYTHON = sys.executable
 LIMIT_S = 120.0
@@ -188,3 +189,153 @@ def test_lau_2_an_announcement_of_the_end_does_not_end_a_child(tmp_path: Path, n
     os.kill(child.pid, number)
     assert child.wait(LIMIT_S) == 0
     assert child.tail(1) == "alive"
+
+
+# Starts one child of its own that has ended and is not waited for, one that runs, and two that are adopted:
+# their parents end at once. Says which are zombies after the reaping.
+_REAPER = """
+import os, subprocess, sys, time
+from strop.hardware.process import adopt_orphans, reap_orphans
+
+def start(code):
+    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+
+def fork_and_leave(seconds):
+    code = f"import os, time; pid = os.fork(); print(pid, flush=True) if pid else time.sleep({seconds})"
+    parent = start(code)
+    pid = int(parent.stdout.readline())
+    parent.wait()
+    return pid
+
+def state_of(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+adopt_orphans()
+own, ended, running = start(""), fork_and_leave(0), fork_and_leave(600)
+while {state_of(own.pid), state_of(ended)} != {"Z"}:
+    time.sleep(0.01)
+is_running = state_of(running) not in "Zgone"
+print(reap_orphans([own.pid]), state_of(own.pid), state_of(ended), is_running, own.wait())
+os.kill(running, 9)
+"""
+
+
+def test_only_adopted_children_that_have_ended_are_reaped() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _REAPER], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout == "1 Z gone True 0\n", done.stderr
+
+
+# Ends children in sessions of their own, and what they started, but not itself.
+_KEEPER = """
+import os, subprocess, sys, time
+from strop.hardware.process import adopt_orphans, end_descendants
+
+code = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(600)"
+adopt_orphans()
+child = subprocess.Popen(
+    [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True
+)
+grandchild = int(child.stdout.readline())
+print(end_descendants(30.0), [os.path.exists(f"/proc/{pid}") for pid in (child.pid, grandchild)])
+"""
+
+
+def test_prc_4_everything_that_a_keeper_started_is_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KEEPER], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout == "[] [False, False]\n", done.stderr
+
+
+@pytest.fixture
+def leader() -> Iterator[int]:
+    """The process id of a session's leader."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in of /proc: other systems and kernels than this one."""
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+    return tmp_path
+
+
+def write_autogroups(proc: Path, own: str, pid: int) -> Path:
+    for name, text in (("self", own), (str(pid), "")):
+        (proc / name).mkdir()
+        (proc / name / "autogroup").write_text(text)
+    return proc / str(pid) / "autogroup"
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not told apart here")
+def test_the_session_steps_back_with_its_process(leader: int) -> None:
+    text = Path(f"/proc/{leader}/autogroup").read_text()
+    if not text:
+        pytest.skip("this session is in no group of its own")
+    own = int((Path("/proc/self/autogroup").read_text().split() or ["0"])[-1])
+    assert step_back(leader, by=7)
+    assert Path(f"/proc/{leader}/autogroup").read_text().split()[-1] == str(min(own + 7, 19))
+
+
+def test_a_member_of_a_session_does_not_pull_the_others_down() -> None:
+    with subprocess.Popen(["sleep", "60"], process_group=0) as process:
+        autogroup = Path(f"/proc/{process.pid}/autogroup")
+        before = autogroup.read_text() if autogroup.exists() else ""
+        assert step_back(process.pid, by=5)
+        assert (autogroup.read_text() if autogroup.exists() else "") == before
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("own", "written"), [("", "10"), ("/autogroup-12 nice 3\n", "13"), ("/autogroup-12 nice 15\n", "19")]
+)
+def test_a_session_without_a_group_of_its_own_can_step_back_too(
+    proc: Path, leader: int, own: str, written: str
+) -> None:
+    autogroup = write_autogroups(proc, own, leader)
+    before = os.getpriority(os.PRIO_PROCESS, leader)
+    assert step_back(leader, by=10)
+    assert os.getpriority(os.PRIO_PROCESS, leader) == min(before + 10, 19)
+    assert autogroup.read_text() == written
+
+
+@pytest.mark.parametrize("own", [None, "not told here\n"])
+def test_a_system_without_sessions_shares_has_processes(proc: Path, leader: int, own: str | None) -> None:
+    if own is not None:
+        write_autogroups(proc, own, leader)
+    before = os.getpriority(os.PRIO_PROCESS, leader)
+    assert step_back(leader, by=10)
+    assert os.getpriority(os.PRIO_PROCESS, leader) == min(before + 10, 19)
+
+
+def test_linux_that_wants_to_be_asked_less_often_is_asked_again_later(
+    proc: Path, leader: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    write_autogroups(proc, "", leader)
+    before = os.getpriority(os.PRIO_PROCESS, leader)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", refuse)
+        assert not step_back(leader, by=10)
+    assert os.getpriority(os.PRIO_PROCESS, leader) == before
+    assert step_back(leader, by=10)
+
+
+def test_a_kernel_that_knows_no_priority_of_a_group_ends_nothing(
+    leader: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(which: int, who: int, priority: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    assert step_back(leader, by=0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strop.cluster import Roles
-from strop.cluster.inline import SharedPublisher
+from strop.cluster.local import SharedPublisher
 from strop.cluster.local_learner import LocalLearner
 from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.engine.native import NativeEngine
@@ -24,7 +24,7 @@ from strop.rollout import Group, IntArray, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
-from strop.train.gate_input import GateInput
+from strop.train.gate_checks import GateInput
 
 Tamper = Callable[[GenerationRequest, Completion], Completion]
 

@@ -27,8 +27,8 @@ from strop.tasks.answers import last_number_text
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from strop.train import loop
-from strop.train.collapse import NUM_STOP
 from strop.train.measure import measure_time
+from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
 from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
 

@@ -21,17 +21,17 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import AtomicDirectory, is_complete, verify_directory
-from strop.policy.digest import tensors_digest
 from strop.policy.learner import Learner
 from strop.policy.lora import merge_adapters
+from strop.policy.publication import tensors_digest
 from strop.policy.weights import export_tensors, own_tensors, weights_digest
 from strop.record import RunDir
-from strop.spec.lora import LoraSpec
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.model import LoraSpec
+from strop.spec.train import OptimizerSpec
 from strop.store import get_model
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
-from strop.train.gate_model import check_tensors, check_weights
+from strop.train.gate_models import check_tensors, check_weights
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.tiny_run import learner_of
 from tests.fixtures.write_points import write_and_die, write_checkpoint

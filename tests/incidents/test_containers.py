@@ -10,11 +10,11 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
+from strop.launch.build_request import make_plan
 from strop.launch.container.command import complete_plan
-from strop.launch.env_files import read_environment
-from strop.launch.filling import fill_home
+from strop.launch.environment import read_environment
+from strop.launch.job_dir import write_job_dir
 from strop.launch.launcher import Launcher
-from strop.launch.planning import make_plan
 from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
@@ -42,7 +42,7 @@ def test_lau_4_values_with_commas_quotes_and_newlines_arrive_whole(
     write_sites(project, "some/image:1")
     request = make_request(project, [saver(1)], site="box", variables=("HOSTILE",))
     plan = make_plan(request, open_backend(request.site))
-    fill_home(plan, request, os.environ)
+    write_job_dir(plan, request, os.environ)
     assert read_environment(Path(plan.home) / "job", "train")["HOSTILE"] == CANARY
     assert not [word for word in plan.argv if "HOSTILE" in word or "canary" in word]
 
@@ -58,7 +58,7 @@ def test_sec_1_without_an_engine_nothing_runs_outside_a_container(
     with pytest.raises(CheckRefused, match="no container engine answers"):
         launcher.submit(request)
     with pytest.raises(CheckRefused, match="no container engine answers"):
-        launcher.backend.hand_over(launcher.plan(request))
+        launcher.backend.submit(launcher.plan(request))
     assert not Path(request.home).exists()
 
 
@@ -70,7 +70,7 @@ def test_sec_4_a_secret_is_in_one_private_file_and_nowhere_else(
     write_sites(project, "some/image:1", 'secrets = ["JUDGE_TOKEN"]')
     request = make_request(project, [saver(1)], site="box")
     plan = make_plan(request, open_backend(request.site))
-    fill_home(plan, request, os.environ)
+    write_job_dir(plan, request, os.environ)
     holders = {
         path.name
         for path in Path(plan.home).rglob("*")

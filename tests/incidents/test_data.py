@@ -21,7 +21,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
 from strop.spec import ArithmeticSpec, Gsm8kSpec
 from strop.tasks import Task, build_task, render_prompt
-from strop.train.schedule import ExampleSchedule
+from strop.train.data.schedule import ExampleSchedule
 from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 
 
@@ -187,7 +187,7 @@ def test_dat_2_a_fate_that_is_lost_or_doubled_is_an_alarm(
         }[fault]
         return replace(first, rollouts=rollouts)
 
-    monkeypatch.setattr("strop.train.collecting.run_group", leak)
+    monkeypatch.setattr("strop.train.generation.run_group", leak)
     spec = tiny_spec(tripwires={"on_alarm": "stop"})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=SpellTask())
     with pytest.raises(RunStopped, match="fate_leak"):

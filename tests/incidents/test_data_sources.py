@@ -22,7 +22,7 @@ from strop.errors import (
 from strop.rollout import Split
 from strop.spec import Gsm8kSpec
 from strop.store import fetch_data_file, follow_store, get_model, is_offline
-from strop.store.hub_store import HubStore
+from strop.store.hub import HubStore
 from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
@@ -102,7 +102,7 @@ def test_dat_3_a_store_that_fails_is_no_reason_to_ask_the_hub(
 ) -> None:
     """Incident: silent fallback from object store to hub."""
     use_store(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr("strop.store.retries.RetryRules.pause_s", lambda self, attempt_index: 0.0)
+    monkeypatch.setattr("strop.store.s3_client.RetryRules.pause_s", lambda self, attempt_index: 0.0)
     with follow_store(follow("s3://strop-test/x")):
         with pytest.raises(RemoteUnreachable):
             get_model("org/tiny")

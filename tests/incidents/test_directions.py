@@ -67,7 +67,7 @@ def test_opt_1_the_gate_refuses_a_reversed_penalty(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reversed_names = {**ESTIMATORS, "k3+": swapped(ESTIMATORS["k3+"])}
-    monkeypatch.setattr("strop.algorithm.catalog.ESTIMATORS", reversed_names)
+    monkeypatch.setattr("strop.algorithm.building.ESTIMATORS", reversed_names)
     made = compose(tmp_path, tiny_model_dir)
     with pytest.raises(CheckRefused, match=r"kl: mean gap .* moves away from the reference"):
         made.run()

@@ -147,7 +147,7 @@ def test_opt_3_a_changed_default_changes_the_plan(tmp_path: Path, tiny_model_dir
     before = make_plan(load_spec(tmp_path / "run.toml"), cache_dir=tmp_path).optimizer
     edited = tmp_path / "edited"
     shutil.copytree(SOURCE, edited, ignore=shutil.ignore_patterns("__pycache__"))
-    path = edited / "strop" / "spec" / "optimizer.py"
+    path = edited / "strop" / "spec" / "train.py"
     default = "beta2: float = Field(default=0.999,"
     assert default in path.read_text()
     path.write_text(path.read_text().replace(default, default.replace("0.999", "0.95")))

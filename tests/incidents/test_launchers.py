@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
-from strop.launch.contract import Answer, JobRef, JobState
-from strop.launch.home import job_path_of, read_plan
+from strop.launch.build_request import make_plan
+from strop.launch.contract import JobRef, JobState, SchedulerStatus
+from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.local.backend import LocalBackend
-from strop.launch.planning import make_plan
 from strop.launch.snapshot import unpack_code
-from strop.spec.flags import Flag
+from strop.spec.reader import Flag
 from tests.fixtures.scripted_jobs import World, make_world
 
 CANARY = "canary-9d1e-secret-value"
@@ -119,7 +119,7 @@ def test_lau_6_no_pair_of_record_and_answer_is_misread(
 ) -> None:
     ref = world.submit()
     world.backend.end_attempt(world.backend.begin_attempt(ref), code)
-    world.backend.answer(ref, None if state is None else Answer(state=state, raw="RAW"))
+    world.backend.answer(ref, None if state is None else SchedulerStatus(state=state, raw="RAW"))
     before = len(world.backend.calls)
     (found,) = world.launcher.status([ref])
     # Only every agent's 0 is a success, and nothing that was stopped.
@@ -130,12 +130,12 @@ def test_lau_6_no_pair_of_record_and_answer_is_misread(
     if code is None and state in {None, JobState.UNKNOWN}:
         assert found.state is JobState.UNKNOWN
     # And looking at it has no consequence.
-    assert [call.verb for call in world.backend.calls[before:]] == ["ask"]
+    assert [call.verb for call in world.backend.calls[before:]] == ["poll"]
 
 
 def test_lau_6_a_failing_query_ends_nothing(world: World) -> None:
     ref = world.submit()
-    world.backend.answer(ref, Answer(state=JobState.RUNNING, raw="RUNNING"))
+    world.backend.answer(ref, SchedulerStatus(state=JobState.RUNNING, raw="RUNNING"))
     world.backend.begin_attempt(ref)
     world.launcher.status([ref])
     world.backend.is_silent = True
@@ -145,14 +145,14 @@ def test_lau_6_a_failing_query_ends_nothing(world: World) -> None:
     with pytest.raises(StoreError):
         world.launcher.resume(Path(ref.home), world.request())
     # It was asked to stop, and did not hear it; nothing was submitted again.
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
 
 
 SEALED = """
 import sys
 from pathlib import Path
 from strop.testing.scripted_backend import FakeBackend
-from strop.launch.planning import make_plan
+from strop.launch.build_request import make_plan
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.scripted_jobs import World
 
@@ -185,7 +185,7 @@ def test_lau_9_a_check_asks_and_makes_nothing(world: World) -> None:
     plan = world.launcher.plan(world.request())
     before = sorted(world.folder.rglob("*"))
     world.launcher.check(plan)
-    assert [call.verb for call in world.backend.calls] == ["complete", "probe"]
+    assert [call.verb for call in world.backend.calls] == ["render", "probe"]
     assert sorted(world.folder.rglob("*")) == before
 
 
@@ -275,7 +275,7 @@ def test_cfg_2_an_explicit_none_survives_to_the_node(world: World) -> None:
 
 
 def test_cfg_2_strict_refuses_what_a_flag_beats(world: World) -> None:
-    from strop.launch.requesting import SubmitOptions, read_request
+    from strop.launch.build_request import SubmitOptions, read_request
 
     options = SubmitOptions(
         site="local",

@@ -28,16 +28,15 @@ from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import score_reply
 from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
-from strop.spec.optimizer import OptimizerSpec
 from strop.spec.run import RunSpec
-from strop.spec.tripwires import TripwireSpec
+from strop.spec.train import OptimizerSpec, TripwireSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
-from strop.train.gate_parity import check_parity
+from strop.train.gate_models import check_parity
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
-from strop.train.tripwires import find_alarms
-from strop.train.updating import Update
+from strop.train.step import Update
+from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 from tests.incidents.faulty_engines import (
     TamperedEngine,

@@ -22,8 +22,8 @@ from strop.io import verify_directory
 from strop.record import RunDir
 from strop.rollout import Example, Outcome
 from strop.spec.run import RunSpec
-from strop.spec.tripwires import TripwireSpec
-from strop.train.tripwires import find_alarms
+from strop.spec.train import TripwireSpec
+from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.losses import LOSSES
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec

@@ -16,7 +16,7 @@ from strop.plan.planning import predict_run
 from strop.policy.learner import Term
 from strop.policy.step_report import StepPlan, StepReport
 from strop.rollout import IntArray
-from strop.train import pace
+from strop.train.watch import process
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.record.test_prediction import PLANNED
 
@@ -54,7 +54,7 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
 ) -> None:
     """Incident: a model loaded on the CPU took 470 s for a step of 85 s, and nothing said so."""
     # Seconds of the incident would be seconds of this test: here tenths of them count.
-    monkeypatch.setattr(pace, "MIN_EXCESS_S", 0.1)
+    monkeypatch.setattr(process, "MIN_EXCESS_S", 0.1)
     planned = (
         {"generate": DELAY_S / 20, "learn": 60.0, "sync": 60.0}
         if is_slow

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.process import ProcessPlacement
+from strop.cluster.local import ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
 from strop.evaluate import read_result
 from strop.hardware import require_free_disk
-from strop.hardware.container import read_cgroup_memory
+from strop.hardware.machine import read_cgroup_memory
 from strop.io import AtomicDirectory, verify_directory
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs

@@ -10,10 +10,10 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Group, Rollout, Sampling, Split
 from strop.spec import BlendSpec
-from strop.spec.tripwires import TripwireSpec
+from strop.spec.train import TripwireSpec
 from strop.tasks import build_task
 from strop.train.measure import measure_rollouts
-from strop.train.tripwires import find_alarms
+from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.judged import ROWS, judge_task
 

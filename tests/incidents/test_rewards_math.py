@@ -12,7 +12,7 @@ from strop.spec import AimeSpec, MathSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge
 from strop.tasks.mathematics.answers import find_boxes
-from strop.tasks.mathematics.hendrycks_math import HendrycksMath
+from strop.tasks.mathematics.boxed_math import HendrycksMath
 from tests.fixtures.judging import run_self_test
 
 SYMBOLIC = MathSpec(name="math", source="unused.jsonl")

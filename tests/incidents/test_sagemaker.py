@@ -67,7 +67,7 @@ def test_lau_7_a_name_that_is_taken_is_no_job_of_ours(site: Site) -> None:
     """LAU-7: a common mock overwrites a job of the same name; the service, and the fake, refuse it."""
     plan = site.plan()
     site.fake.create_training_job(**{**request_of(plan), "Tags": []})
-    assert site.backend.hand_over(plan).job_id != request_of(plan)["TrainingJobName"]
+    assert site.backend.submit(plan).job_id != request_of(plan)["TrainingJobName"]
 
 
 def test_lau_8_what_is_not_staged_is_named_and_what_is_staged_passes(launcher: Launcher, site: Site) -> None:

@@ -22,8 +22,8 @@ from strop.engine import (
 )
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, WeightMismatch
-from strop.policy.digest import tensors_digest
 from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.publication import tensors_digest
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FinishReason, Outcome

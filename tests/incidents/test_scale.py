@@ -11,7 +11,7 @@ from strop.engine.router import Router, RouterLimits
 from strop.policy.balancing import Effort, partition
 from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed
 from strop.testing.virtual_time import run_virtually
-from strop.train.loop_lag import LIMIT_S, LoopLagWatch
+from strop.train.watch.process import LIMIT_S, LoopLagWatch
 from tests.engine.held import ask
 
 

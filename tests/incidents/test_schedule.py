@@ -15,7 +15,7 @@ from strop.engine import Completion, GenerationRequest
 from strop.errors import RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group
-from strop.train.generation import GroupSource, SourceLimits
+from strop.train.generation import BufferLimits, RolloutBuffer
 from tests.fixtures.commands import Run
 from tests.incidents.faulty_engines import TamperedEngine
 from tests.train.test_asynchronous import NUM_STEPS, compose
@@ -26,14 +26,14 @@ def test_smp_7_a_producer_far_faster_than_the_learner_stays_within_its_bound() -
     """Incident: above 7,400 samples were generated and evicted at staleness 0."""
     ahead: list[int] = []
 
-    async def act() -> GroupSource:
+    async def act() -> RolloutBuffer:
         version = 0
 
         async def attempt(number: int, example: Example) -> Group:
             return group_of(number, version)
 
-        limits = SourceLimits(groups_per_step=4, max_staleness=2, num_steps=20)
-        source = GroupSource(limits, find_example=example_of, attempt=attempt)
+        limits = BufferLimits(groups_per_step=4, max_staleness=2, num_steps=20)
+        source = RolloutBuffer(limits, find_example=example_of, attempt=attempt)
         for step in range(20):
             version = step
             source.admit(step)

@@ -31,7 +31,7 @@ from strop.rollout import (
     make_example,
 )
 from strop.spec import ArithmeticSpec
-from strop.spec.tripwires import TripwireSpec
+from strop.spec.train import TripwireSpec
 from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
@@ -40,7 +40,7 @@ from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
 from strop.train.measure import measure_rollouts
 from strop.train.terms import pack_demonstrations
-from strop.train.tripwires import find_alarms
+from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate

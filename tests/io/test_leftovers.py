@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from strop.io.leftovers import (
@@ -93,6 +94,11 @@ def test_processes_are_known_alive_or_dead() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7 (name) S 1\n", "btime\n"])
-def test_where_proc_tells_nothing_a_start_is_unknown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda path: text)
+def test_where_proc_tells_nothing_a_start_is_unknown(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    for path in (tmp_path / "stat", tmp_path / str(os.getpid()) / "stat"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     assert process_started_at(os.getpid()) is None

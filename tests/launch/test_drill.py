@@ -12,12 +12,12 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.io.atomic import AtomicDirectory
-from strop.launch.contract import Answer, JobRef, JobState
+from strop.launch.contract import JobRef, JobState, SchedulerStatus
 from strop.launch.drill import DrillReport, compare_metrics, drill
 from strop.record import RunDir
 from tests.fixtures.scripted_jobs import World
 
-RUNNING = Answer(state=JobState.RUNNING, raw="RUNNING")
+RUNNING = SchedulerStatus(state=JobState.RUNNING, raw="RUNNING")
 PROOFS = ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]
 
 
@@ -253,7 +253,7 @@ def test_no_signal_is_sent_where_there_is_nothing_to_compare_with(
 
 @pytest.mark.parametrize("state", [one for one in JobState if one is not JobState.RUNNING])
 def test_only_a_running_job_is_drilled(rehearsal: Rehearsal, state: JobState) -> None:
-    rehearsal.world.backend.answer(rehearsal.ref, Answer(state=state, raw="RAW"))
+    rehearsal.world.backend.answer(rehearsal.ref, SchedulerStatus(state=state, raw="RAW"))
     shutil.rmtree(rehearsal.attempt)
     with pytest.raises(CheckRefused) as caught:
         rehearsal.drill()

@@ -14,9 +14,14 @@ from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.io.leftovers import partial_path_of
 from strop.launch.contract import JobEnvironment
 from strop.launch.dotenv import parse_dotenv
-from strop.launch.env_files import read_environment, write_environment
-from strop.launch.environment import EnvironmentFlags, describe_auth, gather_environment
-from strop.launch.owned import clean_inherited
+from strop.launch.environment import (
+    EnvironmentFlags,
+    clean_inherited,
+    describe_auth,
+    gather_environment,
+    read_environment,
+    write_environment,
+)
 from strop.launch.secrets import redact, remove_secrets, secret_values
 from strop.spec.site import LocalSite, Site, SlurmSite
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from strop.evaluate import read_result
+from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.contract import JobState
 from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
-from strop.launch.requesting import SubmitOptions, read_request
-from strop.launch.submitting import Submitted
+from strop.launch.submit import Submitted
 from strop.record import RunDir
 from strop.run.runs import read_results
 from tests.fixtures.jobs import find_process, hold_until_told, project, read_verdicts, wait_for
@@ -121,7 +121,7 @@ def test_checkpoints_are_evaluated_while_training_goes_on_and_the_last_one_after
     assert [verdict["exit_code"] for verdict in read_verdicts(home)] == [0]
 
 
-def test_stopped_after_training_the_next_life_makes_the_last_result_alone(
+def test_stopped_after_training_the_next_attempt_makes_the_last_result_alone(
     project: Path, tiny_model_dir: Path
 ) -> None:
     submitted = submit(project, tiny_model_dir, steps=4, every=2)

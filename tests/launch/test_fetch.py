@@ -1,4 +1,4 @@
-"""Bringing artefacts home: interrupted, damaged, growing and vanishing ones."""
+"""Downloading artefacts: interrupted, damaged, growing and vanishing ones."""
 
 from __future__ import annotations
 

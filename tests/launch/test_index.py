@@ -1,4 +1,4 @@
-"""Finding jobs again: by folder, id, name or a beginning, from anywhere."""
+"""Finding jobs again: by folder, id, name or a prefix, from anywhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from strop.errors import ConfigError, StoreError
 from strop.launch.contract import JobRef
-from strop.launch.home import job_path_of, write_ref
-from strop.launch.index import find_home, index_path, list_homes, note_job
+from strop.launch.index import find_job_dir, index_path, list_job_dirs, note_job
+from strop.launch.job_dir import job_path_of, write_ref
 from tests.fixtures.scripted_jobs import World
 
 
@@ -30,7 +30,7 @@ def three(world: World) -> list[JobRef]:
 
 
 def found(world: World, reference: str, *roots: Path) -> str:
-    return str(find_home(reference, list(roots), world.environ))
+    return str(find_job_dir(reference, list(roots), world.environ))
 
 
 def test_a_job_is_found_by_whatever_names_it(world: World, three: list[JobRef]) -> None:
@@ -64,10 +64,10 @@ def test_jobs_are_found_from_any_folder_and_without_the_list(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert [str(path) for path in list_homes([], world.environ)] == [ref.home for ref in reversed(three)]
+    assert [str(path) for path in list_job_dirs([], world.environ)] == [ref.home for ref in reversed(three)]
     index_path(world.environ).unlink()
-    assert list_homes([], world.environ) == []
-    assert len(list_homes([world.runs], world.environ)) == 3
+    assert list_job_dirs([], world.environ) == []
+    assert len(list_job_dirs([world.runs], world.environ)) == 3
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_without_any_job_that_is_said(world: World) -> None:
     assert "there is none yet" in str(caught.value)
 
 
-def test_a_home_that_has_gone_and_a_cut_line_are_passed_over(world: World, three: list[JobRef]) -> None:
+def test_a_directory_that_has_gone_and_a_cut_line_are_passed_over(world: World, three: list[JobRef]) -> None:
     job_path = job_path_of(three[2].home)
     job_path.rename(job_path.with_name("moved"))
     with index_path(world.environ).open("ab") as file:
         file.write(b'{"name": "cut\n[1]\n\xff\xfe\n7\n{"home": 3}\n')
-    assert {str(path) for path in list_homes([], world.environ)} == {three[0].home, three[1].home}
+    assert {str(path) for path in list_job_dirs([], world.environ)} == {three[0].home, three[1].home}
 
 
 @pytest.mark.parametrize("name", ["plan.json", "ref.json"])
-def test_a_damaged_home_hides_no_other_one(world: World, three: list[JobRef], name: str) -> None:
+def test_a_damaged_directory_hides_no_other_one(world: World, three: list[JobRef], name: str) -> None:
     (job_path_of(three[0].home) / name).write_text("{")
     assert found(world, three[1].job_id) == three[1].home
     # By its folder's name it is still found, and then says what is damaged.
@@ -109,7 +109,7 @@ def test_a_list_that_cannot_be_read_or_written_is_said(world: World) -> None:
     path = index_path(world.environ)
     path.mkdir(parents=True)
     with pytest.raises(StoreError) as caught:
-        list_homes([], world.environ)
+        list_job_dirs([], world.environ)
     assert "the list of your jobs, cannot be read" in str(caught.value)
     ref = JobRef(name="a", site="s", backend="b", home="/h", job_id="1", plan_hash="p", submitted_at=0.0)
     with pytest.raises(StoreError) as caught:
@@ -128,5 +128,5 @@ def test_a_folder_that_cannot_be_listed_is_said(world: World, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(StoreError) as caught:
-        list_homes([world.runs], world.environ)
+        list_job_dirs([world.runs], world.environ)
     assert f"{world.runs} cannot be listed (Permission denied)" in str(caught.value)

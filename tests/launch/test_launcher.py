@@ -14,8 +14,7 @@ import pytest
 from strop.errors import StoreError
 from strop.hardware.findings import Finding, Severity
 from strop.launch.contract import JobState
-from strop.launch.home import has_plan, has_ref, job_path_of
-from strop.launch.submitting import REFUSED_NAME
+from strop.launch.job_dir import REFUSED_NAME, has_plan, has_ref, job_path_of
 from tests.fixtures.scripted_jobs import NOW, Killed, World, be_killed, make_world, refusal
 
 S = JobState
@@ -31,7 +30,7 @@ def test_the_same_again_is_the_job_of_the_first_time(world: World) -> None:
     again = world.launcher.submit(world.request(now=NOW + 60.0))
     assert (first.is_new, again.is_new) == (True, False)
     assert again.ref == first.ref
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
     assert len(list(world.runs.glob("run-*"))) == 1
 
 
@@ -41,7 +40,7 @@ def test_a_named_directory_is_submitted_once_too(world: World) -> None:
     first = world.launcher.submit(world.request(output))
     again = world.launcher.submit(world.request(output, now=NOW + 60.0))
     assert again.ref == first.ref
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
 
 
 def test_the_same_run_for_another_directory_is_still_the_same_job(world: World) -> None:
@@ -56,7 +55,7 @@ def test_a_changed_plan_under_the_same_name_is_refused(world: World, change: str
     assert f"the name run belongs to {Path(ref.home).name}, whose plan is another" in told
     assert ref.plan_hash in told
     assert "submit with --new" in told
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
 
 
 def test_changed_code_under_the_same_name_is_refused(world: World) -> None:
@@ -81,9 +80,9 @@ def test_a_new_one_never_goes_into_the_directory_of_another(world: World) -> Non
     output = f"output.dir={world.runs / 'here'}"
     world.submit(output)
     told = refusal(lambda: world.submit(output, is_new=True))
-    assert "is the home of another job" in told
+    assert "is the directory of another job" in told
     assert "--resume" in told
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -99,11 +98,11 @@ def test_a_kill_between_acceptance_and_note_loses_no_job(world: World, is_answer
     if not is_answered:
         # Whether it was accepted is not known: nothing may be handed over.
         refusal(world.submit, StoreError)
-        assert world.backend.count("hand_over") == 1
+        assert world.backend.count("submit") == 1
         world.backend.is_silent = False
     again = world.launcher.submit(world.request(now=NOW + 60.0))
     assert (again.ref.job_id, again.ref.home, again.is_new) == ("fake-1", str(home), False)
-    assert world.backend.count("hand_over") == 1
+    assert world.backend.count("submit") == 1
     assert has_ref(home)
 
 
@@ -123,21 +122,21 @@ def test_a_real_kill_frees_the_name_and_loses_no_job(world: World) -> None:
     world.environ = {"HOME": str(world.folder)}
     again = world.launcher.submit(world.request(now=NOW + 60.0))
     assert (again.ref.job_id, again.is_new) == ("fake-1", False)
-    assert world.backend.count("hand_over") == 0
+    assert world.backend.count("submit") == 0
     assert len(list(world.runs.glob("run-*"))) == 1
 
 
 def test_a_kill_before_the_acceptance_is_made_good(world: World) -> None:
     world.backend.refusal = "x"
-    hand_over, world.backend.hand_over = world.backend.hand_over, lambda plan: be_killed()  # type: ignore[method-assign,assignment,return-value]
+    submit, world.backend.submit = world.backend.submit, lambda plan: be_killed()  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(Killed):
         world.submit()
-    world.backend.hand_over, world.backend.refusal = hand_over, ""  # type: ignore[method-assign]
+    world.backend.submit, world.backend.refusal = submit, ""  # type: ignore[method-assign]
     ref = world.submit()
     assert (ref.job_id, len(list(world.runs.glob("run-*")))) == ("fake-1", 1)
 
 
-def test_what_a_scheduler_refuses_keeps_its_home_and_words_but_no_secret(world: World) -> None:
+def test_what_a_scheduler_refuses_keeps_its_directory_and_words_but_no_secret(world: World) -> None:
     (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
     words = "sbatch: error: Batch job submission failed: Invalid qos specification\n  second line"
     world.backend.refusal = words
@@ -163,7 +162,7 @@ def test_an_error_that_check_finds_stops_the_job_before_anything_is_made(world: 
     assert "partition gpus does not exist" in told
     assert "just a warning" not in told
     assert not world.runs.exists()
-    assert world.backend.count("hand_over") == 0
+    assert world.backend.count("submit") == 0
 
 
 def test_warnings_and_probes_that_could_not_run_stop_nothing(world: World) -> None:
@@ -197,7 +196,7 @@ def test_a_filling_that_ends_early_leaves_no_secret(
     def fail(plan: object) -> None:
         raise error
 
-    monkeypatch.setattr("strop.launch.filling.write_plan", fail)
+    monkeypatch.setattr("strop.launch.job_dir.write_plan", fail)
     with pytest.raises(type(error)):
         world.submit()
     assert not list(world.runs.rglob("secrets.json"))
@@ -296,4 +295,4 @@ def test_check_only_reads(world: World) -> None:
     before = snapshot_of(world.folder)
     world.launcher.check(plan)
     assert snapshot_of(world.folder) == before
-    assert [call.verb for call in world.backend.calls] == ["complete", "probe"]
+    assert [call.verb for call in world.backend.calls] == ["render", "probe"]

@@ -1,4 +1,4 @@
-"""What of a working tree travels with a job, and how a job proves that it is that."""
+"""The part of a working tree that is sent with a job, and how the job verifies it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
-from strop.hardware.efficiency import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
+from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.plan.estimate import Work, estimate_time, list_assumptions, list_disk_parts, step_period_s
 from strop.plan.roles import Layout, RoleMemory, count_rows, list_roles, read_layout, split_memory
 from strop.plan.speeds import Speeds, choose_speeds

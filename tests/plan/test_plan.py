@@ -23,8 +23,8 @@ from strop.rollout import FinishReason, Outcome, Rollout, Sampling, Split, Turn
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tokenizer import Tokenizer
-from strop.train.pairs import read_pairs
-from strop.train.preferences import pack_pairs
+from strop.train.data.offline import read_pairs
+from strop.train.data.preferences import pack_pairs
 from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import new_run
 

@@ -26,7 +26,7 @@ from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
 from strop.rollout import IntArray, Sampling
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.families import FAMILIES, NOT_BUILT, family_model
 from tests.policy.worlds import Gradients, World, reinforce

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from strop.policy.frozen import FrozenModel
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedReply
-from strop.policy.sharded.build import shard_frozen
+from strop.policy.scoring import FrozenModel
+from strop.policy.sharded import shard_frozen
 
 
 def weigh(reply: PackedReply, advantage: float) -> PackedReply:

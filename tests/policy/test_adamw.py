@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from strop.policy import adamw
-from strop.policy.adamw import MOMENTS, AdamW
+from strop.policy import masters as masters_module
 from strop.policy.learning_rate import lr_at
-from strop.spec.optimizer import OptimizerSpec
+from strop.policy.masters import MOMENTS, AdamW
+from strop.spec.train import OptimizerSpec
 
 SHAPES = {"matrix": (37, 11), "vector": (53,), "nothing": (0, 4), "one": (1,)}
 SPEC = OptimizerSpec(lr=3e-3, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
@@ -27,7 +27,7 @@ def draw_masters(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("block", [7, 64, 1 << 20])
 def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setitem(adamw._BLOCKS, "cpu", block)
+    monkeypatch.setitem(masters_module._BLOCKS, "cpu", block)
     masters, others = draw_masters(0), draw_masters(0)
     parts: list[dict[str, Any]] = [
         {"params": [master for master in others.values() if master.dim() > 1]},

@@ -10,9 +10,8 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import DataError
-from strop.policy.attention import ATTENTION_NAME, PLAIN, ScoreRule
+from strop.policy.attention import ATTENTION_NAME, PLAIN, PrefixSharedAttention, ScoreRule
 from strop.policy.packing import PackedGroup, PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
 from tests.policy.worlds import World, load_model, make_model
 
 PROMPT_LENS = (1, 4, 2, 3)
@@ -65,8 +64,8 @@ PATHS = {"short": (2**22, 2**20), "fused": (0, 2**20), "short in blocks": (2**22
 @pytest.fixture(params=PATHS.values(), ids=list(PATHS))
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     max_row_scores, block_scores = request.param
-    monkeypatch.setattr("strop.policy.prefix_attention.MAX_ROW_SCORES", max_row_scores)
-    monkeypatch.setattr("strop.policy.short_attention._BLOCK_SCORES", block_scores)
+    monkeypatch.setattr("strop.policy.attention.MAX_ROW_SCORES", max_row_scores)
+    monkeypatch.setattr("strop.policy.attention._BLOCK_SCORES", block_scores)
 
 
 @pytest.mark.usefixtures("_path")

@@ -14,7 +14,7 @@ import torch
 
 from strop.errors import StoreError, WeightMismatch
 from strop.policy.broadcast import CLOSE_LIMIT_S, THREAD_NAME, WeightSender, distributed, receive_tensors
-from strop.policy.digest import tensors_digest
+from strop.policy.publication import tensors_digest
 from tests.fixtures.jobs import wait_for
 
 HERE = "127.0.0.1"

@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from strop.algorithm.distillation import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.policy.distilling import DistillTerm, require_same_vocabulary
-from strop.policy.frozen import FrozenModel
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
+from strop.policy.scoring import FrozenModel
 from tests.fixtures.tiny_model import VOCAB_SIZE
 from tests.policy.worlds import Gradients, World, build_learner, load_model, make_model, relative_error
 

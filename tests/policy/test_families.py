@@ -21,8 +21,8 @@ from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.scoring import score_groups
 from strop.policy.weights import load_published, own_tensors, publish_tensors
-from strop.spec.lora import LoraSpec
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.model import LoraSpec
+from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, assert_same_bits, generate_all
 from tests.fixtures.families import family_model

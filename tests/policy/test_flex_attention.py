@@ -16,18 +16,18 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from strop.policy import shared_attention
-from strop.policy.attention import AttentionContext, ScoreRule
-from strop.policy.flex_attention import (
+from strop.policy.attention import AttentionContext, PrefixSharedAttention, ScoreRule
+from strop.policy.packing import PackedLayout
+from strop.policy.shared_attention import (
     BLOCK,
     FlexSharedAttention,
+    build_shared_attention,
     find_blocks,
+    find_flex_flaw,
     label_positions,
     padded_length,
     run_flex,
 )
-from strop.policy.packing import PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.shared_attention import build_shared_attention, find_flex_flaw
 
 CPU = torch.device("cpu")
 LAYOUTS = {

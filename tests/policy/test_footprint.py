@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from strop.errors import ConfigError
+from strop.policy.attention import PrefixSharedAttention
 from strop.policy.footprint import (
     ModelSize,
     activation_bytes,
@@ -27,7 +28,6 @@ from strop.policy.footprint import (
 from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.packing import PackedBatch
-from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.weights import export_tensors, own_tensors
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 

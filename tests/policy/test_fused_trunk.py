@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from strop.policy.attention import PrefixSharedAttention
 from strop.policy.fused_trunk import build_fused_trunk
 from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch
-from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.weights import load_published, own_tensors, publish_tensors
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from tests.fixtures.kernels import needs_kernels
 from tests.fixtures.tiny_model import tiny_model
 from tests.policy.worlds import World, reinforce, relative_error

@@ -124,7 +124,7 @@ def test_fused_attention_has_the_naive_gradient_too(
         path, algorithm, groups, temperature=1.0, reply_limit=REPLY_LIMIT, is_corrected=False
     )
     # No row is short enough for batched products, as in long replies.
-    monkeypatch.setattr("strop.policy.prefix_attention.MAX_ROW_SCORES", 0)
+    monkeypatch.setattr("strop.policy.attention.MAX_ROW_SCORES", 0)
     assert relative_error(packed_gradients(path, algorithm, groups), expected.gradients) <= TOLERANCE
 
 

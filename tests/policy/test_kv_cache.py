@@ -8,7 +8,7 @@ import torch
 
 from strop.policy.attention import PLAIN, ScoreRule
 from strop.policy.kv_cache import KVCache
-from strop.policy.structure import ModelShape
+from strop.policy.language_model import ModelShape
 
 WIDTH = 16
 SCALING = WIDTH**-0.5

@@ -14,7 +14,7 @@ from strop.errors import ConfigError
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.scoring import score_reply
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from tests.policy.worlds import World, load_model, make_model, reinforce
 
 

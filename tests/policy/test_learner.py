@@ -18,7 +18,7 @@ from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
 from strop.policy.step_report import StepPlan, StepReport
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 
 LR = 3e-3

@@ -23,8 +23,8 @@ from strop.policy.lora import ADAPTER_FILES, PEFT_PREFIX, write_adapter
 from strop.policy.packing import PackedGroup
 from strop.policy.weights import weights_digest
 from strop.rollout import Sampling
-from strop.spec.lora import LoraSpec
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.model import LoraSpec
+from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.kernels import HAS_KERNELS
 from tests.policy.worlds import World, make_model, reinforce, relative_error

@@ -10,7 +10,7 @@ from strop.policy.footprint import (
     ModelSize,
     gpu_positions,
 )
-from strop.policy.micro_batch import default_positions
+from strop.policy.scoring import default_positions
 from tests.policy.worlds import load_model, make_model
 
 QWEN_1_5B = ModelSize(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.policy.alone import spread_rows
+from strop.policy.language_model import spread_rows
 from strop.policy.packing import (
     SIDE_STREAMS,
     Load,

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import ConfigError, split_refusal
 from strop.policy import proof
+from strop.policy.attention import PrefixSharedAttention
 from strop.policy.head import Head
 from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.packing import PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
 from tests.fixtures.families import family_model
 from tests.fixtures.kernels import needs_kernels
 from tests.fixtures.tiny_model import tiny_model
@@ -57,7 +57,7 @@ def forget_shared_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         (group_of_S,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.shape).index_copy(0, group_of_S, grads[0]), None
 
-    monkeypatch.setattr("strop.policy.prefix_attention._Share.backward", staticmethod(wrong))
+    monkeypatch.setattr("strop.policy.attention._Share.backward", staticmethod(wrong))
 
 
 def forget_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

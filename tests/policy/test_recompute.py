@@ -10,7 +10,7 @@ import torch
 from strop.policy.footprint import must_recompute, rank_state_bytes, read_model_size, state_bytes
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from tests.fixtures.kernels import HAS_KERNELS
 from tests.policy.worlds import Gradients, World, make_model, reinforce
 

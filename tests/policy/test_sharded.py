@@ -20,25 +20,25 @@ from safetensors.torch import load_file
 
 from strop.algorithm.catalog import GRPO, GSPO
 from strop.algorithm.distillation import Divergence
-from strop.algorithm.preferences import Preference
+from strop.algorithm.offline import Preference
 from strop.errors import CorruptRecord, LearnerError, StoreError
+from strop.policy.balancing import restore_order, shard_groups
 from strop.policy.batch_wire import decode_groups, encode_groups
-from strop.policy.digest import digest_each, tensors_digest
 from strop.policy.distilling import DistillTerm
 from strop.policy.footprint import rank_kept_bytes, read_model_size
-from strop.policy.frozen import FrozenModel
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.lora import ADAPTER_FILES
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedGroup, with_logprobs
-from strop.policy.sharded.build import shard_learner
-from strop.policy.shares import restore_order, split_shares
+from strop.policy.publication import digest_each, tensors_digest
+from strop.policy.scoring import FrozenModel
+from strop.policy.sharded import shard_learner
 from strop.policy.step_report import StepPlan, StepReport
 from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
-from strop.spec.lora import LoraSpec
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.model import LoraSpec
+from strop.spec.train import OptimizerSpec
 from tests.fixtures.families import family_model
 from tests.policy.frozen import frozen_alone, frozen_rank, weigh
 from tests.policy.gloo import run_ranks
@@ -82,7 +82,7 @@ def batch(seed: int = 0, num_groups: int = 5) -> list[PackedGroup]:
 
 
 def own(groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[PackedGroup]:
-    return split_shares(groups, dist.get_world_size(), keeps_groups=keeps_groups)[dist.get_rank()]
+    return shard_groups(groups, dist.get_world_size(), keeps_groups=keeps_groups)[dist.get_rank()]
 
 
 def whole(groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[PackedGroup]:
@@ -382,7 +382,7 @@ def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
     groups = batch(10)
     found = [scene["frozen"][0] for scene in played[num_ranks]]
     for actual, one in zip(
-        restore_order(groups, split_shares(groups, num_ranks), found), scores, strict=True
+        restore_order(groups, shard_groups(groups, num_ranks), found), scores, strict=True
     ):
         np.testing.assert_allclose(actual, one, atol=1e-5)
 
@@ -413,7 +413,7 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
         assert scene["stopped"].totals == played[num_ranks][0]["update"]["stopped"].totals
     assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["stopped"].totals.keys()
     groups = batch(20, 4)
-    shares = split_shares(groups, num_ranks)
+    shares = shard_groups(groups, num_ranks)
     for name, there in (("held", before), ("now", expected["now"])):
         found = restore_order(groups, shares, [one["update"][name] for one in played[num_ranks]])
         for actual, one in zip(found, there, strict=True):
@@ -456,7 +456,7 @@ def test_replies_are_scored_on_the_rank_that_has_them(
     played: dict[int, list[Scene]], alone: Scene, num_ranks: int
 ) -> None:
     groups = batch()
-    shares = split_shares(groups, num_ranks)
+    shares = shard_groups(groups, num_ranks)
     # Both learners have taken three steps.
     for actual, expected in zip(
         restore_order(groups, shares, [scene["scores"] for scene in played[num_ranks]]),

@@ -15,10 +15,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from strop.errors import StoreError, WeightMismatch
-from strop.policy.digest import digest_each, tensors_digest
+from strop.policy.attention import PrefixSharedAttention
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.publication import digest_each, tensors_digest
 from strop.policy.weights import (
     export_tensors,
     find_strange,

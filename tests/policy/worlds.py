@@ -16,7 +16,7 @@ from strop.policy.learner import Learner
 from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Example, Group, IntArray, Outcome, Rollout, Sampling, Turn, make_example
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 from tests.fixtures.tiny_model import VOCAB_SIZE, tiny_model
 
 REPLY_LIMIT = 12
@@ -24,7 +24,7 @@ REPLY_LIMIT = 12
 
 
 class World:
-    """Draws token ids and behaviour log-probabilities from one stream."""
+    """Draws token ids and engine log-probabilities from one stream."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)

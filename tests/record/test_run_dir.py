@@ -207,12 +207,12 @@ def test_taking_a_run_over_clears_what_its_dead_owner_left(tmp_path: Path) -> No
     run = create(tmp_path)
     run.release()
     kill_while_writing = (
-        "import os, signal, sys; from pathlib import Path; from strop.store import AtomicDirectory\n"
-        "for place in sys.argv[1:]: AtomicDirectory(Path(place)).__enter__()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from strop.io import AtomicDirectory\n"
+        "with AtomicDirectory(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     places = [run.checkpoint_path(5), run.rollouts_path(5), run.eval_path("t", 5), run.report_path]
-    subprocess.run([sys.executable, "-c", kill_while_writing, *map(str, places)], check=False)
+    for place in places:
+        subprocess.run([sys.executable, "-c", kill_while_writing, str(place)], check=False)
     assert [len(list(place.parent.glob(f"{place.name}.partial-*"))) for place in places] == [1, 1, 1, 1]
     with RunDir.open(run.path):
         assert list(run.path.rglob("*.partial-*")) == []

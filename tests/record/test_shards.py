@@ -8,7 +8,7 @@ import pytest
 
 from strop.errors import StoreError
 from strop.record.shards import Shard, list_shards
-from strop.train.rejection import find_rollouts_files
+from strop.train.data.sft_sources import find_rollouts_files
 
 
 def test_a_name_says_which_examples_and_is_read_back() -> None:

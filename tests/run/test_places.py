@@ -12,9 +12,8 @@ from strop.io import AtomicDirectory
 from strop.plan.locate import find_checkpoint, find_model
 from strop.record import RunDir
 from strop.rollout import Split
-from strop.run.export import export_checkpoint
 from strop.run.inference import read_asking
-from strop.run.runs import RunPhase, compare_runs, summarize_runs
+from strop.run.runs import RunPhase, compare_runs, export_checkpoint, summarize_runs
 from strop.store.models import SUBSTITUTES, converted_path
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -20,8 +20,8 @@ from strop.run.stage import Staged, stage_run
 from strop.spec import load_spec
 from strop.store import follow_store, get_model, open_store
 from strop.tasks import build_task
-from strop.train.rejection import find_rollouts_files
-from strop.train.sft_source import find_source
+from strop.train.data.offline import find_source
+from strop.train.data.sft_sources import find_rollouts_files
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.sockets import only_connects_to
 from tests.record.test_rollouts import make_rollout
@@ -286,7 +286,7 @@ def test_staging_into_s3_goes_on_after_a_kill_of_the_store(
     resolved = load_spec(local_run, [f"store.uri={s3_root}"])
     proxy.once("500", "PUT", r"tokenizer\.json$", times=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("strop.store.retries.RetryRules.pause_s", lambda self, attempt_index: 0.0)
+        patch.setattr("strop.store.s3_client.RetryRules.pause_s", lambda self, attempt_index: 0.0)
         with pytest.raises(RemoteUnreachable, match=r"tokenizer\.json could not be sent"):
             stage_run(resolved)
     proxy.spoil = lambda exchange: None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.inline import InlinePlacement
+from strop.cluster.local import InlinePlacement
 from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
 from strop.evaluate import Validity, read_result, write_result
 from strop.evaluate.accuracy import refuse_trained

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strop.errors import ConfigError
 from strop.spec import ResolvedSpec, load_spec
 from strop.spec.explain import explain
-from strop.spec.flags import Flag
+from strop.spec.reader import Flag
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
 FILE, OVERRIDE, FLAG = 5, 6, 7

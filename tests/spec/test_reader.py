@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.errors import ConfigError
 from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, RunSpec, load_spec
 from strop.spec.schema import settings
+from strop.spec.sources import parse_override
 from strop.spec.task import MixtureSpec
 from strop.spec.tree import MAX_FILE_BYTES
 
@@ -47,26 +49,13 @@ def test_a_small_file_gives_the_defaults(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_yaml_and_toml_say_the_same() -> None:
-    toml = write(
-        "run.toml",
-        'name = "x"\n[task]\nname = "arithmetic"\n[optimizer]\nlr = 1e-4\n[eval]\nevery = "none"\n',
-    )
-    yaml = write(
-        "run.yml", "name: x\ntask: {name: arithmetic}\noptimizer:\n  lr: 1e-4\neval:\n  every: null\n"
-    )
-    assert load_spec(toml).spec == load_spec(yaml).spec
-    assert load_spec(yaml).origins["optimizer.lr"] == "run.yml:4"
-
-
-@pytest.mark.usefixtures("folder")
 def test_the_later_source_wins_setting_by_setting() -> None:
     write("base/far.toml", SMALL + "[train]\nsteps = 1\nprompts_per_step = 1\nkeep_checkpoints = 1\n")
     write("base/near.toml", 'extends = "far.toml"\n[train]\nsteps = 2\nprompts_per_step = 2\n')
-    path = write("run.yaml", "extends: base/near.toml\ntrain:\n  steps: 3\n")
+    path = write("run.toml", 'extends = "base/near.toml"\n[train]\nsteps = 3\n')
     resolved = load_spec(path, ["train.checkpoint_every=4"])
     train, origins = resolved.spec.train, resolved.origins
-    assert (train.steps, origins["train.steps"]) == (3, "run.yaml:3")
+    assert (train.steps, origins["train.steps"]) == (3, "run.toml:3")
     assert (train.prompts_per_step, origins["train.prompts_per_step"]) == (2, "base/near.toml:4")
     assert (train.keep_checkpoints, origins["train.keep_checkpoints"]) == (1, "base/far.toml:6")
     assert (train.checkpoint_every, origins["train.checkpoint_every"]) == (4, "override")
@@ -244,8 +233,13 @@ def test_a_circle_of_files_is_refused() -> None:
         ("no/run.toml", "run file no/run.toml does not exist"),
         (
             "run.json",
-            "run file run.json has the suffix .json. Allowed: a file that ends in .toml, .yaml, .yml",
+            "run file run.json has the suffix .json. Allowed: a TOML file, which ends in .toml",
         ),
+        (
+            "run.yaml",
+            "has the suffix .yaml. Allowed: a TOML file, which ends in .toml. Next: write it as TOML",
+        ),
+        ("run.YML", "Next: write it as TOML"),
         ("train.steps=3", "has the suffix .steps=3"),
         ("run", "has the suffix (none)"),
         ("folder.toml", "run file folder.toml is a folder"),
@@ -308,3 +302,40 @@ def test_no_value_unsets_a_setting_of_a_part(tmp_path: Path) -> None:
 def test_what_may_be_without_a_value_is_so_by_default() -> None:
     of_tasks = [setting for setting in settings() if setting.path[0] == "task" and setting.is_nullable]
     assert {setting.key for setting in of_tasks if setting.info.default is not None} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("train.steps=10", ("train", "steps"), 10),
+        (" train . steps = 10 ", ("train", "steps"), 10),
+        ("optimizer.lr=1e-5", ("optimizer", "lr"), 1e-5),
+        ("optimizer.lr=1.", ("optimizer", "lr"), "1."),  # not TOML, so a text; the model refuses it
+        ("name=demo", ("name",), "demo"),
+        ('name="demo"', ("name",), "demo"),
+        ("model.uri=a=b", ("model", "uri"), "a=b"),
+        ("model.uri=", ("model", "uri"), ""),
+        ("task.config.x=[1, 2]", ("task", "config", "x"), [1, 2]),
+        ("task={name='gsm8k'}", ("task",), {"name": "gsm8k"}),
+        ('task.config."a.b"=true', ("task", "config", "a.b"), True),
+        ("name=2026-11-21", ("name",), "2026-11-21"),
+        ("name=1\nseed=2", ("name",), "1\nseed=2"),
+        ("name=x # y", ("name",), "x # y"),
+    ],
+)
+def test_overrides_by_hand(text: str, path: tuple[str, ...], value: Any) -> None:
+    assert parse_override(text) == (path, value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "train.steps", "=3", "a b=3", "a..b=3", "a\nb=3", "[a]=3", "a#=3", "x=\udc80"]
+)
+def test_what_is_no_override_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not understood\. Allowed: key=value .*train\.steps=10"):
+        parse_override(text)
+
+
+def test_a_pasted_credential_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="<redacted>") as caught:
+        parse_override("hf_" + "a" * 30)
+    assert "aaa" not in str(caught.value)

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from strop.errors import ConfigError
 from strop.spec import ArithmeticSpec, OptimizerSpec, RunSpec, SamplingSpec, Section, TrainSpec, all_keys
 from strop.spec.base import SpecConflict
+from strop.spec.own_tasks import UserTaskSpec
 from strop.spec.schema import settings
-from strop.spec.user_task import UserTaskSpec
 
 
 def all_sections() -> list[type[Section]]:

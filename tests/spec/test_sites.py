@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.spec.site import ContainerSite, LocalSite, SageMakerSite, SlurmSite
-from strop.spec.sites import BACKENDS, find_site, list_sites, site_files
+from strop.spec.site import (
+    BACKENDS,
+    ContainerSite,
+    LocalSite,
+    SageMakerSite,
+    SlurmSite,
+    find_site,
+    list_sites,
+    site_files,
+)
 
 
 class Places:

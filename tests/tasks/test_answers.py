@@ -1,15 +1,24 @@
-"""Tests of `strop.tasks.answers`: what reads as a number."""
+"""Which part of a reply is judged, and which number in it is the answer."""
 
 from __future__ import annotations
 
+import json
 import time
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.answers import cut_at_first, ends_with_number, last_number, parse_number
+from strop.errors import ConfigError
+from strop.rollout import Split
+from strop.spec import ArithmeticSpec, ReverseTextSpec, load_spec
+from strop.tasks import build_task, render_prompt
+from strop.tasks.answers import cut_at_first, ends_with_number, judged_text, last_number, parse_number
+from strop.tasks.prompt import PosedMessage, Thinking
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -93,3 +102,105 @@ def test_time_is_linear_in_the_text(piece: str) -> None:
     started_at = time.process_time()
     last_number(piece * (200_000 // len(piece)))
     assert time.process_time() - started_at < 5
+
+
+MARKERS = ("Q:", "\n\n\n")
+
+
+@pytest.mark.parametrize(
+    ("reply", "judged"),
+    [
+        ("so 5", "so 5"),
+        ("so 5\nQ: more 7", "so 5\n"),
+        ("<think>5? Q: what\n\n\n</think>so 7", "so 7"),  # a marker among thoughts ends nothing
+        ("5? Q: what</think>so 7 Q: 8", "so 7 "),  # the template opened the block
+        ("<think>5? so 7", None),
+        ("<think>5</think>6<think>7", None),
+        ("so 5 Q: <think>and 7", "so 5 "),  # the reply had gone on to another problem
+        ("", ""),
+    ],
+)
+def test_judged_text(reply: str, judged: str | None) -> None:
+    assert judged_text(reply, MARKERS) == judged
+
+
+@pytest.mark.parametrize("spec", [ArithmeticSpec(), ReverseTextSpec(name="reverse-text")])
+def test_thoughts_are_not_judged(spec: ArithmeticSpec | ReverseTextSpec) -> None:
+    task = build_task(spec)
+    example = task.examples(Split.HELD_OUT)[0]
+    gold = task.gold_replies(example)[0]
+    right = task.verify(example, f"<think>maybe 1\n12</think>{gold}")
+    assert (right.is_correct, right.format_ok) == (True, True)
+    unfinished = task.verify(example, f"<think>maybe {gold}")
+    assert (unfinished.is_correct, unfinished.format_ok) == (False, False)
+
+
+def test_thinking_has_room_and_no_text_ends_it() -> None:
+    plain, thinking = build_task(ArithmeticSpec()), build_task(ArithmeticSpec(thinking="on"))
+    # 32 tokens of the task's own, and 8192.
+    assert (plain.limits.max_reply_tokens, thinking.limits.max_reply_tokens) == (32, 8224)
+    assert (plain.limits.stops(is_base=True), thinking.limits.stops(is_base=True)) == (("\n",), ())
+    assert plain.version != thinking.version != build_task(ArithmeticSpec(thinking="off")).version
+
+
+def chat_tokenizer(folder: Path, template: str) -> Tokenizer:
+    model_dir = tiny_tokenizer(folder)
+    (model_dir / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(model_dir)
+
+
+def test_the_template_is_told_whether_to_think(tmp_path: Path) -> None:
+    template = (
+        "{{ messages[0].content }}|{% if enable_thinking is defined %}{{ enable_thinking }}"
+        "{% else %}free{% endif %}"
+    )
+    tokenizer = chat_tokenizer(tmp_path, template)
+    told = {}
+    for choice in ("off", "on", "model_default"):
+        task = build_task(ArithmeticSpec(thinking=choice))
+        text, _ = render_prompt(tokenizer, task.render(task.examples(Split.HELD_OUT)[0]), "chat")
+        told[choice] = text.partition("|")[2]
+    assert told == {"off": "False", "on": "True", "model_default": "free"}
+
+
+def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    task = build_task(ArithmeticSpec(thinking="on"))
+    messages = task.render(task.examples(Split.HELD_OUT)[0])
+    tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match=r"task\.thinking=on, but the chat template .* enable_thinking"):
+        render_prompt(tokenizer, messages, "chat")
+    with pytest.raises(ConfigError, match=r"task\.thinking=on with a prompt in base format"):
+        render_prompt(tokenizer, messages, "base")
+
+
+@pytest.mark.parametrize("name", ["mixture", "blend"])
+def test_a_task_made_of_others_leaves_thinking_to_its_parts(name: str) -> None:
+    words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
+    with pytest.raises(ConfigError, match=r"task\.thinking='?on.*: each part says for itself how"):
+        load_spec(None, [*words, "task.thinking=on"])
+    task = build_task(load_spec(None, [*words, "task.parts.a.thinking=on"]).spec.task)
+    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
+    assert isinstance(message, PosedMessage)
+    assert message.thinking is Thinking.ON
+
+
+@pytest.mark.parametrize("name", ["llm-judge", "sft-jsonl"])
+def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name: str, tmp_path: Path) -> None:
+    """Incident: the reply had room to think, and the model was told nothing."""
+    talk = [("user", "Hello"), ("assistant", "Hi"), ("user", "And?"), ("assistant", "And so on.")]
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in talk], "gold": "on"},
+        {"prompt": "How?", "completion": "So.", "gold": "So."},
+    ]
+    if name == "llm-judge":
+        rows = [{"prompt": "Who?"}, {"prompt": "How?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
+    own = "task.answer=text" if name == "sft-jsonl" else "task.judge_url=http://127.0.0.1:1/v1"
+    judge = ["task.judge_model=scripted", "task.judge_revision=v1"] if name == "llm-judge" else []
+    task = build_task(load_spec(None, ["name=x", *words, own, *judge]).spec.task)
+    for split in Split:
+        for example in task.examples(split):
+            last = task.render(example)[-1]
+            assert isinstance(last, PosedMessage)
+            assert (last.role, last.thinking) == ("user", Thinking.ON)

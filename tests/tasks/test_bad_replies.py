@@ -12,7 +12,7 @@ import pytest
 
 from strop.rollout import Split
 from strop.spec import Gsm8kSpec, IfEvalSpec, MathSpec, MbppSpec
-from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.builtin_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.tasks import Task, build_task
 from tests.fixtures.sandboxed import best_level
 

@@ -13,7 +13,7 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_e
 from strop.spec import BlendSpec, load_spec, write_spec
 from strop.tasks import TaskLimits, build_task, build_warm_task
 from strop.tasks.blend import Blend
-from strop.tasks.traits import ModelJudged
+from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.judging import run_self_test
 
@@ -180,8 +180,7 @@ def test_alpha_weighs_a_verifier_against_a_judge() -> None:
     assert outcome.is_correct is True
     assert task.render(example)[0].content in server.questions[0]
     assert (task.limits.max_reward, task.limits.verify_limit_s) == (1.0, 65.0)
-    assert isinstance(task, ModelJudged)
-    assert len(task.judge_digests) == 1
+    assert len(judge_digests_of(task)) == 1
 
 
 def test_the_part_with_the_data_poses_limits_and_ends() -> None:

@@ -16,7 +16,7 @@ from strop.spec import BlendSpec
 from strop.spec.task import MixtureSpec
 from strop.tasks import Task, TaskLimits, build_task
 from strop.tasks.blend import Blend
-from strop.tasks.bounds import is_within, within_bounds
+from strop.tasks.contract import is_within, within_bounds
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import Mixture
 from tests.fixtures.judging import run_self_test

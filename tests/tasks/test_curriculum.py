@@ -12,10 +12,10 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.spec.task import ArithmeticSpec
-from strop.tasks import Ordered, build_task
+from strop.tasks import build_task, epoch_order_of
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.traits import describe_counts, verify_quick
-from strop.train.schedule import ExampleSchedule
+from strop.train.data.schedule import ExampleSchedule
 
 SUMS = ArithmeticSpec(min_value=1, max_value=4, num_held_out=4)
 TRAIN = list(build_task(SUMS).examples(Split.TRAIN))
@@ -42,9 +42,8 @@ def test_the_run_trains_on_the_named_examples_in_their_order_in_every_epoch(tmp_
     header = {"task": "arithmetic", "task_version": "x"}
     task = ordered(tmp_path, [header, entry(5), entry(0), "", entry(7)])
     assert list(task.examples(Split.TRAIN)) == [TRAIN[5], TRAIN[0], TRAIN[7]]
-    assert isinstance(task, Ordered)
     schedule = ExampleSchedule(
-        task.examples(Split.TRAIN), seed=3, prompts_per_step=2, epoch_order=task.epoch_order
+        task.examples(Split.TRAIN), seed=3, prompts_per_step=2, epoch_order=epoch_order_of(task)
     )
     # 5 0 7 | 5 0 7: the second step takes the end of the first epoch and the begin of the second.
     assert [schedule.examples(step) for step in range(3)] == [

@@ -11,12 +11,12 @@ import pytest
 
 from strop.audit import AuditSettings, Verdict, run_audit
 from strop.errors import ConfigError, DataError
-from strop.plan.local_data import require_trainable_here
+from strop.plan.locate import require_trainable_here
 from strop.rollout import Split, make_example
 from strop.spec import MmluChoiceSpec, MmluSpec, load_spec
 from strop.spec.task import BlendSpec, MixtureSpec
 from strop.tasks import Task, build_task, choices_of, self_test
-from strop.train.schedule import schedule_examples
+from strop.train.data.schedule import schedule_examples
 
 LETTERS = ("A", "B", "C", "D")
 

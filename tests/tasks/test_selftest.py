@@ -10,9 +10,9 @@ from pydantic import JsonValue
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
+from strop.spec.own_tasks import USER_TASK
 from strop.spec.schema import find_settings
 from strop.spec.task import MixtureSpec
-from strop.spec.user_task import USER_TASK
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.mixture import Mixture

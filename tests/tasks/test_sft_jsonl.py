@@ -14,7 +14,7 @@ from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.spec import SftJsonlSpec
 from strop.tasks import Task, build_task
-from strop.tasks.traits import Counted
+from strop.tasks.traits import counts_of
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judged import write_rows
 from tests.fixtures.judging import run_self_test
@@ -91,9 +91,8 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
     train.append({"prompt": "Hm?", "completion": "Hm.", "source": "a"})
     task = task_of(tmp_path, train, subset="a")
     assert [len(task.examples(split)) for split in Split] == [4, 1]
-    assert isinstance(task, Counted)
     # Two training rows and one held-out row are of source b.
-    assert task.counts == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
+    assert counts_of(task) == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
 
 
 @pytest.mark.parametrize(

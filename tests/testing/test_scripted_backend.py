@@ -8,16 +8,16 @@ import pytest
 
 from strop.errors import StoreError
 from strop.hardware.findings import Severity
-from strop.launch.contract import Answer, JobState
-from strop.launch.home import job_path_of, read_plan
-from strop.launch.planning import make_plan
+from strop.launch.build_request import make_plan
+from strop.launch.contract import JobState, SchedulerStatus
+from strop.launch.job_dir import job_path_of, read_plan
 from strop.record.files import DirectoryRecord
 from tests.fixtures.scripted_jobs import World, refusal
 
 
 def test_nothing_is_handed_over_before_its_home_is_filled(world: World) -> None:
     plan = make_plan(world.request(), world.backend)
-    told = refusal(lambda: world.backend.hand_over(plan), StoreError)
+    told = refusal(lambda: world.backend.submit(plan), StoreError)
     assert "is no home of a job yet" in told
     assert list(world.backend.list_tagged()) == []
 
@@ -26,27 +26,27 @@ def test_a_job_is_found_again_by_its_plan_and_home(world: World) -> None:
     first = world.submit()
     second = world.submit(is_new=True)
     plan = world.plan_of(first)
-    assert world.backend.find_accepted(plan) == first
-    assert world.backend.find_accepted(world.plan_of(second)) == second
-    assert world.backend.find_accepted(make_plan(world.request("train.steps=9"), world.backend)) is None
+    assert world.backend.recover(plan) == first
+    assert world.backend.recover(world.plan_of(second)) == second
+    assert world.backend.recover(make_plan(world.request("train.steps=9"), world.backend)) is None
     assert list(world.backend.list_tagged()) == [first, second]
 
 
 def test_what_was_forgotten_is_missing_in_the_answer(world: World) -> None:
     kept, forgotten = world.submit(), world.submit("name=second")
     world.backend.answer(forgotten, None)
-    found = world.backend.ask([kept, forgotten])
-    assert dict(found) == {(kept.job_id, 0): Answer(state=JobState.QUEUED, raw="WAITING")}
+    found = world.backend.poll([kept, forgotten])
+    assert dict(found) == {(kept.job_id, 0): SchedulerStatus(state=JobState.QUEUED, raw="WAITING")}
 
 
 def test_a_silent_scheduler_takes_no_orders(world: World) -> None:
     ref = world.submit()
     world.backend.is_silent = True
     for call in (
-        lambda: world.backend.ask([ref]),
+        lambda: world.backend.poll([ref]),
         lambda: world.backend.stop(ref, None, grace_s=1.0),
         lambda: world.backend.preempt(ref, 0),
-        lambda: world.backend.find_accepted(world.plan_of(ref)),
+        lambda: world.backend.recover(world.plan_of(ref)),
     ):
         assert "the scheduler does not answer" in refusal(call, StoreError)
 
@@ -114,7 +114,7 @@ def test_a_damaged_plan_is_named(world: World, content: str, words: str) -> None
 
 
 def test_a_disk_without_room_is_a_finding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.launch.checking.free_disk_bytes", lambda path: 500_000_000)
+    monkeypatch.setattr("strop.launch.submit.free_disk_bytes", lambda path: 500_000_000)
     (found,) = world.launcher.check(world.launcher.plan(world.request()))
     assert (found.code, found.severity) == ("disk", Severity.ERROR)
     assert "0.50 GB are free" in str(found)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from strop.cluster import ModelSource
-from strop.cluster.inline import InlinePlacement
+from strop.cluster.local import InlinePlacement
 from strop.policy.language_model import LanguageModel
 from strop.train.gate import pass_gate
-from strop.train.gate_input import GateInput
+from strop.train.gate_checks import GateInput
 from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from strop.algorithm import build_algorithm
-from strop.policy.step_report import StepReport
-from strop.policy.tally import Total
+from strop.policy.step_report import StepReport, Total
 from strop.rollout import (
     FailureOwner,
     FinishReason,
@@ -23,7 +22,7 @@ from strop.rollout import (
 from strop.spec import AlgorithmSpec
 from strop.train.batch import build_batch, pack_reply
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
-from strop.train.updating import Update
+from strop.train.step import Update
 
 EXAMPLE = make_example("toy", {"n": 1}, "1")
 

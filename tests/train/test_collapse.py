@@ -12,8 +12,8 @@ import pytest
 
 from strop.spec import RunSpec
 from strop.tasks import Task
-from strop.train.collapse import NUM_LOST, NUM_STOP, SIGNS
-from strop.train.step_watch import StepWatch
+from strop.train.watch.steps import StepWatch
+from strop.train.watch.trends import NUM_LOST, NUM_STOP, SIGNS
 from tests.fixtures.tiny_run import SpellTask, tiny_spec
 
 Curve = Sequence[Mapping[str, float]]
@@ -254,7 +254,7 @@ def test_a_task_without_right_and_wrong_is_watched_by_its_replies_alone() -> Non
 
 def test_every_alarm_is_on_the_page() -> None:
     root = Path(__file__).parents[2]
-    source = "".join(path.read_text() for path in (root / "src" / "strop" / "train").glob("*.py"))
+    source = "".join(path.read_text() for path in (root / "src" / "strop" / "train").rglob("*.py"))
     named = re.findall(r'cause="(\w+)"|TRIPWIRE, "(\w+)"|return "(\w+)", \(', source)
     causes = {cause for names in named for cause in names if cause} | SIGNS - {"tripwire"}
     causes |= {"ceiling", "impossible_value", "length_explosion"}

@@ -17,18 +17,18 @@ from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
 from strop.rollout import Group, Split
 from strop.spec.algorithm import AlgorithmSpec
-from strop.spec.teacher import TeacherSpec
+from strop.spec.model import TeacherSpec
 from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
-from strop.train.distillation import (
+from strop.train.step import choose_algorithm
+from strop.train.terms import (
     TeacherPrompts,
     build_divergence,
     ignore_rewards,
-    pack_taught,
+    pack_for_teacher,
     sampled_distillation,
     takes_own_replies,
 )
-from strop.train.step_terms import choose_algorithm
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 from tests.policy.worlds import World
@@ -95,10 +95,10 @@ def solved(group: Group, is_correct: list[bool]) -> Group:
 def test_every_token_that_is_taught_weighs_the_same() -> None:
     # A reply without a score is taught as well: 3 + 2 + 4 tokens.
     group = solved(World().group(3, [[3], [2], [4]], [1.0, 0.0, None]), [True, False, False])
-    (packed,) = pack_taught(TeacherSpec(), [group], None, 512)
+    (packed,) = pack_for_teacher(TeacherSpec(), [group], None, 512)
     assert [reply.weight for reply in packed.replies] == pytest.approx([1 / 9] * 3)
     assert packed.teacher_prompt_ids is None
-    (packed,) = pack_taught(TeacherSpec(rows="unsolved"), [group], None, 512)
+    (packed,) = pack_for_teacher(TeacherSpec(rows="unsolved"), [group], None, 512)
     assert [len(reply.token_ids) for reply in packed.replies] == [2, 4]
     assert [reply.weight for reply in packed.replies] == pytest.approx([1 / 6] * 2)
 
@@ -108,11 +108,11 @@ def test_a_reply_without_room_behind_the_longer_prompt_is_left_out(tiny_model_di
     example = TASK.examples(Split.TRAIN)[0]
     group = replace(World().group(3, [[3], [2], [4]], [1.0, 0.0, 0.0]), example=example)
     length = len(prompts.ids(example))
-    (packed,) = pack_taught(TeacherSpec(), [group], prompts, length + 3)
+    (packed,) = pack_for_teacher(TeacherSpec(), [group], prompts, length + 3)
     assert [len(reply.token_ids) for reply in packed.replies] == [3, 2]
     assert packed.teacher_prompt_ids is not None
     assert packed.teacher_prompt_ids.tolist() == prompts.ids(example).tolist()
-    assert pack_taught(TeacherSpec(), [group], prompts, length) == []
+    assert pack_for_teacher(TeacherSpec(), [group], prompts, length) == []
 
 
 def expected_step(algorithm: Algorithm, policy: Tensor, engine: Tensor, teacher: Tensor) -> Tensor:

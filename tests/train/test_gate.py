@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.inline import InlinePlacement
+from strop.cluster.local import InlinePlacement
 from strop.engine import Completion, GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, ConfigError
@@ -25,12 +25,11 @@ from strop.rollout import Example, Message, Outcome, Split, Turn
 from strop.store import follow_store
 from strop.tokenizer import Tokenizer
 from strop.train import gate as gate_module
-from strop.train import gate_room
+from strop.train import gate_checks
 from strop.train.batch import pack_reply
 from strop.train.gate import pass_gate, read_accepted
-from strop.train.gate_input import GateCheck, GateInput
-from strop.train.gate_room import check_room
-from strop.train.room import LOW_DISK_FACTOR
+from strop.train.gate_checks import GateCheck, GateInput, check_room
+from strop.train.watch.process import LOW_DISK_FACTOR
 from tests.fixtures.places import line_of
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 from tests.incidents.faulty_engines import build_gate
@@ -295,9 +294,9 @@ def test_too_little_memory_or_disk_is_refused(
     disk_bytes: int,
 ) -> None:
     # This process's own memory counts as free, so it is set as well.
-    monkeypatch.setattr(gate_room, "rss_bytes", lambda: 0)
-    monkeypatch.setattr(gate_room, "free_memory_bytes", lambda: memory_bytes)
-    monkeypatch.setattr(gate_room, "free_disk_bytes", lambda path: disk_bytes)
+    monkeypatch.setattr(gate_checks, "rss_bytes", lambda: 0)
+    monkeypatch.setattr(gate_checks, "free_memory_bytes", lambda: memory_bytes)
+    monkeypatch.setattr(gate_checks, "free_disk_bytes", lambda path: disk_bytes)
     error = refuse(tmp_path, tiny_model_dir)
     assert_matches(r"room: memory about \d+\.\d GiB of .* GiB free, checkpoints \d\.\d of .* GiB free", error)
 
@@ -312,8 +311,8 @@ def test_room_is_for_all_checkpoints_that_there_will_be_at_a_time(
     )
 
     def has_room(free_bytes: float, **settings: Any) -> bool:
-        monkeypatch.setattr(gate_room, "free_memory_bytes", lambda: None)
-        monkeypatch.setattr(gate_room, "free_disk_bytes", lambda path: int(free_bytes))
+        monkeypatch.setattr(gate_checks, "free_memory_bytes", lambda: None)
+        monkeypatch.setattr(gate_checks, "free_disk_bytes", lambda path: int(free_bytes))
         gate = build_gate(tiny_model_dir, engine, train={"keep_checkpoints": 2}, **settings)
         with follow_store(gate.spec.store):
             return check_room(replace(gate, run_path=tmp_path)).is_passed
@@ -334,7 +333,7 @@ def test_activations_are_counted_as_the_learner_holds_them(
 ) -> None:
     """Memory decided when the learner was loaded, and it keeps them here where nobody says otherwise."""
     monkeypatch.setattr(
-        gate_room, "activation_bytes", lambda *_, is_recomputed: 0 if is_recomputed else 10**15
+        gate_checks, "activation_bytes", lambda *_, is_recomputed: 0 if is_recomputed else 10**15
     )
     spec = tiny_spec(train={"steps": 1, "checkpoint_every": 1, "activation_checkpointing": wanted})
     if wanted:

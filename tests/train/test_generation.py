@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -20,10 +20,19 @@ from strop.rollout import (
     Outcome,
     Rollout,
     Sampling,
+    Split,
     Turn,
     make_example,
 )
-from strop.train.generation import Batch, Fate, GroupSource, SourceLimits
+from strop.train.generation import (
+    Batch,
+    BufferLimits,
+    GroupStatus,
+    RolloutBuffer,
+    measure_discarded,
+    plan_attempts,
+)
+from tests.fixtures.tiny_run import SpellTask, tiny_spec
 
 
 def example_of(number: int) -> Example:
@@ -79,19 +88,23 @@ class World:
         for number in numbers:
             self.waiting.pop(number).set_result(None)
 
-    def source(self, *, ahead: int, groups: int = 2, steps: int = 10, **options: int) -> GroupSource:
-        limits = SourceLimits(groups_per_step=groups, max_staleness=ahead, num_steps=steps)
+    def source(self, *, ahead: int, groups: int = 2, steps: int = 10, **options: int) -> RolloutBuffer:
+        limits = BufferLimits(groups_per_step=groups, max_staleness=ahead, num_steps=steps)
         self.max_staleness = ahead
-        return GroupSource(
-            limits, find_example=example_of, attempt=self.attempt, find_flaw=self.find_flaw, **options
+        return RolloutBuffer(
+            limits,
+            find_example=example_of,
+            attempt=self.attempt,
+            find_discard_reason=self.find_discard_reason,
+            **options,
         )
 
-    def find_flaw(self, group: Group) -> Fate | None:
+    def find_discard_reason(self, group: Group) -> GroupStatus | None:
         versions = [turn.policy_version or 0 for rollout in group.rollouts for turn in rollout.turns]
         if self.learner_version - min(versions) > self.max_staleness:
-            return Fate.EVICTED
+            return GroupStatus.EVICTED
         rewards = {rollout.outcome.reward for rollout in group.rollouts}
-        return Fate.FILTERED if len(rewards) == 1 else None
+        return GroupStatus.FILTERED if len(rewards) == 1 else None
 
 
 def numbers_of(batch: Batch) -> list[int]:
@@ -181,8 +194,8 @@ def test_groups_without_signal_are_replaced_in_order() -> None:
         batch = await source.take()
         assert numbers_of(batch) == [0, 3]
         assert [(fate, group.example) for fate, group in batch.discarded] == [
-            (Fate.FILTERED, example_of(1)),
-            (Fate.FILTERED, example_of(2)),
+            (GroupStatus.FILTERED, example_of(1)),
+            (GroupStatus.FILTERED, example_of(2)),
         ]
         assert not batch.is_short
         assert source.counts["filtered"] == 2
@@ -278,7 +291,7 @@ def test_t8_the_schedule_starves_exactly_below_the_bound_and_the_ledger_balances
                 turn.policy_version or 0 for g in batch.groups for r in g.rollouts for turn in r.turns
             ]
             oldest = max(oldest, step - min(versions, default=step))
-            source.note(Fate.TRAINED, len(batch.groups))
+            source.note(GroupStatus.TRAINED, len(batch.groups))
             consumed += len(batch.groups)
             # Groups under way keep the version that they began with, as an engine that drains does.
             if (step + 1) % sync_every == 0:
@@ -350,3 +363,51 @@ def test_restored_groups_are_not_sampled_again_and_keep_their_version() -> None:
         assert {turn.policy_version for g in batch.groups for r in g.rollouts for turn in r.turns} == {0}
 
     asyncio.run(act())
+
+
+def group_of_length(number: int, num_tokens: int) -> Group:
+    """Return a group of two replies of so many tokens."""
+    group = group_of(number, 0)
+    (turn,) = group.rollouts[0].turns
+    ids, logprobs = np.full(num_tokens, 7, np.int32), np.full(num_tokens, -0.5, np.float32)
+    longer = replace(turn, token_ids=ids, logprobs=logprobs)
+    return replace(group, rollouts=tuple(replace(r, turns=(longer,)) for r in group.rollouts))
+
+
+def batch_of(groups: list[Group], discarded: list[tuple[GroupStatus, Group]]) -> Batch:
+    return Batch(groups=groups, numbers=list(range(len(groups))), discarded=discarded, is_short=False)
+
+
+def test_used_lengths_are_compared_with_those_of_all_that_were_dispatched() -> None:
+    groups = [group_of_length(0, 10), group_of_length(1, 20)]
+    discarded = [
+        (GroupStatus.EVICTED, group_of_length(2, 60)),
+        (GroupStatus.FILTERED, group_of_length(3, 30)),
+    ]
+    metrics = measure_discarded(batch_of(groups, discarded))
+    assert (metrics["num_evicted_groups"], metrics["num_filtered_groups"]) == (1.0, 1.0)
+    # 2 x 90 of 2 x 120 tokens; in time were 10, 20 and 30: 20 on average, 30 with the 60 that came late.
+    assert metrics["wasted_token_frac"] == pytest.approx(90 / 120)
+    assert metrics["used_length_ratio"] == pytest.approx(20 / 30)
+
+
+def test_groups_that_were_replaced_for_their_rewards_are_no_selection_by_time() -> None:
+    metrics = measure_discarded(
+        batch_of([group_of_length(0, 10)], [(GroupStatus.FILTERED, group_of_length(1, 90))])
+    )
+    assert metrics["wasted_token_frac"] == pytest.approx(0.9)
+    assert "used_length_ratio" not in metrics
+
+
+def test_a_batch_without_discarded_groups_says_nothing() -> None:
+    assert measure_discarded(batch_of([group_of_length(0, 10)], [])) == {}
+
+
+def test_what_is_sampled_follows_from_the_runs_seed_the_step_and_the_place_in_the_group() -> None:
+    task = SpellTask(max_reply_tokens=9)
+    (example, *_) = task.examples(Split.TRAIN)
+    plans = plan_attempts(tiny_spec(seed=6), task, example, step=3, num_attempts=2, max_positions=40)
+    assert [(plan.run_seed, plan.step, plan.sample_index) for plan in plans] == [(6, 3, 0), (6, 3, 1)]
+    assert {(plan.example.example_id, plan.max_reply_tokens, plan.max_positions) for plan in plans} == {
+        (example.example_id, 9, 40)
+    }

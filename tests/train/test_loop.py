@@ -21,7 +21,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
 from strop.spec import RunSpec
 from strop.train import EvalSummary
-from strop.train.room import DiskWatch
+from strop.train.watch.process import DiskWatch
 from tests.fixtures.tiny_run import Composition, Curve, SpellTask, learner_of, new_run, read_curve, tiny_spec
 
 METRICS = {
@@ -253,7 +253,7 @@ def test_a_long_evaluation_that_comes_further_is_no_hung_one(
 ) -> None:
     """By a clock that only evaluations move: a pause of the machine would end the tests themselves."""
     now_s = 0.0
-    monkeypatch.setattr("strop.train.watchdog.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("strop.train.watch.process.time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
         nonlocal now_s

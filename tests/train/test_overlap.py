@@ -17,11 +17,10 @@ from strop.spec.task import MixtureSpec, RowsSpec
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
 from strop.tokenizer import Tokenizer
-from strop.train import overlap as overlap_module
-from strop.train.demonstrations import Demonstrations
+from strop.train import gate_checks
+from strop.train.data.demonstrations import Demonstrations
 from strop.train.gate import read_accepted
-from strop.train.gate_input import GateCheck, GateInput
-from strop.train.overlap import check_overlap
+from strop.train.gate_checks import GateCheck, GateInput, check_overlap
 from tests.fixtures.tiny_run import tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -214,8 +213,8 @@ def test_what_is_preferred_is_learned_from(tmp_path: Path) -> None:
 def test_of_very_many_examples_some_are_compared_and_the_check_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap_module, "_MAX_EXAMPLES", 10)
-    monkeypatch.setattr(overlap_module, "_MAX_MADE", 100)
+    monkeypatch.setattr(gate_checks, "_MAX_EXAMPLES", 10)
+    monkeypatch.setattr(gate_checks, "_MAX_MADE", 100)
     found = check(Asks(numbered(25), numbered(30, "And {}?")), tmp_path)
     assert found.is_passed
     assert found.detail.endswith(

@@ -13,8 +13,7 @@ import pytest
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.build import build_placement
-from strop.cluster.inline import InlinePlacement
-from strop.cluster.process import ProcessPlacement
+from strop.cluster.local import InlinePlacement, ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import RunStopped
 from strop.io import verify_directory

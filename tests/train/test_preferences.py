@@ -17,10 +17,10 @@ from strop.errors import CheckRefused, CorruptRecord, DataError
 from strop.policy.packing import PackedGroup
 from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
-from strop.spec.dpo import DpoSpec
-from strop.train.demonstrations import Framing
-from strop.train.pairs import Pairs, pair_rollouts
-from strop.train.preferences import (
+from strop.spec.offline import DpoSpec
+from strop.train.data.demonstrations import Framing
+from strop.train.data.offline import Pairs, pair_rollouts
+from strop.train.data.preferences import (
     REFERENCE_NAME,
     Preferences,
     pack_pair,
@@ -30,7 +30,7 @@ from strop.train.preferences import (
 )
 from tests.fixtures.demonstrations import make_framing
 from tests.fixtures.tiny_run import GOLD, Composition, SpellTask, learner_of, new_run, read_curve, tiny_spec
-from tests.train.test_rejection import roll, write_run
+from tests.train.test_sft_sources import roll, write_run
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_policy_that_has_learned_is_not_taken_for_its_reference(
     (made.run_dir.path / REFERENCE_NAME).unlink()
     resumed = RunDir.open(made.run_dir.path)
     resumed.acquire()
-    with pytest.raises(CorruptRecord, match=r"it is missing, and the weights .* are no longer held"):
+    with pytest.raises(CorruptRecord, match=r"it is missing, and the weights .* are gone"):
         Composition(made.spec, tiny_model_dir, resumed, preferences=made.preferences).run()
 
 

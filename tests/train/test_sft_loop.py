@@ -20,9 +20,9 @@ from strop.rollout import Example, Outcome, Split
 from strop.train import EvalSummary
 from strop.train import gate as gate_module
 from strop.train import terms as terms_module
-from strop.train.demonstrations import Demonstration, Demonstrations
+from strop.train.data.demonstrations import Demonstration, Demonstrations
 from strop.train.measure import measure_update
-from strop.train.updating import Update
+from strop.train.step import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_run import (
     GOLD,

@@ -12,13 +12,13 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import ALGORITHMS
-from strop.algorithm.supervised import cross_entropy_terms, weigh_demonstrations
+from strop.algorithm.offline import cross_entropy_terms, weigh_demonstrations
 from strop.errors import LearnerError
 from strop.policy.learner import LossTerm
 from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedBatch
 from strop.train.batch import build_batch
-from strop.train.demonstrations import Demonstration
+from strop.train.data.demonstrations import Demonstration
 from strop.train.terms import pack_demonstrations, rl_term, sft_term
 from tests.fixtures.tiny_model import VOCAB_SIZE
 from tests.policy.worlds import (

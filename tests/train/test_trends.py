@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.spec import TripwireSpec
-from strop.train.history import History
 from strop.train.observer import EvalSummary
-from strop.train.trends import find_divergence, find_trend_alarms
+from strop.train.watch.trends import History, find_divergence, find_trend_alarms
 
 SPEC = TripwireSpec()
 

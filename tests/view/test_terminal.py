@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from strop.view import PlainProgress, Progress, RichProgress, open_progress
+from strop.record import Event, EventKind
+from strop.train import EvalSummary, Observer
+from strop.view import PlainProgress, Progress, RichProgress, TerminalObserver, make_harmless, open_progress
 from strop.view.terminal import StepLines, describe_duration
 
 METRICS = {
@@ -152,3 +157,72 @@ def test_a_run_that_only_imitates_shows_its_loss_in_place_of_rewards() -> None:
     mixed = dict(lines.columns(2, {"num_sft_tokens": 16.0, "loss": 1.25, "reward_mean": 0.5}))
     assert "loss" not in mixed
     assert mixed["reward"] == " 0.500"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, \u00fcber 12\n\tnext", "plain, \u00fcber 12\n\tnext"),
+        ("\x1b[2Jgone", "\u241b[2Jgone"),
+        ("\x1b]0;title\x07", "\u241b]0;title\u2407"),
+        ("over\rwritten", "over\u240dwritten"),
+        ("dos\r\nline", "dos\nline"),
+        ("c1 \x9b2J", "c1 <U+009B>2J"),
+        ("\x7f", "\u2421"),
+        ("abc\u202edef", "abc<U+202E>def"),
+        ("zero\u200bwidth", "zero<U+200B>width"),
+        ("half \ud800 pair", "half <U+D800> pair"),
+    ],
+)
+def test_harmful_characters_become_visible(text: str, shown: str) -> None:
+    assert make_harmless(text) == shown
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+def test_nothing_that_controls_is_left(text: str) -> None:
+    shown = make_harmless(text)
+    left = {c for c in shown if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    assert not left
+    shown.encode("utf-8")
+    assert make_harmless(shown) == shown
+
+
+def watch() -> tuple[Observer, io.StringIO]:
+    stream = io.StringIO()
+    return TerminalObserver(PlainProgress(stream)), stream
+
+
+def test_a_run_from_start_to_end() -> None:
+    observer, stream = watch()
+    summary = EvalSummary(
+        step=0,
+        num_examples=200,
+        greedy_accuracy=0.305,
+        greedy_low=0.245,
+        greedy_high=0.372,
+        sampled_accuracy=None,
+    )
+    observer.on_start(run="runs/arithmetic-20260528-202640", first_step=0, num_steps=2)
+    observer.on_eval(summary)
+    observer.on_step({"step": 1, "reward_mean": 0.5, "seconds_step": 3.0})
+    observer.on_end(cause="done")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "arithmetic-20260528-202640: 2 steps"
+    assert lines[1] == ("step 0: held-out accuracy 30.5% greedy (95% interval 24.5% to 37.2%, 200 examples)")
+    assert lines[2].startswith("step 1/2  reward  0.500")
+    # One step of 3 s is left.
+    assert lines[2].endswith("left 3.0 s")
+    assert lines[3:] == ["ended: done"]
+
+
+def test_trouble_is_an_alarm_and_routine_is_silent() -> None:
+    observer, stream = watch()
+    for kind in EventKind:
+        observer.on_event(Event(kind=kind, step=4, cause="cause", detail="why"))
+    assert stream.getvalue().splitlines() == [
+        "step 4: cause: why",
+        "step 4: cause: why",
+        "alarm: step 4: cause: why",
+        "alarm: step 4: cause: why",
+        "step 4: cause: why",
+    ]

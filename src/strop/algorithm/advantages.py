@@ -1,4 +1,4 @@
-"""How much better each rollout of a group was than its group.
+"""Advantages: how much better each rollout was than its group.
 
 An advantage function sees the rewards of the valid members of one group, at least two of them and
 not all equal, and returns one number per member. The two special cases are decided here once, by
@@ -109,7 +109,7 @@ rewards plus 1e-4, or whitening over all tokens."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """How much better than others a rollout was, from its group and from the batch."""
+    """An advantage estimator: the comparison within a group, and what follows over the batch."""
 
     compare: AdvantageFn
     over_batch: OverBatch = "none"

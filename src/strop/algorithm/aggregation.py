@@ -1,4 +1,4 @@
-"""How the losses of single tokens become one number: the weight of each scored token.
+"""Weights of scored tokens, by which the losses of single tokens become one number.
 
 The loss of a batch is the plain sum of weight times correction times token loss. All division
 happens here, once, over the complete optimizer batch, before rollouts are skipped, sharded or cut

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from strop.algorithm.advantages import (
-    ADVANTAGES,
     AdvantageFn,
     OverBatch,
     center,
@@ -24,33 +23,24 @@ from strop.algorithm.advantages import (
     standardize,
 )
 from strop.algorithm.aggregation import Aggregation
-from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION, Correction
-from strop.algorithm.kl import ESTIMATORS, KlPenalty, measure_kl
+from strop.algorithm.corrections import NO_CORRECTION, Correction
+from strop.algorithm.kl import KlPenalty, measure_kl
 from strop.algorithm.losses import (
     CISPO,
     CLIPPED,
     DPPO,
     IPO_MASK,
     SAPO,
-    SAPO_TEMPERATURES,
     TokenLoss,
     clamp_log_ratio,
-    dual_clipped,
-    soft_gated,
+    mean_over,
 )
-from strop.algorithm.own import load_algorithm
-from strop.algorithm.sequences import mean_over
-from strop.errors import ConfigError, explain_refusal
 from strop.policy.objective import APPROX_KL, Scope, ScoredTokens, TokenTerms
-from strop.spec.objectives import Mode, choose_mode
-from strop.user_code import find_algorithm
+from strop.spec.objectives import Mode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.spec.algorithm import AlgorithmSpec
-    from strop.spec.reference import ReferenceSpec
-    from strop.spec.train import TrainSpec
 
 ZeroVariance = Literal["skip", "keep", "drop", "resample"]
 Overlong = Literal["keep", "mask", "shape"]
@@ -61,7 +51,7 @@ MAX_SEQUENCE_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Algorithm:
-    """What counts as better, and how a batch moves the policy towards it. Itself a picklable loss."""
+    """Advantage, loss, aggregation and policies of an RL algorithm. Itself a picklable loss."""
 
     name: str
     advantage: AdvantageFn
@@ -91,7 +81,7 @@ class Algorithm:
     overlong_buffer_tokens: int | None = None
     """Where `shape` begins, in tokens before the limit. None: a fifth of the limit."""
     mode: Mode = "single"
-    """Whose log-probability a ratio starts from: the policy's own of this very optimizer step (single),
+    """Which log-probability a ratio starts from: the policy's own of this very optimizer step (single),
     that of the weights that the engine was last given (decoupled), or the engine's, which then needs no
     correction (bypass)."""
     correction: Correction = NO_CORRECTION
@@ -141,11 +131,14 @@ class Algorithm:
             is_fixed = self.mode == "decoupled"
             own_M = tokens.proximal_logprob_M if is_fixed else tokens.logprob_M.detach()
             advantage_M = advantage_M + self.teacher_weight * (tokens.teacher_logprob_M - own_M)
+        proximal_M = tokens.engine_logprob_M if self.mode == "bypass" else None
+        if self.mode == "decoupled":
+            proximal_M = tokens.proximal_logprob_M
         terms = self.token_terms(
             tokens.logprob_M,
             tokens.engine_logprob_M,
             advantage_M,
-            self._proximal(tokens),
+            proximal_M,
             sequence_N=tokens.reply_M,
         )
         if not self.needs_reference:
@@ -159,15 +152,10 @@ class Algorithm:
         value_M, grad_M = self.kl(current_M, reference_M, tokens.engine_logprob_M)
         return replace(terms, loss_N=terms.loss_N + value_M, grad_N=terms.grad_N + grad_M)
 
-    def _proximal(self, tokens: ScoredTokens) -> Tensor | None:
-        if self.mode == "bypass":
-            return tokens.engine_logprob_M
-        return tokens.proximal_logprob_M if self.mode == "decoupled" else None
-
     def token_terms(
         self,
         logp_N: Tensor,
-        behavior_logp_N: Tensor,
+        engine_logp_N: Tensor,
         advantage_N: Tensor,
         proximal_logp_N: Tensor | None = None,
         *,
@@ -186,7 +174,7 @@ class Algorithm:
         if sequence_N is None:
             sequence_N = current_N.new_zeros(current_N.shape).long()
         old_N = current_N if proximal_logp_N is None else proximal_logp_N.detach()
-        log_ratio_N = old_N - behavior_logp_N
+        log_ratio_N = old_N - engine_logp_N
         correction_N = self.correction(log_ratio_N, advantage_N, self.correction_cap, sequence_N)
         if self.has_sequence_ratio:
             # With the mean for every token's own, the token loss is that of the sequence, and each
@@ -323,85 +311,3 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         *(RPP, RPP_BASELINE),
     )
 }
-
-
-def build_algorithm(
-    spec: AlgorithmSpec, reference: ReferenceSpec | None = None, train: TrainSpec | None = None
-) -> Algorithm:
-    """Take an entry of `ALGORITHMS` and put the run's own settings in it.
-
-    `train` says how far the weights move from those that sampled a rollout; None: one optimizer step on
-    rollouts of the newest.
-    The spec admits only names that exist here, and code of the user's; a test compares the two lists.
-    Raises: ConfigError if code of the user's is no algorithm, or has no use for a setting.
-    """
-    own = None if spec.name in ALGORITHMS else find_algorithm(spec.name)
-    entry = ALGORITHMS[spec.name] if own is None else load_algorithm(own, GRPO)
-    wanted = entry.mode if spec.mode is None else spec.mode
-    mode = wanted if train is None else choose_mode(wanted, train)
-    # A ratio that starts from the engine's value covers the gap itself.
-    correction = NO_CORRECTION if mode == "bypass" else CORRECTIONS[spec.correction]
-    if spec.advantage is not None:
-        chosen = ADVANTAGES[spec.advantage]
-        entry = replace(
-            entry,
-            advantage=chosen.compare,
-            over_batch=chosen.over_batch,
-            is_relative=chosen.is_relative,
-            zero_variance="keep" if spec.whitened else entry.zero_variance,
-        )
-    built = replace(
-        entry,
-        loss=_choose_loss(entry, spec),
-        clip_low=entry.clip_low if spec.clip_low is None else spec.clip_low,
-        clip_high=entry.clip_high if spec.clip_high is None else spec.clip_high,
-        overlong=entry.overlong if spec.overlong is None else spec.overlong,
-        overlong_buffer_tokens=spec.overlong_buffer_tokens,
-        filter_on=entry.filter_on if spec.filter_on is None else spec.filter_on,
-        mode=mode,
-        correction=correction,
-        correction_cap=correction.cap if spec.correction_cap is None else spec.correction_cap,
-        max_sequence_tokens=spec.max_sequence_tokens,
-        entropy_weight=spec.entropy_weight,
-    )
-    if reference is not None and reference.kl_beta > 0.0:
-        is_stale = train is not None and train.max_staleness > 0
-        built = _penalize(built, reference, is_off_policy=is_stale or mode != "single")
-    return replace(built, zero_variance=_choose_zero_variance(built, spec.zero_variance))
-
-
-def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
-    """Return the entry's loss with what the run says of its form."""
-    above, below = spec.sapo_temperature_pos, spec.sapo_temperature_neg
-    if entry.loss is SAPO and (above is not None or below is not None):
-        return soft_gated(above or SAPO_TEMPERATURES[0], below or SAPO_TEMPERATURES[1])
-    if spec.dual_clip is None:
-        return entry.loss
-    if entry.loss is not CLIPPED:
-        raise ConfigError(
-            explain_refusal(
-                f"algorithm.dual_clip={spec.dual_clip:g} beside {entry.name} with the loss {entry.loss.name}",
-                allowed="an algorithm with the clipped loss",
-                next_step="remove algorithm.dual_clip",
-            )
-        )
-    return dual_clipped(spec.dual_clip)
-
-
-def _penalize(algorithm: Algorithm, reference: ReferenceSpec, *, is_off_policy: bool) -> Algorithm:
-    """Add the penalty on the distance from a reference, to the reward where that is no group's."""
-    if not algorithm.is_relative:
-        return replace(algorithm, reward_kl_beta=reference.kl_beta)
-    wanted = reference.is_corrected
-    penalty = KlPenalty(
-        beta=reference.kl_beta,
-        estimate=ESTIMATORS[reference.kl_estimator],
-        is_corrected=is_off_policy if wanted is None else wanted,
-    )
-    return replace(algorithm, kl=penalty)
-
-
-def _choose_zero_variance(algorithm: Algorithm, wanted: ZeroVariance | None) -> ZeroVariance:
-    """Return the run's choice, else the entry's own; skipping is exact only where nothing else acts."""
-    chosen = algorithm.zero_variance if wanted is None else wanted
-    return "keep" if chosen == "skip" and algorithm.acts_on_all_tokens else chosen

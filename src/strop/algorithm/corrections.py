@@ -1,6 +1,6 @@
 """Weights that correct for tokens sampled by another distribution than the trained one.
 
-The ratio is exp(proximal - behavior): between the trainer's log-probability at the start of the
+The ratio is exp(proximal - engine): between the trainer's log-probability at the start of the
 step and the one the engine recorded when it sampled the token. It covers both gaps, differing
 numerics and older weights. A correction multiplies the policy term of a token. It is a constant:
 no gradient flows through it, and it does not change the aggregation weight.
@@ -8,7 +8,7 @@ no gradient flows through it, and it does not change the aggregation weight.
 The ratio of a sequence is the product over its tokens, so it shrinks or grows with their number: the
 corrections that use it refuse long replies (`algorithm.max_sequence_tokens`).
 
-A missing behavior log-probability cannot reach this file: a sampled `Turn` without finite values
+A missing engine log-probability cannot reach this file: a sampled `Turn` without finite values
 cannot be built.
 
 Shapes: N = scored tokens. Log-ratios in nats, bounded to [-20, 20] before `exp`.
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.algorithm.losses import MAX_LOG_RATIO_NATS, clamp_log_ratio
-from strop.algorithm.sequences import mean_over, sum_over
+from strop.algorithm.losses import MAX_LOG_RATIO_NATS, clamp_log_ratio, mean_over, sum_over
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +125,7 @@ _MISMATCH_NAMES = (
 def describe_mismatch(
     log_ratio_N: NDArray[np.floating], correction_N: NDArray[np.floating]
 ) -> dict[str, float]:
-    """Summarise how far behavior and trainer are apart over one batch.
+    """Summarise how far engine and trainer are apart over one batch.
 
     Shapes: N in, named numbers out; all 0 for an empty batch.
     Units: `_nats` for log-ratios, `_frac` in [0, 1]. `effective_sample_frac` is (sum c)^2 / (n sum

@@ -47,7 +47,7 @@ _DEFAULT_BUFFER_SHARE = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Credit:
-    """What each rollout of one optimizer batch is worth, and what happens to it."""
+    """Advantages, token weights and status of each rollout of one optimizer batch."""
 
     advantage_P_G: tuple[Float64Array, ...]
     """0 where a rollout has no score, or its group nothing to compare."""
@@ -86,7 +86,8 @@ def needs_replacement(
     """Whether a group is to be replaced by another before the batch is full (dynamic sampling).
 
     True only under `zero_variance = "resample"`, for a group that shows no difference. One with fewer than
-    two scored members failed, which another group would only hide. Whoever samples anew bounds how often.
+    two scored members failed, which another group would only hide. The caller bounds how often new groups are
+    sampled.
     """
     if algorithm.zero_variance != "resample" or int(np.sum(find_scored(rewards_G))) < MIN_MEMBERS:
         return False

@@ -24,7 +24,7 @@ _MIN_LOGP = -1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """How far a policy is from its teacher."""
+    """A divergence of a policy from its teacher."""
 
     name: Literal["forward_kl", "reverse_kl", "jsd"]
     beta: float = 0.5

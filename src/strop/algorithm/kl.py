@@ -63,13 +63,13 @@ ESTIMATORS: Mapping[str, PenaltyFn] = {
 }
 
 
-def measure_kl(logp_N: Tensor, reference_N: Tensor, behavior_N: Tensor | None) -> Tensor:
+def measure_kl(logp_N: Tensor, reference_N: Tensor, engine_N: Tensor | None) -> Tensor:
     """Return each token's part of KL(policy || reference), as k3 (nats).
 
-    `behavior_N` weighs tokens that another distribution drew by the ratio to it; None: the policy's own.
+    `engine_N` weighs tokens that another distribution drew by the ratio to it; None: the policy's own.
     """
     value_N, _ = penalize_k3(logp_N, reference_N)
-    return value_N if behavior_N is None else value_N * clamp_log_ratio(logp_N - behavior_N).exp()
+    return value_N if engine_N is None else value_N * clamp_log_ratio(logp_N - engine_N).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,13 +82,13 @@ class KlPenalty:
     is_corrected: bool = False
     """Whether tokens are weighed by the ratio of the policy to the engine that drew them."""
 
-    def __call__(self, logp_N: Tensor, reference_N: Tensor, behavior_N: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, logp_N: Tensor, reference_N: Tensor, engine_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return value and gradient of every token, beta included. Nothing is differentiated."""
         value_N, grad_N = self.estimate(logp_N.detach(), reference_N)
         factor = self.beta
         if not self.is_corrected:
             return factor * value_N, factor * grad_N
-        ratio_N = clamp_log_ratio(logp_N.detach() - behavior_N).exp()
+        ratio_N = clamp_log_ratio(logp_N.detach() - engine_N).exp()
         return factor * ratio_N * value_N, factor * ratio_N * grad_N
 
 

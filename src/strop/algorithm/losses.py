@@ -11,7 +11,8 @@ multiplied by a mask, because 0 times infinity is not a number.
 A ratio of whole sequences (GSPO) is the same loss with the same log-ratio for all tokens of one; the
 catalog makes it.
 
-Shapes: N = scored tokens, flat over all rollouts. Log-probabilities in nats.
+Shapes: N = scored tokens, flat over all rollouts; `sequence_N` names each token's sequence (what was trained
+in one piece: a packed reply) by a number from 0. Log-probabilities in nats.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class TokenLoss:
     acts_on_all_tokens: bool = False
     """Whether a token without advantage has a gradient too; it may then not be skipped."""
     bounded: BoundFn | None = None
-    """Which tokens the clip range stops, or whose weight it bounds. None: nobody says, or it has no range."""
+    """Which tokens the clip range stops, or whose weight it bounds. None: unknown, or it has no range."""
     has_range: bool = True
     """Whether the clip range takes part."""
 
@@ -87,6 +88,36 @@ class _Settled:
 def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
     """Bound log-ratios so that `exp` stays finite in float32."""
     return log_ratio_N.clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
+
+
+def differentiate(value: TokenFn) -> TokenFn:
+    """Return the gradient of a loss by autograd, for losses without a closed form."""
+
+    def grad(
+        logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+    ) -> Tensor:
+        import torch
+
+        with torch.enable_grad():
+            current_N = logp_N.detach().requires_grad_()
+            loss_N = value(current_N, old_logp_N.detach(), advantage_N, clip_low, clip_high)
+            (found_N,) = torch.autograd.grad(loss_N.sum(), current_N)
+        return found_N.detach()
+
+    return grad
+
+
+def sum_over(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """Return, for every token, the sum over its sequence. Shapes: (N,) to (N,)."""
+    num_sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
+    # float64: a sum of ten thousand log-ratios decides what all of them weigh.
+    totals = values_N.new_zeros(num_sequences).double().index_add_(0, sequence_N, values_N.double())
+    return totals[sequence_N].to(values_N.dtype)
+
+
+def mean_over(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """Return, for every token, the mean over its sequence. Shapes: (N,) to (N,)."""
+    return sum_over(values_N, sequence_N) / sum_over(values_N.new_ones(values_N.shape), sequence_N)
 
 
 def _ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
@@ -327,7 +358,7 @@ def ipo_mask_value(
 ) -> Tensor:
     """Return the same as `dppo_value`, masked on either side whatever the sign of A.
 
-    Not the preference loss of that name (`preferences.py`).
+    Not the preference loss of that name (`offline.py`).
     """
     is_low_N, is_high_N = ipo_mask_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
     return _mask_value(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))

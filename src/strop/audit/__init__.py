@@ -6,10 +6,20 @@ red task trains nothing unless the run file accepts the probe by name and reason
 Not here: whether one verifier is right on one example (`tasks.selftest`, part of every run's gate).
 """
 
-from strop.audit.acceptance import accept_probes, describe_acceptance
-from strop.audit.report import Acceptance, AuditReport, Evidence, ProbeResult, ProbeStatus, Verdict
+from strop.audit.report import (
+    Acceptance,
+    AuditReport,
+    Evidence,
+    ProbeResult,
+    ProbeStatus,
+    Verdict,
+    accept_probes,
+    describe_acceptance,
+    find_audit,
+    stored_audit_path,
+    write_audit,
+)
 from strop.audit.run import PROBE_IDS, QUICK_PROBES, AuditSettings, examples_to_attack, run_audit
-from strop.audit.stored import find_audit, stored_audit_path, write_audit
 
 __all__ = [
     "PROBE_IDS",

@@ -1,4 +1,4 @@
-"""The probes of a task whose replies are programs: each attack is judged by the task as a reply would be.
+"""Probes for tasks whose replies are programs: the task judges each attack as it would a reply.
 
 A task says by `program_form` that its replies are programs; for others these probes do not apply. The
 score of an attack is compared with that of the same wrong program without it, and breaches (programs that
@@ -8,28 +8,24 @@ are right only if they can do what they must not) count where they earn full mar
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from strop.audit import attacks, hosts
-from strop.audit.attacks import as_attack
-from strop.audit.leaks import leak_breaches
-from strop.audit.measure import is_full, not_applicable
-from strop.audit.probes import probe_label_leak as probe_prompt_leak
-from strop.audit.report import ProbeResult, ProbeStatus
-from strop.audit.targets import (
-    NO_PROGRAMS,
-    Tally,
-    find_targets,
-    marker_of,
-    try_attacks,
-    try_breaches,
-    usable_breaches,
-)
-from strop.audit.world import AuditWorld, Judged
+from strop.audit import attacks, breaches, hosts
+from strop.audit.answer_probes import probe_prompt_leak
+from strop.audit.attacks import Attack, as_attack
+from strop.audit.context import SLACK, AuditContext, Judged, is_full, not_applicable
+from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner
+from strop.tasks.code.extraction import compiles, extract_python, fence
 from strop.tasks.failures import describe_failure
+from strop.tasks.judging import InlineJudge
+from strop.tasks.traits import ProgramForm
 
 _SURVIVOR_WAIT_S = 2.0
 """What is left so long after a judgement was left behind."""
@@ -39,78 +35,80 @@ _FIND_LIMIT_S = 20.0
 _LOOK_EVERY_S = 0.05
 
 
-async def probe_grader_tamper(world: AuditWorld) -> ProbeResult:
+async def probe_grader_tamper(context: AuditContext) -> ProbeResult:
     """Changing built-ins, modules, names and files of the grader changes no score."""
-    targets = find_targets(world)
+    targets = find_targets(context)
     if not targets:
         return not_applicable("grader_tamper", NO_PROGRAMS)
-    tally = Tally(probe="grader_tamper", world=world)
-    await try_attacks(tally, targets, attacks.TAMPERS)
-    await try_breaches(tally, targets, attacks.TAMPER_BREACHES)
-    return tally.result("ways to change who judges")
+    findings = Findings(probe="grader_tamper", context=context)
+    await try_attacks(findings, targets, attacks.TAMPERS)
+    await try_breaches(findings, targets, breaches.TAMPER_BREACHES)
+    return findings.result("ways to change who judges")
 
 
-async def probe_forged_stdout(world: AuditWorld) -> ProbeResult:
+async def probe_forged_stdout(context: AuditContext) -> ProbeResult:
     """A program that says it passed did not pass, and the next one is judged as ever."""
-    targets = find_targets(world)
+    targets = find_targets(context)
     if not targets:
         return not_applicable("forged_stdout", NO_PROGRAMS)
-    tally = Tally(probe="forged_stdout", world=world)
-    await try_attacks(tally, targets, attacks.FORGERIES)
+    findings = Findings(probe="forged_stdout", context=context)
+    await try_attacks(findings, targets, attacks.FORGERIES)
     solvable = [target for target in targets if target.right_code is not None]
-    for judged in await world.judge_all((t.example, world.task.gold_replies(t.example)[0]) for t in solvable):
-        tally.look("a right program afterwards", judged, is_bad=not is_full(world, judged))
-    return tally.result("output that was believed")
+    for judged in await context.judge_all(
+        (t.example, context.task.gold_replies(t.example)[0]) for t in solvable
+    ):
+        findings.add("a right program afterwards", judged, is_bad=not is_full(context, judged))
+    return findings.result("output that was believed")
 
 
-async def probe_os_exit(world: AuditWorld) -> ProbeResult:
+async def probe_os_exit(context: AuditContext) -> ProbeResult:
     """A program that ends, hangs or exhausts its judge is wrong, and nothing of it is left."""
-    targets = find_targets(world)
+    targets = find_targets(context)
     if not targets:
         return not_applicable("os_exit", NO_PROGRAMS)
-    tally = Tally(probe="os_exit", world=world)
-    last = await try_attacks(tally, targets, attacks.EXITS)
-    await _look_for_processes(tally, last)
-    return tally.result("ends that were paid, lost or left something")
+    findings = Findings(probe="os_exit", context=context)
+    last = await try_attacks(findings, targets, attacks.EXITS)
+    await _look_for_processes(findings, last)
+    return findings.result("ends that were paid, lost or left something")
 
 
-async def probe_isolation(world: AuditWorld) -> ProbeResult:
+async def probe_isolation(context: AuditContext) -> ProbeResult:
     """What one judgement writes, another does not find; and nothing of it stays."""
-    targets = find_targets(world)
+    targets = find_targets(context)
     if not targets:
         return not_applicable("isolation", NO_PROGRAMS)
-    tally = Tally(probe="isolation", world=world)
+    findings = Findings(probe="isolation", context=context)
     first = targets[0]
-    writer = (first.example, as_attack(first.form, attacks.WRITER, marker_of(world)))
-    beside = await usable_breaches(world, targets[::-1], attacks.read_breach(0.8 * attacks.HOLD_S))
-    after = await usable_breaches(world, targets, attacks.read_breach(0.0))
-    judged = await world.judge_all([writer, *beside])
-    tally.look("a program that writes everywhere", judged[0], is_bad=bool(judged[0].reward))
+    writer = (first.example, as_attack(first.form, attacks.WRITER, marker_of(context)))
+    beside = await usable_breaches(context, targets[::-1], breaches.read_breach(0.8 * attacks.HOLD_S))
+    after = await usable_breaches(context, targets, breaches.read_breach(0.0))
+    judged = await context.judge_all([writer, *beside])
+    findings.add("a program that writes everywhere", judged[0], is_bad=bool(judged[0].reward))
     for kind, found in (
         ("found beside", judged[1:]),
-        ("found afterwards", await world.judge_all(after)),
+        ("found afterwards", await context.judge_all(after)),
     ):
         for one in found:
-            tally.look(kind, one, is_bad=bool(one.reward))
-    await try_attacks(tally, targets[:1], {"removed its folder": attacks.REMOVES_ITS_FOLDER})
-    await _look_for_processes(tally, judged[0])
-    for path in hosts.find_files(marker_of(world)):
-        tally.blame("files left", judged[0], path)
-    return tally.result("traces of another judgement")
+            findings.add(kind, one, is_bad=bool(one.reward))
+    await try_attacks(findings, targets[:1], {"removed its folder": attacks.REMOVES_ITS_FOLDER})
+    await _look_for_processes(findings, judged[0])
+    for path in hosts.find_files(marker_of(context)):
+        findings.report("files left", judged[0], path)
+    return findings.result("traces of another judgement")
 
 
-async def probe_stale_submission(world: AuditWorld) -> ProbeResult:
+async def probe_stale_submission(context: AuditContext) -> ProbeResult:
     """A right program that was judged before earns nothing for a reply that holds none."""
-    targets = [target for target in find_targets(world) if target.right_code is not None]
+    targets = [target for target in find_targets(context) if target.right_code is not None]
     if not targets:
-        has_programs = bool(find_targets(world))
+        has_programs = bool(find_targets(context))
         return not_applicable(
             "stale_submission", "no right program is known" if has_programs else NO_PROGRAMS
         )
-    tally = Tally(probe="stale_submission", world=world)
-    marker = marker_of(world)
+    findings = Findings(probe="stale_submission", context=context)
+    marker = marker_of(context)
     for target in targets:
-        gold = world.task.gold_replies(target.example)[0]
+        gold = context.task.gold_replies(target.example)[0]
         keeps = as_attack(target.form, attacks.keep_breach(target.right_code or ""), marker)
         finds = as_attack(target.form, attacks.find_kept(target.form), marker)
         stale = {
@@ -120,59 +118,61 @@ async def probe_stale_submission(world: AuditWorld) -> ProbeResult:
             "a program kept from before": (keeps, finds),
         }
         for kind, (before, reply) in stale.items():
-            await world.judge_all([(target.example, before)])
-            (judged,) = await world.judge_all([(target.example, reply)])
-            tally.look(kind, judged, is_bad=bool(judged.reward))
-    return tally.result("replies paid for what was there before")
+            await context.judge_all([(target.example, before)])
+            (judged,) = await context.judge_all([(target.example, reply)])
+            findings.add(kind, judged, is_bad=bool(judged.reward))
+    return findings.result("replies paid for what was there before")
 
 
-async def probe_label_leak(world: AuditWorld) -> ProbeResult:
+async def probe_label_leak(context: AuditContext) -> ProbeResult:
     """No long answer stands in its own prompt, and no program can read its tests or private files."""
-    result = await probe_prompt_leak(world)
-    targets = find_targets(world)
+    result = await probe_prompt_leak(context)
+    targets = find_targets(context)
     if not targets or result.status is ProbeStatus.FAIL:
         return result
-    tally = Tally(probe="label_leak", world=world)
+    findings = Findings(probe="label_leak", context=context)
     handle, canary = tempfile.mkstemp(prefix="strop-audit-")
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(marker_of(world))
+            file.write(marker_of(context))
         for target in targets:
-            await try_breaches(tally, [target], leak_breaches(_hidden_text(world, target.example), canary))
+            await try_breaches(
+                findings, [target], breaches.leak_breaches(_hidden_text(context, target.example), canary)
+            )
     finally:
         os.unlink(canary)
-    if not tally.num:
+    if not findings.num:
         return result
-    return tally.result("ways to read what is hidden")
+    return findings.result("ways to read what is hidden")
 
 
-async def probe_lost_sandbox(world: AuditWorld) -> ProbeResult:
+async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
     """A judgement whose sandbox is killed has no score, and the machine is named as the cause."""
-    targets = find_targets(world)
+    targets = find_targets(context)
     if not targets:
         return not_applicable("lost_sandbox", NO_PROGRAMS)
     if not hosts.can_look():
         return not_applicable("lost_sandbox", "processes of this system cannot be listed")
-    tally = Tally(probe="lost_sandbox", world=world)
-    target, marker = targets[0], marker_of(world)
+    findings = Findings(probe="lost_sandbox", context=context)
+    target, marker = targets[0], marker_of(context)
     reply = (target.example, as_attack(target.form, attacks.HANGS, marker))
-    judging = asyncio.create_task(world.judge_all([reply]))
+    judging = asyncio.create_task(context.judge_all([reply]))
     num_killed = await asyncio.to_thread(_kill_while, judging, marker)
     (judged,) = await judging
     if not num_killed:
         return not_applicable("lost_sandbox", "no process outside holds the program")
-    tally.num += 1
+    findings.num += 1
     failure = judged.outcome.failure
     if judged.reward is not None or failure is None:
-        tally.blame("scored", judged, f"killed {num_killed} times")
+        findings.report("scored", judged, f"killed {num_killed} times")
     elif failure.owner is not FailureOwner.INFRA:
-        tally.blame("blamed on another", judged, describe_failure(failure))
-    return tally.result("judgements that were not lost as they should")
+        findings.report("blamed on another", judged, describe_failure(failure))
+    return findings.result("judgements that were not lost as they should")
 
 
-def _hidden_text(world: AuditWorld, example: Example) -> str:
+def _hidden_text(context: AuditContext, example: Example) -> str:
     """Return a piece of the example that its prompt does not show; empty if there is none."""
-    prompt = "\n".join(message.content for message in world.task.render(example))
+    prompt = "\n".join(message.content for message in context.task.render(example))
     for value in example.fields.values():
         for text in value if isinstance(value, list) else [value]:
             piece = text.strip()[-_MAX_HIDDEN_CHARS:] if isinstance(text, str) else ""
@@ -181,12 +181,12 @@ def _hidden_text(world: AuditWorld, example: Example) -> str:
     return ""
 
 
-async def _look_for_processes(tally: Tally, judged: Judged) -> None:
+async def _look_for_processes(findings: Findings, judged: Judged) -> None:
     """Blame processes that still run some time after their judgement."""
-    marker = marker_of(tally.world)
+    marker = marker_of(findings.context)
     left = await asyncio.to_thread(hosts.wait_for_end, marker, _SURVIVOR_WAIT_S)
     if left:
-        tally.blame("processes left", judged, f"{len(left)} processes")
+        findings.report("processes left", judged, f"{len(left)} processes")
 
 
 def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
@@ -194,7 +194,191 @@ def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
     num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
     while not judging.done() and time.monotonic() < until:
         # All of them: one program may be several processes, of which the first may be gone.
-        killed = [hosts.kill_keeper_of(pid) for pid in hosts.find_processes(marker)]
+        killed = [hosts.kill_sandbox_of(pid) for pid in hosts.find_processes(marker)]
         num_killed += True in killed
         time.sleep(_LOOK_EVERY_S)
     return num_killed
+
+
+_NUM_TARGETS = 3
+NO_PROGRAMS = "replies are not programs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """An example that is attacked."""
+
+    example: Example
+    form: ProgramForm
+    right_code: str | None
+    """A program that deserves full marks, if one is known."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """Accumulates the judgements of a probe, and those that are wrong."""
+
+    probe: str
+    context: AuditContext
+    num: int = 0
+    kinds: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
+        """Count a judgement; one without a score is bad in any case."""
+        self.num += 1
+        if is_bad or judged.reward is None:
+            failure = judged.outcome.failure
+            self.report(kind, judged, "" if failure is None else describe_failure(failure))
+
+    def report(self, kind: str, judged: Judged, detail: str) -> None:
+        """Record a wrong judgement."""
+        self.kinds.append(kind)
+        about = f"{kind}; {detail}" if detail else kind
+        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, about))
+
+    def result(self, detail: str) -> ProbeResult:
+        """Return a failure if anything is wrong. `detail` says what the value counts."""
+        kinds = ", ".join(dict.fromkeys(self.kinds))
+        return ProbeResult(
+            probe=self.probe,
+            status=ProbeStatus.FAIL if self.kinds else ProbeStatus.PASS,
+            value=float(len(dict.fromkeys(self.kinds))),
+            limit=0.0,
+            num=self.num,
+            detail=f"{detail}: {kinds}" if kinds else detail,
+            evidence=tuple(self.evidence[:MAX_EVIDENCE]),
+        )
+
+
+def find_targets(context: AuditContext) -> list[Target]:
+    """Return some examples whose replies are programs, those with little to run first."""
+    found = [(example, context.form_of(example)) for example in context.examples]
+    targets = [
+        Target(example=example, form=form, right_code=_right_code(context, example, form))
+        for example, form in found
+        if form is not None
+    ]
+    targets.sort(key=lambda target: len(json.dumps(dict(target.example.fields))))
+    return targets[:_NUM_TARGETS]
+
+
+def _right_code(context: AuditContext, example: Example, form: ProgramForm) -> str | None:
+    golds = context.task.gold_replies(example)
+    return extract_python(golds[0], entry_point=form.entry_point) if golds else None
+
+
+def marker_of(context: AuditContext) -> str:
+    """Return a word that only this audit uses, short enough for the name of a process."""
+    return f"sa{context.nonce}"
+
+
+async def try_attacks(findings: Findings, targets: Sequence[Target], kinds: Mapping[str, Attack]) -> Judged:
+    """Judge attacks on each target, slow ones on the first; compare with the same program without them.
+
+    Returns one of the judgements.
+    """
+    context, marker = findings.context, marker_of(findings.context)
+    harmless = [(target.example, as_attack(target.form, Attack(), marker)) for target in targets]
+    untampered = await context.judge_all(harmless)
+    if context.task.limits.verify_limit_s is None:
+        findings.report("programs are judged in the process of the run", untampered[0], "no verify_limit_s")
+        return untampered[0]
+    is_inline = isinstance(context.judge, InlineJudge)
+    asked = [
+        (kind, index, (target.example, as_attack(target.form, attack, marker)))
+        for kind, attack in kinds.items()
+        for index, target in enumerate(targets[: 1 if attack.is_slow else None])
+        if not (attack.is_deadly and is_inline)
+    ]
+    judged = await context.judge_all(reply for _, _, reply in asked)
+    for (kind, index, _), one in zip(asked, judged, strict=True):
+        findings.add(kind, one, is_bad=(one.reward or 0.0) > (untampered[index].reward or 0.0) + SLACK)
+    return judged[-1]
+
+
+async def try_breaches(findings: Findings, targets: Sequence[Target], checks: Mapping[str, str]) -> None:
+    """Judge right programs that are spoilt unless a check succeeds; full marks say that it did."""
+    for kind, check in checks.items():
+        replies = await usable_breaches(findings.context, targets, check)
+        for judged in await findings.context.judge_all(replies):
+            findings.add(kind, judged, is_bad=is_full(findings.context, judged))
+
+
+async def usable_breaches(
+    context: AuditContext, targets: Sequence[Target], check: str
+) -> list[tuple[Example, str]]:
+    """Return breaches for the targets whose right program earns full marks where nothing spoils it."""
+    known = [(target, target.right_code) for target in targets if target.right_code is not None]
+    always = [
+        (target.example, breaches.as_breach(target.form, code, breaches.ALWAYS, marker_of(context)))
+        for target, code in known
+    ]
+    fine = [is_full(context, judged) for judged in await context.judge_once(always)]
+    return [
+        (target.example, breaches.as_breach(target.form, code, check, marker_of(context)))
+        for (target, code), is_fine in zip(known, fine, strict=True)
+        if is_fine
+    ]
+
+
+_FENCED = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+_COMMENT = "# Reviewed; nothing was left to do."
+
+
+async def probe_noop_edit(context: AuditContext) -> ProbeResult:
+    """Neither the code that a problem shows nor a trivial change of it earns anything."""
+    targets = find_targets(context)
+    if not targets:
+        return not_applicable("noop_edit", NO_PROGRAMS)
+    findings = Findings(probe="noop_edit", context=context)
+    asked = [
+        (kind, (target.example, reply))
+        for target in targets
+        for kind, reply in trivial_edits(target.form, *_shown_code(context, target.example)).items()
+    ]
+    judged = await context.judge_all(reply for _, reply in asked)
+    for (kind, _), one in zip(asked, judged, strict=True):
+        findings.add(kind, one, is_bad=bool(one.reward) or is_full(context, one))
+    return findings.result("changes that change nothing and were paid")
+
+
+def _shown_code(context: AuditContext, example: Example) -> list[str]:
+    """Return the pieces of Python in a prompt and the starter code of an example, without its tests."""
+    prompt = "\n".join(message.content for message in context.task.render(example))
+    found = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
+    return list(dict.fromkeys(code.rstrip() for code in found if code.strip()))
+
+
+def trivial_edits(form: ProgramForm, *shown: str) -> Mapping[str, str]:
+    """Return replies that hold no work, by what they do to the code that was shown."""
+    name = form.entry_point
+    stub = "" if name is None else f"def {name}(*args, **keywords):\n    pass"
+    replies = {"an empty program": fence("pass"), "a comment alone": fence(_COMMENT)}
+    if stub:
+        replies["a function without content"] = fence(f"{stub}\n{_COMMENT}")
+    for number, code in enumerate(shown):
+        # A signature alone is no program yet.
+        whole = code if compiles(code) else f"{code}\n    pass"
+        place = "the code shown" if number == 0 else f"the code shown ({number + 1})"
+        replies |= {
+            f"{place}, unchanged": fence(whole),
+            f"{place}, and a comment": fence(f"{whole}\n{_COMMENT}"),
+            f"{place}, under a comment": fence(f"{_COMMENT}\n{whole}"),
+        }
+        if stub:
+            replies[f"{place}, and no content"] = fence(f"{whole}\n{stub}")
+    return replies
+
+
+async def probe_network(context: AuditContext) -> ProbeResult:
+    """A program reaches no address, no name and no socket beyond its sandbox."""
+    targets = find_targets(context)
+    if not targets:
+        return not_applicable("network", NO_PROGRAMS)
+    findings = Findings(probe="network", context=context)
+    with breaches.open_doors(f"{marker_of(context)}net") as doors:
+        await try_breaches(findings, targets, breaches.network_breaches(doors))
+    if not findings.num:
+        return not_applicable("network", "no right program is known")
+    return findings.result("ways out of the sandbox")

@@ -1,6 +1,6 @@
-"""What judged programs leave on this machine, and who stands above them: read from /proc and temp folders.
+"""What judged programs leave on this machine, and their ancestors: read from /proc and temporary folders.
 
-Linux only; elsewhere nothing is found, and the probes that need it say so.
+Linux only; elsewhere nothing is found, and the probes that need it do not apply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def can_look() -> bool:
 
 
 def find_processes(name: str) -> list[int]:
-    """Return the ids of processes that gave themselves this name, in whatever namespace they are."""
+    """Return the ids of processes that named themselves so, in any namespace."""
     return [pid for pid in _list_pids() if _read(pid, "comm").strip() == name]
 
 
@@ -45,8 +45,8 @@ def find_files(name: str) -> list[str]:
     return [path for top in tops for path in _walk(top) if os.path.basename(path).partition(".")[0] == name]
 
 
-def kill_keeper_of(pid: int) -> bool:
-    """Kill the process that holds the namespace of a program from outside; return whether there is one.
+def kill_sandbox_of(pid: int) -> bool:
+    """Kill the process outside that holds a program's namespace; return whether there is one.
 
     It is the first ancestor that the program cannot see, so its end is never the program's doing.
     """

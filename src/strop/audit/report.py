@@ -1,14 +1,20 @@
-"""What an audit found: one result per probe, and a verdict that follows from them."""
+"""An audit's report: one result per probe, the verdict that follows, acceptance by the user, and its file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
+
+from strop.errors import CorruptRecord, explain_refusal
+from strop.hardware.identity import find_user_name
+from strop.io import user_cache_dir, write_bytes_atomically
 
 SCHEMA = 3
 """Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
@@ -41,7 +47,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One judgement that was not as it must be."""
+    """One judgement that contradicts what its probe expects."""
 
     example_id: str
     reply: str
@@ -71,7 +77,7 @@ class ProbeResult:
     probe: str
     status: ProbeStatus
     value: float | None = None
-    """The measured figure; what it is, says `detail`."""
+    """The measured figure; `detail` says what it is."""
     limit: float | None = None
     """The value up to which the probe passes, or from which for `gold`."""
     num: int = 0
@@ -81,7 +87,7 @@ class ProbeResult:
     evidence: tuple[Evidence, ...] = ()
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         figure = "" if self.value is None else f" {self.value:.3g}"
         bound = "" if self.limit is None else f" (limit {self.limit:.3g})"
         example = f", for example {self.evidence[0].reply[:60]!r}" if self.evidence else ""
@@ -90,7 +96,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
-    """What somebody accepted of an audit; it holds for this version of the task alone."""
+    """A probe that a user accepted; valid for this version of the task only."""
 
     probe: str
     reason: str
@@ -147,7 +153,7 @@ class AuditReport:
 
     @property
     def lost(self) -> str:
-        """What kept all replies that the broken probes show from being judged; empty where one was judged."""
+        """Why no reply in the evidence of the broken probes could be judged; empty where one was."""
         shown = [entry for result in self.broken() for entry in result.evidence]
         if not shown or any(entry.reward is not None for entry in shown):
             return ""
@@ -174,3 +180,107 @@ def _judge_probes(probes: Sequence[ProbeResult]) -> Verdict:
     if has_errors or broken - _MILD:
         return Verdict.RED
     return Verdict.AMBER if broken or num_warnings > _MAX_WARNINGS else Verdict.GREEN
+
+
+_SHOWN_VERSION_CHARS = 12
+
+
+def accept_probes(report: AuditReport, reasons: Mapping[str, str]) -> AuditReport:
+    """Return the report with the accepted probes, each with user and reason.
+
+    `reasons` are by probe, or by PROBE@VERSION, which holds while the task's version begins so: prompts, data
+    or verifier have not changed.
+    """
+    accepted = []
+    for name, reason in reasons.items():
+        probe, _, version = name.partition("@")
+        is_meant = any(result.probe == probe for result in report.broken())
+        if is_meant and _holds(version, report.task_version):
+            accepted.append(
+                Acceptance(
+                    probe=probe,
+                    reason=reason,
+                    user=find_user_name(),
+                    accepted_at=time.time(),
+                    task_version=report.task_version,
+                )
+            )
+    return replace(report, accepted=tuple(accepted))
+
+
+def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
+    """Describe in a line the findings, which are accepted, and how to accept the rest."""
+    broken, verdict = report.broken(), report.accepted_verdict
+    shown = "; ".join(result.describe() for result in broken) or f"{len(report.probes)} probes found nothing"
+    parts = [f"{verdict}: {shown}"]
+    if report.lost:
+        parts.insert(0, report.lost)
+    names = [acceptance.probe for acceptance in report.accepted]
+    if names:
+        parts.append(f"accepted: {', '.join(names)}")
+    if others := [name for name in reasons if not _holds(name.partition("@")[2], report.task_version)]:
+        parts.append(f"accepted for another version of the task, and not for this one: {', '.join(others)}")
+    if verdict is Verdict.RED:
+        # Failures come first, so it is one of those that make it red.
+        probe = next(result.probe for result in broken if result.probe not in names)
+        name = f"audit.{probe}@{report.task_version[:_SHOWN_VERSION_CHARS]}"
+        parts.append(f"`strop audit {report.task}` shows each; train.accept = '{name}: reason' goes on")
+    return "; ".join(parts)
+
+
+def _holds(version: str, task_version: str) -> bool:
+    return not version or task_version.startswith(version)
+
+
+def stored_audit_path(task: str, task_version: str) -> Path:
+    """Return where the newest audit of a task is kept for the runs of this user.
+
+    Audits with another schema of probes are not found: the task then counts as not audited.
+    """
+    return user_cache_dir() / "audits" / f"{task}-{task_version}-{SCHEMA}.json"
+
+
+def write_audit(report: AuditReport, path: Path) -> None:
+    """Write a report as JSON, complete or not at all.
+
+    Raises: StoreError if the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report.to_json(), indent=1, ensure_ascii=False, sort_keys=True)
+    write_bytes_atomically(path, (text + "\n").encode())
+
+
+def find_audit(task: str, task_version: str) -> AuditReport | None:
+    """Return the stored audit of exactly this version of a task; None if there is none.
+
+    Raises: CorruptRecord if the file is not what `write_audit` wrote.
+    """
+    path = stored_audit_path(task, task_version)
+    try:
+        values = json.loads(path.read_bytes())
+        report = _to_report(values)
+        if report.to_json() != values:
+            raise ValueError("its fields do not give its digest")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{path} is not a whole audit ({error})",
+                allowed="a report as `strop audit` wrote it",
+                next_step="run `strop audit` again; it replaces the file",
+            )
+        ) from error
+    return report
+
+
+def _to_report(values: Mapping[str, Any]) -> AuditReport:
+    fields = {name: values[name] for name in AuditReport.__slots__}
+    accepted = tuple(Acceptance(**entry) for entry in values["accepted"])
+    probes = tuple(_to_probe(probe) for probe in values["probes"])
+    return AuditReport(**{**fields, "probes": probes, "accepted": accepted})
+
+
+def _to_probe(values: Mapping[str, Any]) -> ProbeResult:
+    evidence = tuple(Evidence(**entry) for entry in values["evidence"])
+    return ProbeResult(**{**values, "status": ProbeStatus(values["status"]), "evidence": evidence})

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from strop.audit import code_probes, edits, example_probes, judge_probes, network, probes, rules
+from strop.audit import answer_probes, code_probes, probes
+from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
-from strop.audit.world import AuditWorld
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks.contract import Task
@@ -31,26 +31,26 @@ _PROBES = MappingProxyType(
         "echo": probes.probe_echo,
         "constant": probes.probe_constant,
         "one_word": probes.probe_one_word,
-        "gold": probes.probe_gold,
-        "near_miss": probes.probe_near_miss,
-        "wrong_order": probes.probe_wrong_order,
+        "gold": answer_probes.probe_gold,
+        "near_miss": answer_probes.probe_near_miss,
+        "wrong_order": answer_probes.probe_wrong_order,
         "label_leak": code_probes.probe_label_leak,
-        "trivial_rule": rules.probe_trivial_rule,
-        "determinism": probes.probe_determinism,
-        "order": example_probes.probe_order,
-        "failure_paths": example_probes.probe_failure_paths,
+        "trivial_rule": answer_probes.probe_trivial_rule,
+        "determinism": answer_probes.probe_determinism,
+        "order": answer_probes.probe_order,
+        "failure_paths": answer_probes.probe_failure_paths,
         "grader_tamper": code_probes.probe_grader_tamper,
         "forged_stdout": code_probes.probe_forged_stdout,
         "os_exit": code_probes.probe_os_exit,
         "isolation": code_probes.probe_isolation,
-        "network": network.probe_network,
-        "noop_edit": edits.probe_noop_edit,
+        "network": code_probes.probe_network,
+        "noop_edit": code_probes.probe_noop_edit,
         "stale_submission": code_probes.probe_stale_submission,
         "lost_sandbox": code_probes.probe_lost_sandbox,
-        "truncation": probes.probe_truncation,
+        "truncation": answer_probes.probe_truncation,
         "cost": probes.probe_cost,
-        "judge_injection": judge_probes.probe_judge_injection,
-        "judge_length": judge_probes.probe_judge_length,
+        "judge_injection": probes.probe_judge_injection,
+        "judge_length": probes.probe_judge_length,
         # Last: it looks at what all others earned.
         "ceiling": probes.probe_ceiling,
     }
@@ -72,12 +72,12 @@ QUICK_PROBES = (
     "judge_injection",
     "ceiling",
 )
-"""What a run asks of a task that nobody has audited."""
+"""Probes that a run makes on a task that was never audited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditSettings:
-    """How much is looked at."""
+    """Size and selection of an audit."""
 
     num_examples: int = 32
     seed: int = 0
@@ -99,20 +99,20 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
             )
         )
     started_at, began_at = time.time(), time.perf_counter()
-    world = AuditWorld(
+    context = AuditContext(
         task=task,
         judge=judge or InlineJudge(task),
         examples=_choose(task, settings),
         seed=settings.seed,
     )
-    results = [await _run_probe(world, name) for name in PROBE_IDS if name in settings.probes]
+    results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
     return AuditReport(
         task=task.name,
         task_version=task.version,
         variant=variant_of(task),
-        isolation=world.lowest_isolation,
+        isolation=context.lowest_isolation,
         seed=settings.seed,
-        num_examples=len(world.examples),
+        num_examples=len(context.examples),
         max_reward=task.limits.max_reward,
         chance=task.limits.chance,
         started_at=started_at,
@@ -149,11 +149,11 @@ def examples_to_attack(task: Task) -> Sequence[Example]:
     return task.examples(Split.HELD_OUT)
 
 
-async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:
+async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(lambda: FailureOwner.TASK) as caught:
-        async with asyncio.timeout(_PROBE_LIMIT_S[world.task.limits.verify_keeps_time]):
-            result = await _PROBES[name](world)
+        async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
+            result = await _PROBES[name](context)
     if caught.failure is not None:
         detail = describe_failure(caught.failure)
         result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)

@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 def audit(
     context: typer.Context,
-    task: Annotated[str | None, typer.Argument(help="Which task; `strop tasks ls` lists them.")] = None,
+    task: Annotated[str | None, typer.Argument(help="Task name; see `strop tasks ls`.")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="Settings of the task: max_value=50; with --all behind its name: gsm8k.source=folder.",
+            help="Settings of the task: max_value=50; with --all, after its name: gsm8k.source=folder.",
         ),
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="Examples that are attacked.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Which examples.")] = 0,
+    num: Annotated[int, typer.Option(min=1, help="Number of examples to attack.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed that picks the examples.")] = 0,
     is_all: Annotated[
-        bool, typer.Option("--all", help="Every task and reasoning-gym data set whose files are here.")
+        bool, typer.Option("--all", help="Audit every task and reasoning-gym data set whose files are here.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """Attack a task before it trains a model. Ends with 76 if it is red: training refuses it too."""
+    """Attack a task before training on it. Exits with 76 if it is red: training refuses it too."""
     words = [word for word in (task, *(settings or ())) if word is not None]
     if (is_all and (out or not all("=" in word for word in words))) or not (is_all or words):
         raise typer.BadParameter("give either TASK with its settings, or --all with TASK.key=value settings")

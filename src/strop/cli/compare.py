@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def compare(
     context: typer.Context,
     before: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a result of `strop eval`.")],
-    after: Annotated[Path, typer.Argument(metavar="RUN", help="The one to compare with it.")],
+    after: Annotated[Path, typer.Argument(metavar="RUN", help="The run or result to compare with it.")],
     vary: Annotated[
         list[str] | None,
-        typer.Option(help="A setting varied on purpose; any other difference is then refused. May repeat."),
+        typer.Option(help="Setting that may differ; any other difference is refused. Repeatable."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare the last evaluations of two runs on the same examples, and list what was set otherwise."""
+    """Compare the last evaluations of two runs on the same examples, and list settings that differ."""
     from strop.run.runs import compare_runs
 
     output: Output = context.obj

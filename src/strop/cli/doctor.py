@@ -18,13 +18,13 @@ Clean = Annotated[
     bool,
     typer.Option(
         "--clean",
-        help="End what dead runs of yours left on this machine, say what that was, and look at nothing else.",
+        help="Only clean up what your dead runs left on this machine, and list it.",
     ),
 ]
 
 
 def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> None:
-    """Say what this machine has and lacks, who has its GPUs, and measure its speed for `strop plan`."""
+    """Diagnose this machine: hardware, software, GPU users; measure its speed for `strop plan`."""
     from strop.run.doctor import diagnose
 
     output: Output = context.obj

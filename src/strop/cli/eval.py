@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import AskSettings, Json, ModelName, SplitName
-from strop.cli.options import takes
+from strop.cli.arguments import AskSettings, Json, ModelName, SplitName, takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
@@ -43,61 +42,59 @@ class EvalOptions:
     model: ModelName
     settings: AskSettings = None
     task: Annotated[
-        str | None, typer.Option(help="Which task, or several with commas; see `strop tasks ls`.")
+        str | None, typer.Option(help="Task name, or several separated by commas; see `strop tasks ls`.")
     ] = None
     # Asked for below: a score without its split has no meaning (EVA-1).
-    split: Annotated[SplitName | None, typer.Option(help="Which examples.")] = None
+    split: Annotated[SplitName | None, typer.Option(help="Split of the task.")] = None
     config: Annotated[
         Path | None,
-        typer.Option(metavar="EVAL.toml", help="Run file that says task and settings; held-out examples."),
+        typer.Option(metavar="EVAL.toml", help="Run file with task and settings; held-out examples."),
     ] = None
     follow: Annotated[
         bool,
         typer.Option(
             "--follow",
-            help="With --config, MODEL a run: each checkpoint as it appears, until the run is done.",
+            help="With --config and a run as MODEL: evaluate each checkpoint as it appears.",
         ),
     ] = False
     num_examples: Annotated[
         int | None,
         typer.Option(
-            "--num-examples", "--limit", min=1, help="Examples used, from the first; all by default."
+            "--num-examples", "--limit", min=1, help="Number of examples, from the first. Default: all."
         ),
     ] = None
     num_samples: Annotated[
         int | None,
         typer.Option(
-            "--num-samples", "--samples", min=1, help="Sampled replies per example, beside the greedy one."
+            "--num-samples", "--samples", min=1, help="Sampled replies per example, besides the greedy one."
         ),
     ] = None
     pass_at: Annotated[
-        str | None, typer.Option(help="Each k of the pass@k wanted, such as 1,4,8; up to --num-samples.")
+        str | None, typer.Option(help="Values of k for pass@k, such as 1,4,8; up to --num-samples.")
     ] = None
     pass_threshold: Annotated[
         float | None,
-        typer.Option(help="Reward from which on a reply counts as solved; by default the task's own word."),
+        typer.Option(help="Min reward of a solved reply. Default: the task's own."),
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results and replies; by default names of their own in evals/."),
+        typer.Option(help="Folder for results and replies. Default: a new one in evals/."),
     ] = None
     write_order: Annotated[
-        Path | None, typer.Option(help="Also write how often each example was solved, as JSON lines.")
+        Path | None, typer.Option(help="Also write how often each example was solved (JSONL).")
     ] = None
     canary: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RESULT", help="A result of this model that must come out again before anything else."
-        ),
+        typer.Option(metavar="RESULT", help="Earlier result of this model that must be reproduced first."),
     ] = None
     harness: Annotated[
-        str | None, typer.Option(help="lm-eval: by that harness, in an environment of its own.")
+        str | None, typer.Option(help="Evaluate with this harness, in its own environment: lm-eval.")
     ] = None
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(
             "--confirm-run-unsafe-code",
-            help="With --harness: it may run what the model wrote on this machine, in no sandbox.",
+            help="With --harness: allow it to run model-written code without a sandbox.",
         ),
     ] = False
     json: Json = False
@@ -105,7 +102,7 @@ class EvalOptions:
 
 @takes(EvalOptions)
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
-    """Measure how often a model solves tasks, with 95% intervals. Killed, the same command goes on."""
+    """Measure how often a model solves tasks, with 95% intervals. Repeat the command to resume."""
     from strop.evaluate import refuse_invalid, write_order
     from strop.run.evaluation import evaluate_here
     from strop.run.inference import read_askings
@@ -178,7 +175,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
 
 def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
     """Evaluate by lm-eval and print its numbers."""
-    from strop.run.harness import evaluate_by_harness
+    from strop.run.evaluation import evaluate_by_harness
 
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")

@@ -16,11 +16,11 @@ def explain(
         str | None, typer.Argument(help="A setting such as optimizer.lr, or a section such as train.")
     ] = None,
     run_file: Annotated[
-        str | None, typer.Argument(metavar="[RUN.toml]", help="Also say the value in this run, and why.")
+        str | None, typer.Argument(metavar="[RUN.toml]", help="Also show this run's value and its origin.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Say what a setting means, what it may be, and where its value comes from. Without KEY: list all."""
+    """Explain a setting: meaning, allowed values, origin of its value. Without KEY: list all."""
     from strop.spec import Explanation, all_keys, load_spec
     from strop.spec import explain as explain_key
     from strop.spec.display import show_value

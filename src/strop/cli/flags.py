@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.spec.flags import Flag
+from strop.spec.reader import Flag
 
 _SETTINGS = {
     "gpus": "job.gpus",
@@ -25,10 +25,10 @@ _PATHS = {"output_dir": "output.dir", "eval_config": "job.eval_config"}
 """Relative to where the command was given."""
 
 
-def to_flags(given: object) -> tuple[Flag, ...]:
+def to_flags(args: object) -> tuple[Flag, ...]:
     """Return the settings that a command's arguments give; an option that it does not have gives none."""
     settings = _SETTINGS | _PATHS
-    named = {name: getattr(given, name, None) for name in settings}
+    named = {name: getattr(args, name, None) for name in settings}
     flags = [
         Flag(
             key=settings[name],
@@ -38,8 +38,8 @@ def to_flags(given: object) -> tuple[Flag, ...]:
         for name, value in named.items()
         if value is not None
     ]
-    if getattr(given, "single_gpu", False):
+    if getattr(args, "single_gpu", False):
         flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
-    if not getattr(given, "requeue", True):
+    if not getattr(args, "requeue", True):
         flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
     return tuple(flags)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Reference = Annotated[
     str,
-    typer.Argument(metavar="REF", help="A job's directory or id, a run's name or a unique beginning of it."),
+    typer.Argument(metavar="REF", help="A job's directory or id, or a run's name or unique prefix."),
 ]
-Member = Annotated[int | None, typer.Option(min=0, help="One member of a sweep.")]
-Root = Annotated[Path, typer.Option(help="Folder with runs in it.")]
+Member = Annotated[int | None, typer.Option(min=0, help="Index of one trial of a sweep.")]
+Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
 
 
@@ -34,12 +34,11 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
     """
     from strop.errors import StoreError, explain_refusal
     from strop.launch.backends import backend_of
-    from strop.launch.home import has_ref, job_path_of, read_plan, read_ref
-    from strop.launch.index import find_home
+    from strop.launch.index import find_job_dir
+    from strop.launch.job_dir import REFUSED_NAME, has_ref, job_path_of, read_plan, read_ref
     from strop.launch.launcher import Launcher
-    from strop.launch.submitting import REFUSED_NAME
 
-    home = find_home(reference, [root], os.environ)
+    home = find_job_dir(reference, [root], os.environ)
     job_path = job_path_of(home)
     if not has_ref(home):
         refused = job_path / REFUSED_NAME
@@ -59,19 +58,20 @@ def status(
     context: typer.Context,
     references: Annotated[list[str] | None, typer.Argument(metavar="[REF ...]")] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for a job's end, as `strop submit --wait` does.")
+        bool, typer.Option("--wait", help="Wait for the job to end, as `strop submit --wait` does.")
     ] = False,
     root: Root = RUNS,
     json: Json = False,
 ) -> None:
-    """Show where jobs stand; without a name, all of yours that have not ended."""
-    from strop.launch.overview import list_statuses
+    """Show the status of jobs; without a name, of all your jobs that have not ended."""
+    from strop.launch.status import list_statuses
 
     output: Output = context.obj
     if wait:
         _wait(output, references or [], root)
     if references:
-        found = [one for reference in references for one in _status_of(*open_job(reference, root))]
+        jobs = [open_job(reference, root) for reference in references]
+        found = [one for launcher, ref in jobs for one in launcher.status([ref])]
     else:
         found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
     show_statuses(output, found, is_json=json)
@@ -79,7 +79,7 @@ def status(
 
 def _wait(output: Output, references: Sequence[str], root: Path) -> None:
     from strop.errors import ConfigError, explain_refusal
-    from strop.launch.watching import watch
+    from strop.launch.launcher import watch
 
     if len(references) != 1:
         raise ConfigError(
@@ -94,13 +94,9 @@ def _wait(output: Output, references: Sequence[str], root: Path) -> None:
         watch(launcher, Path(ref.home), output.say)
 
 
-def _status_of(launcher: Launcher, ref: JobRef) -> list[JobStatus]:
-    return launcher.status([ref])
-
-
 def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:
     """Print states, one row for each member."""
-    from strop.launch.overview import status_to_json
+    from strop.launch.status import status_to_json
 
     if is_json:
         output.give_json([status_to_json(one) for one in found])
@@ -131,14 +127,14 @@ def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) 
 def logs(
     context: typer.Context,
     reference: Reference,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
-    attempt: Annotated[str | None, typer.Option(help="Name or number; none: all.")] = None,
-    node: Annotated[int | None, typer.Option(min=0, help="One node.")] = None,
-    role: Annotated[str | None, typer.Option(help="One role, for example train or agent.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
+    attempt: Annotated[str | None, typer.Option(help="Attempt, by name or number. Default: all.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Only this node.")] = None,
+    role: Annotated[str | None, typer.Option(help="Only this role, such as train or agent.")] = None,
     member: Member = None,
     root: Root = RUNS,
 ) -> None:
-    """Show what a job's roles wrote, every line with its node and role."""
+    """Show the logs of a job's roles; each line names its node and role."""
     from strop.launch.logs import LogFilter
     from strop.view import make_harmless
 
@@ -151,11 +147,13 @@ def logs(
 def cancel(
     context: typer.Context,
     reference: Reference,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds until what does not end is killed.")] = 120.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds before remaining processes are killed.")
+    ] = 120.0,
     member: Member = None,
     root: Root = RUNS,
 ) -> None:
-    """End a job: ask, wait, kill. Says which of these ended it."""
+    """Cancel a job: ask, wait, kill. Says which of these ended it."""
     from strop.errors import StoreError, explain_refusal
 
     output: Output = context.obj
@@ -178,16 +176,16 @@ def cancel(
 def fetch(
     context: typer.Context,
     reference: Reference,
-    to: Annotated[Path, typer.Option(help="Folder that is made.")],
-    only: Annotated[str, typer.Option(help="all, traces, checkpoints or latest.")] = "all",
+    to: Annotated[Path, typer.Option(help="Folder to create.")],
+    only: Annotated[str, typer.Option(help="What to fetch: all, traces, checkpoints or latest.")] = "all",
     step: Annotated[
         int | None,
-        typer.Option(min=0, help="One checkpoint alone; a step that is not there: says which are."),
+        typer.Option(min=0, help="Only the checkpoint of this step; an unknown step lists the known ones."),
     ] = None,
     member: Member = None,
     root: Root = RUNS,
 ) -> None:
-    """Bring a job's artefacts here. The same command again goes on where it stopped."""
+    """Fetch a job's artifacts. Repeat the command to resume."""
     from strop.errors import ConfigError, explain_refusal
     from strop.launch.fetch import Part, fetch_run
     from strop.launch.launcher import require_member
@@ -220,14 +218,16 @@ def fetch(
 def drill(
     context: typer.Context,
     reference: Reference,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that the next attempt must train.")] = 2,
-    against: Annotated[Path | None, typer.Option(help="An undisturbed run of the same spec.")] = None,
-    restart_limit: Annotated[float, typer.Option(min=1, help="Seconds that a restart may take.")] = 600.0,
+    steps: Annotated[int, typer.Option(min=1, help="Min steps that the next attempt must train.")] = 2,
+    against: Annotated[
+        Path | None, typer.Option(help="Uninterrupted run of the same spec to compare with.")
+    ] = None,
+    restart_limit: Annotated[float, typer.Option(min=1, help="Max seconds for a restart.")] = 600.0,
     member: Member = None,
     root: Root = RUNS,
     json: Json = False,
 ) -> None:
-    """Send a running job the real signal of a preemption, and prove that it comes back as it was."""
+    """Preempt a running job with the real signal, and prove that it resumes as it was."""
     from dataclasses import asdict
 
     from strop.errors import StropError, explain_refusal

@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 @brief
 def list_runs(
     context: typer.Context,
-    root: Annotated[Path, typer.Argument(help="Folder with runs in it.")] = Path("runs"),
-    everywhere: Annotated[bool, typer.Option("--all", help="Also jobs with homes elsewhere.")] = False,
+    root: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),
+    everywhere: Annotated[
+        bool, typer.Option("--all", help="Include jobs whose directory is elsewhere.")
+    ] = False,
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Jobs without a home, and homes whose job has gone.")
+        bool,
+        typer.Option("--orphans", help="Only jobs without a directory, and directories whose job is gone."),
     ] = False,
     json: Json = False,
 ) -> None:
-    """List runs and jobs, newest first, and where each stands."""
-    from strop.launch.overview import find_orphans, list_statuses, status_to_json
+    """List runs and jobs with their status, newest first."""
+    from strop.launch.status import find_orphans, list_statuses, status_to_json
     from strop.run.runs import summarize_runs
 
     output: Output = context.obj
@@ -38,7 +41,8 @@ def list_runs(
         _show_orphans(output, find_orphans([root], os.environ), is_json=json)
         return
     runs = summarize_runs(root)
-    jobs = [one for one in list_statuses([root], os.environ) if everywhere or _is_below(one, root)]
+    known = list_statuses([root], os.environ)
+    jobs = [one for one in known if everywhere or Path(one.ref.home).parent == root.resolve()]
     if json:
         by_home = {one.ref.home: status_to_json(one) for one in jobs}
         output.give_json(
@@ -55,10 +59,6 @@ def list_runs(
         output.say(f"no runs in {root}")
         return
     output.give_table(("run", "state", "steps", "held-out accuracy", "begun (UTC)", "job"), rows)
-
-
-def _is_below(status: JobStatus, root: Path) -> bool:
-    return Path(status.ref.home).parent == root.resolve()
 
 
 def _has_begun(status: JobStatus, runs: list[RunSummary]) -> bool:

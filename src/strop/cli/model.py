@@ -65,7 +65,7 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
 ) -> None:
     """Copy a trained model out of its run, as a directory that transformers and vLLM load."""
-    from strop.run.export import export_checkpoint
+    from strop.run.runs import export_checkpoint
 
     output: Output = context.obj
     checkpoint = export_checkpoint(source, target)

@@ -24,7 +24,7 @@ PLAIN_WIDTH = 200
 
 
 class RunLog(io.StringIO):
-    """A text stream that keeps what is written until it is told which file to write to."""
+    """A text stream that buffers what is written until `open_at` names its file."""
 
     def __init__(self) -> None:
         super().__init__()

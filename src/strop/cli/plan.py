@@ -24,20 +24,18 @@ def plan(
     run_file: RunFile,
     overrides: Overrides = None,
     on: Annotated[
-        str | None, typer.Option(metavar="SITE", help="Also show what would be submitted there.")
+        str | None, typer.Option(metavar="SITE", help="Also show what would be submitted to this site.")
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Plan for such accelerators instead: h100, l4, ... or a TOML file."
-        ),
+        typer.Option(metavar="NAME|FILE", help="Plan for these accelerators: h100, l4, ... or a TOML file."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="First measure what this model reaches here; some 20 s, once.")
+        bool, typer.Option("--measure", help="First measure the speed of this model here; about 20 s, once.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show what a run would do and cost: prompt, limits, memory, time. Changes and fetches nothing."""
+    """Show what a run would do and cost: prompt, limits, memory, time. Read-only, no network."""
     from strop.plan.planning import make_plan
     from strop.spec import load_spec
 
@@ -71,7 +69,7 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
     """Measure with the run's model, which must be on this machine."""
     from strop.errors import ConfigError, explain_refusal
     from strop.plan.locate import find_model
-    from strop.run.measuring import measure_machine
+    from strop.run.doctor import measure_machine
     from strop.run.training import set_threads
 
     uri = resolved.spec.model.uri

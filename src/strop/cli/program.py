@@ -23,12 +23,10 @@ from strop.cli.plan import plan
 from strop.cli.rescore import rescore
 from strop.cli.sagemaker import sagemaker_commands
 from strop.cli.sample import sample
-from strop.cli.sft import sft
-from strop.cli.slurm import slurm_commands
 from strop.cli.stage import stage
-from strop.cli.submit import check, submit
+from strop.cli.submit import check, slurm_commands, submit
 from strop.cli.tasks import task_commands
-from strop.cli.train import train
+from strop.cli.train import sft, train
 from strop.cli.view import view
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 

@@ -13,7 +13,7 @@ from strop.cli.eval import percent
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.run.rescoring import StoredRescored
+    from strop.run.evaluation import StoredRescored
 
 CHANGES_SHOWN = 20
 
@@ -21,16 +21,16 @@ CHANGES_SHOWN = 20
 def rescore(
     context: typer.Context,
     place: Annotated[
-        Path, typer.Argument(help="A result of `strop eval`, one of its shards, or a folder of such.")
+        Path, typer.Argument(help="Result of `strop eval`, one of its shards, or a folder of them.")
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Settings of the task; as evaluated by default."),
+        typer.Argument(metavar="[key=value ...]", help="Settings of the task. Default: as evaluated."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Judge kept replies anew with the task as it is now; nothing is generated."""
-    from strop.run.rescoring import find_kept, rescore_kept
+    """Score stored replies again with the current task; nothing is generated."""
+    from strop.run.evaluation import find_kept, rescore_kept
 
     output: Output = context.obj
     found = []

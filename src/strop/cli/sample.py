@@ -17,13 +17,13 @@ def sample(
     context: typer.Context,
     model: ModelName,
     settings: AskSettings = None,
-    task: Annotated[str | None, typer.Option(help="Which task; `strop tasks ls` lists them.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="A message of your own instead of a task.")] = None,
-    num: Annotated[int, typer.Option(min=1, help="Examples of the task, from the first.")] = 4,
-    split: Annotated[SplitName, typer.Option(help="Which examples.")] = SplitName.HELD_OUT,
+    task: Annotated[str | None, typer.Option(help="Task name; see `strop tasks ls`.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt to use instead of a task.")] = None,
+    num: Annotated[int, typer.Option(min=1, help="Number of examples, from the first.")] = 4,
+    split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.HELD_OUT,
     json: Json = False,
 ) -> None:
-    """Show prompts exactly as the model is asked, what it replies, and what that earns."""
+    """Show exact prompts, the replies of a model, and their rewards."""
     if (task is None) == (prompt is None):
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
     from strop.rollout import Split

@@ -16,12 +16,12 @@ def stage(
     run_file: RunFile,
     overrides: Overrides = None,
     json: Json = False,
-    check: Annotated[bool, typer.Option("--check", help="Only look: say what would be sent.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Dry run: show what would be sent.")] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Send over complete records of other content.")
+        bool, typer.Option("--replace", help="Replace complete records whose content differs.")
     ] = False,
 ) -> None:
-    """Send the model and the data that a run names to its store; what is there already is not sent again."""
+    """Upload the model and data of a run to its store; skip what is already there."""
     from strop.run.stage import stage_run
     from strop.spec import load_spec
 

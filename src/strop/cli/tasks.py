@@ -37,10 +37,10 @@ def list_tasks(context: typer.Context, json: Json = False) -> None:
 @task_commands.command("new")
 def new_task(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Its name: that of its files.")],
-    folder: Annotated[Path, typer.Option("--in", help="Where its files go.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Name of the task and of its files.")],
+    folder: Annotated[Path, typer.Option("--in", help="Folder for the files.")] = Path(),
 ) -> None:
-    """Write a task to start from: ten rows, a reward function, its test and a run file."""
+    """Create a starter task: ten rows, a reward function, its test and a run file."""
     from strop.run.new_task import write_new_task
 
     output: Output = context.obj
@@ -56,10 +56,10 @@ def check_task(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value ...]", help="Settings of the task.")
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="Examples that are tested and attacked.")] = 32,
+    num: Annotated[int, typer.Option(min=1, help="Number of examples to test and attack.")] = 32,
     json: Json = False,
 ) -> None:
-    """Show what a task asks, test its verifier and audit it. Ends with 76 if it may not train a model."""
+    """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
     from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused, explain_refusal
     from strop.run.audit import check_task_here, find_task_section
@@ -94,11 +94,11 @@ def check_task(
 def check_judge(
     context: typer.Context, run_file: RunFile, overrides: Overrides = None, json: Json = False
 ) -> None:
-    """Compare the judges of a run with people, and with themselves. Ends with 76 where they disagree."""
+    """Compare the judges of a run with human labels and with themselves. Exits with 76 if they disagree."""
     from dataclasses import asdict
 
     from strop.errors import CheckRefused, explain_refusal
-    from strop.run.judging import check_judges_here
+    from strop.run.audit import check_judges_here
     from strop.spec import load_spec
 
     output: Output = context.obj

@@ -1,4 +1,4 @@
-"""`strop train RUN.toml [key=value ...] [--new] [--from URI] [--gpus N]`."""
+"""`strop train|sft RUN.toml [key=value ...] [--new] [--from URI] [--gpus N]`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from strop.cli.arguments import (
     RunFile,
     SingleGpu,
     TrainGpus,
+    takes,
 )
-from strop.cli.options import takes
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Watchers:
-    """Several observers that are told the same."""
+    """Forwards every call to several observers."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
@@ -79,25 +79,31 @@ class TrainArguments:
 
 
 @takes(TrainArguments)
-def train(context: typer.Context, given: TrainArguments) -> None:
-    """Train a model. The same command again continues a run that did not finish."""
-    train_as_given(context.obj, given, is_sft=False)
+def train(context: typer.Context, args: TrainArguments) -> None:
+    """Train a model. Repeat the command to resume a run that did not finish."""
+    train_as_given(context.obj, args, is_sft=False)
 
 
-def train_as_given(output: Output, given: TrainArguments, *, is_sft: bool) -> None:
+@takes(TrainArguments)
+def sft(context: typer.Context, args: TrainArguments) -> None:
+    """Fine-tune a model on demonstrations alone (train.terms = "sft"); all else as in `strop train`."""
+    train_as_given(context.obj, args, is_sft=True)
+
+
+def train_as_given(output: Output, args: TrainArguments, *, is_sft: bool) -> None:
     """Read the run file and train. `is_sft`: refuse a run that does not imitate alone."""
     from strop.cli.flags import to_flags
     from strop.spec import load_spec
-    from strop.spec.terms import require_sft
+    from strop.spec.reader import require_sft
 
-    resolved = load_spec(given.run_file, given.overrides or (), to_flags(given))
+    resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
     if is_sft:
         require_sft(resolved)
     for conflict in resolved.conflicts:
         output.say(str(conflict))
-    if given.from_uri is not None:
-        resolved = take_up_mirror(output, given.from_uri, resolved, is_new=given.new)
-    run_to_end(output, resolved, is_new=given.new)
+    if args.from_uri is not None:
+        resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
+    run_to_end(output, resolved, is_new=args.new)
 
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:

@@ -14,7 +14,7 @@ def view(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
 ) -> None:
-    """Write a run's report anew, whether it is finished or not, and print where it is."""
+    """Rewrite the report of a run, finished or not, and print its path."""
     from strop.view.report import write_report
 
     output: Output = context.obj

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -13,10 +14,10 @@ from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
+    from strop.policy.language_model import ModelShape
     from strop.policy.learner import Term
     from strop.policy.packing import PackedGroup
     from strop.policy.step_report import StepPlan, StepReport
-    from strop.policy.structure import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class LearnerRole(Protocol):
         ...
 
     @property
-    def is_aside(self) -> bool:
+    def is_async(self) -> bool:
         """Whether a step leaves the loop's event loop free."""
         ...
 
@@ -190,3 +191,12 @@ class Placement(Protocol):
     async def stop(self) -> None:
         """End every role that `start` started. May be called at any time, and twice."""
         ...
+
+
+async def start_all(start: Callable[[], Awaitable[Roles]], stop: Callable[[], Awaitable[None]]) -> Roles:
+    """Return what `start` started. Where it fails or is cancelled, what it left is stopped first."""
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(stop)
+        roles = await start()
+        undo.pop_all()
+    return roles

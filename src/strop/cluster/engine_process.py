@@ -27,12 +27,10 @@ from strop.errors import EngineError, StoreError, explain_refusal
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
-from strop.spec.engine import EngineSpec
-from strop.spec.lora import LoraSpec
 from strop.spec.run import RunSpec
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM 0.32 can be told (its LoRAConfig); smaller adapters fit as well."""
+"""Largest ranks of adapters that vLLM 0.32 accepts (its LoRAConfig); smaller adapters fit as well."""
 START_LIMITS_S = {"native": 300.0, "vllm": 900.0}
 """Loading a model and listening take no longer. vLLM may compile first."""
 _STOP_GRACE_S = 5.0
@@ -105,7 +103,8 @@ class EngineProcess:
         """
         for module in ("httpx", "fastapi", "uvicorn"):
             require_server_part(module)
-        self._python = self._find_python()
+        is_vllm = self._spec.engine.kind == "vllm"
+        self._python = str(find_python(self._spec.engine.python)) if is_vllm else sys.executable
         self._remove_handover()
         self._key = self._write_key()
         self._child = spawn(self._server_args(), self._log_path, self._child_environment())
@@ -153,11 +152,6 @@ class EngineProcess:
             await asyncio.sleep(_POLL_S)
         return ReadyForm.model_validate_json(self._ready_path.read_bytes()).url
 
-    def _find_python(self) -> str:
-        if self._spec.engine.kind == "vllm":
-            return str(find_python(self._spec.engine.python))
-        return sys.executable
-
     def _server_args(self) -> list[str]:
         engine = self._spec.engine
         is_vllm = engine.kind == "vllm"
@@ -169,8 +163,23 @@ class EngineProcess:
         if engine.max_rows is not None:
             args += ["--max-rows", str(engine.max_rows)]
         if can_swap_adapters(self._spec):
-            args += ["--lora-rank", str(_round_rank(self._spec.lora))]
-        return args + (_vllm_args(engine) if is_vllm else _native_args())
+            # The smallest rank that vLLM makes room for and the adapters fit in.
+            rank = self._spec.lora.rank or 0
+            args += ["--lora-rank", str(next(size for size in _VLLM_RANKS if size >= rank))]
+        if not is_vllm:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            return [*args, "--device", device, "--threads", str(torch.get_num_threads())]
+        is_eager = not torch.cuda.is_available() if engine.is_eager is None else engine.is_eager
+        args += ["--eager"] if is_eager else []
+        values = {
+            "--kv-cache-bytes": engine.kv_cache_bytes,
+            "--gpu-memory-frac": engine.gpu_memory_frac,
+            "--max-model-tokens": engine.max_model_tokens,
+            "--tensor-parallel": engine.tensor_parallel,
+        }
+        for name, value in values.items():
+            args += [] if value is None else [name, str(value)]
+        return args
 
     def _child_environment(self) -> dict[str, str] | None:
         """Return the environment of the engine's process; None: that of this one."""
@@ -243,11 +252,6 @@ def _not_started(child: ChildProcess, cause: str) -> EngineError:
     )
 
 
-def _native_args() -> list[str]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ["--device", device, "--threads", str(torch.get_num_threads())]
-
-
 def can_swap_adapters(spec: RunSpec) -> bool:
     """Whether a run's engines keep the base model and take adapters, instead of whole weights."""
     has_adapters = spec.lora.rank is not None and spec.lora.rank <= _VLLM_RANKS[-1]
@@ -262,27 +266,6 @@ def streams_replies(spec: RunSpec) -> bool:
     """
     is_free = spec.engine.kind == "vllm" or spec.train.max_staleness > 0
     return is_free and not spec.train.deterministic
-
-
-def _round_rank(lora: LoraSpec) -> int:
-    """Return the smallest rank that vLLM makes room for and the adapters fit in."""
-    assert lora.rank is not None
-    return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
-
-
-def _vllm_args(engine: EngineSpec) -> list[str]:
-    is_eager = not torch.cuda.is_available() if engine.is_eager is None else engine.is_eager
-    args = ["--eager"] if is_eager else []
-    values = {
-        "--kv-cache-bytes": engine.kv_cache_bytes,
-        "--gpu-memory-frac": engine.gpu_memory_frac,
-        "--max-model-tokens": engine.max_model_tokens,
-        "--tensor-parallel": engine.tensor_parallel,
-    }
-    for name, value in values.items():
-        if value is not None:
-            args += [name, str(value)]
-    return args
 
 
 def vllm_environment(modules_dir: Path) -> dict[str, str]:

@@ -17,15 +17,15 @@ from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
 from strop.engine.server import LOOPBACK
 from strop.errors import ConfigError, EngineError, explain_refusal
-from strop.hardware.job_variables import count_nodes
+from strop.hardware.ports import count_nodes
 from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
-from strop.spec.judge_tasks import LlmJudgeSpec
-from strop.spec.lora import LoraSpec
+from strop.spec.model import LoraSpec
+from strop.spec.own_tasks import LlmJudgeSpec
 from strop.spec.run import RunSpec
 from strop.spec.task import role_judges
-from strop.tasks.llm_judge.role import ROLES_VARIABLE, handover_path, write_handover
+from strop.tasks.llm_judge.client import ROLES_VARIABLE, handover_path, write_handover
 from strop.tokenizer import Tokenizer
 
 T = TypeVar("T")

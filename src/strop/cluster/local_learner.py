@@ -14,17 +14,16 @@ import torch
 
 from strop.cluster.contract import ModelSource, Scorer
 from strop.hardware import free_memory_bytes
-from strop.hardware.compute_thread import compute_in_thread
+from strop.hardware.tuning import compute_in_thread
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
-from strop.policy.frozen import FrozenModel
 from strop.policy.head import token_places
-from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
 from strop.policy.learner import Learner, Term
 from strop.policy.packing import PackedGroup
-from strop.policy.sharded.build import shard_frozen, shard_learner
+from strop.policy.scoring import FrozenModel
+from strop.policy.sharded import shard_frozen, shard_learner
 from strop.policy.step_report import StepPlan, StepReport
-from strop.policy.structure import ModelShape
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
@@ -36,18 +35,18 @@ TEACHER = "teacher"
 class LocalLearner:
     """A `LearnerRole` around one `Learner`.
 
-    A step holds the event loop up, unless `is_aside`: then it runs in a thread, for loops that have
+    A step holds the event loop up, unless `is_async`: then it runs in a thread, for loops that have
     something to do meanwhile. One step, score or write at a time, as the loop does it anyway.
     """
 
-    def __init__(self, local: Learner, *, is_aside: bool = False) -> None:
+    def __init__(self, local: Learner, *, is_async: bool = False) -> None:
         self.local = local
         self._frozen: dict[str, FrozenModel] = {}
         # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_aside else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_async else None
 
     @property
-    def is_aside(self) -> bool:
+    def is_async(self) -> bool:
         """Whether steps run in a thread."""
         return self._thread is not None
 

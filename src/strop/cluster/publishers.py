@@ -20,7 +20,7 @@ from strop.cluster.contract import LearnerRole, Publisher
 from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.errors import ConfigError, explain_refusal
-from strop.hardware.owned_dirs import MEMORY_PREFIX, SHARED_MEMORY, own_dir
+from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.policy.broadcast import WeightSender
 from strop.policy.footprint import read_model_size
@@ -64,7 +64,11 @@ class FilePublisher:
 
         Raises: StoreError if they cannot be written.
         """
-        self._remove_older()
+        acknowledged = self.find_acknowledged()
+        if acknowledged is not None:
+            for path in _published(self._weights_dir):
+                if int(path.stem[1:]) < acknowledged:
+                    _remove(path)
         version = self._learner.version
         is_adapter = self._sends_adapters and self.find_acknowledged() is not None
         path = _make_place(self._weights_dir, version, "" if is_adapter else _WEIGHTS_SUFFIX)
@@ -80,14 +84,6 @@ class FilePublisher:
     async def close(self) -> None:
         """Remove every publication."""
         clear_publications(self._weights_dir)
-
-    def _remove_older(self) -> None:
-        acknowledged = self.find_acknowledged()
-        if acknowledged is None:
-            return
-        for path in _published(self._weights_dir):
-            if int(path.stem[1:]) < acknowledged:
-                _remove(path)
 
 
 def clear_publications(weights_dir: Path) -> None:
@@ -123,13 +119,13 @@ def _remove(path: Path) -> None:
 class BroadcastPublisher:
     """Publishes by sending: every engine takes the tensors from this process, and no file stays.
 
-    Sending goes on beside the update that it belongs to, because the engines come when they are told.
+    Sending goes on beside the update that it belongs to, because engines fetch when the update reaches them.
     """
 
     def __init__(self, learner: LearnerRole, weights_dir: Path, *, host: str, num_receivers: int) -> None:
         """`weights_dir` takes the learner's tensors for a moment; `host` is reached by all receivers.
 
-        Fewer than `num_receivers` may come: who is lost keeps nobody else waiting.
+        Fewer than `num_receivers` may come: a lost one does not block the others.
 
         Raises: StoreError if `host` is no address of this machine.
         """
@@ -140,7 +136,7 @@ class BroadcastPublisher:
         self._num_sent = 0
 
     async def publish(self) -> WeightUpdate:
-        """Send the learner's compute copies to whoever is told of them now.
+        """Send the learner's compute copies to the engines that get the update.
 
         Raises: StoreError if they cannot be written.
         """
@@ -172,7 +168,7 @@ class StorePublisher:
     """
 
     def __init__(self, files: FilePublisher, store: RecordStore, uri: str) -> None:
-        """`uri` is the folder of this run's publications: nobody else writes below it."""
+        """`uri` is the folder of this run's publications: nothing else writes below it."""
         self._files = files
         self._store = store
         self._uri = uri

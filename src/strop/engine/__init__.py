@@ -1,4 +1,4 @@
-"""Who speaks: turning prompts into sampled replies with exact log-probabilities.
+"""Engines turn prompts into sampled replies with exact log-probabilities.
 
 The contract is small and free of torch. Engines are imported by their module:
 `strop.engine.native` generates in this process on the policy's own weights,
@@ -15,8 +15,8 @@ from strop.engine.contract import (
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    stream_seed,
 )
-from strop.engine.seeds import stream_seed
 
 __all__ = [
     "DEFAULT_MAX_ROWS",

@@ -1,4 +1,4 @@
-"""Who goes in where, and when: bounded places at several replicas, and one queue before them.
+"""Admission of requests: bounded places at several replicas, and one queue in front of them.
 
 A replica has a bounded number of places. A request takes one at the least loaded replica, in tokens, or
 at the one that holds the other requests of its prompt while that one is not far ahead. The others wait in
@@ -75,14 +75,14 @@ class Admission:
         return len(self._is_open) - 1
 
     def set_open(self, index: int, is_open: bool) -> None:
-        """Open or close a replica. Who is in stays in."""
+        """Open or close a replica. Requests that have a place keep it."""
         self._is_open[index] = is_open
         self._offer(index)
         if is_open:
             self._let_in()
 
     def refuse(self, error: EngineError) -> None:
-        """Tell everyone in the queue that there is no place any more."""
+        """Fail every queued request: no place will become free."""
         queue, self._queue = self._queue, []
         for ticket in queue:
             if ticket.place is not None and not ticket.place.done():
@@ -109,7 +109,7 @@ class Admission:
         return index
 
     def leave(self, index: int, ticket: Ticket) -> None:
-        """Give a place back, and wake who has waited longest."""
+        """Give a place back, and wake the request that has waited longest."""
         self._num_running[index] -= 1
         self._load_tokens[index] -= ticket.cost_tokens
         home = self._homes.get(ticket.key)
@@ -152,7 +152,7 @@ class Admission:
         self._offers[index] = self._load_tokens[index] if has_place else _CLOSED
 
     def _let_in(self) -> None:
-        """Wake who has waited longest while there are places, each with the rest of its group behind it."""
+        """While there are places, wake the longest waiting requests, each with the rest of its group."""
         while self._has_waiting():
             key = self._queue[0].key
             index = self._find(self._queue[0])
@@ -166,7 +166,7 @@ class Admission:
                 ticket.place.set_result(index)
 
     def _has_waiting(self) -> bool:
-        """Whether a request waits; those who have gone are forgotten."""
+        """Whether a request waits. Cancelled ones are dropped from the queue."""
         while self._queue and (self._queue[0].place is None or self._queue[0].place.done()):
             heapq.heappop(self._queue)
         return bool(self._queue)

@@ -1,4 +1,4 @@
-"""Whether engines compute with the weights that were published, told by what they say.
+"""Checks by their scores that engines compute with the published weights.
 
 A receipt proves which bytes arrived; the canary proves which ones are used. After each update every replica
 scores one fixed reply. It must do so under the new version, agree with the learner's own scores, and move
@@ -10,14 +10,12 @@ Shapes: T tokens of the canary's reply. Values are nats at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from strop.engine.contract import Engine, ReplyScore
-from strop.engine.router import ReplicaEvent
+from strop.engine.router import Router
 from strop.errors import WeightMismatch, explain_refusal
 from strop.rollout import FloatArray, IntArray
 
@@ -25,25 +23,6 @@ _CLEAR = 2.0
 """A change of the learner's scores is beyond noise at so many times the gap that was there before it."""
 _ALONE = "engine"
 """Name of an engine that is not one of several."""
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """What an engine has beside, if it is several."""
-
-    async def score_each(
-        self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float
-    ) -> Mapping[str, ReplyScore]:
-        """Return what each replica that serves scores, by its name; one that cannot score is out."""
-        ...
-
-    def condemn(self, name: str, detail: str) -> None:
-        """Take a replica out until it acknowledges a later update."""
-        ...
-
-    def report_to(self, on_event: Callable[[ReplicaEvent], None]) -> None:
-        """Tell from now on which replicas leave and come back."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +36,7 @@ class CanaryFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Heard:
-    """What was scored after one publication."""
+    """Scores after one publication."""
 
     learner_T: FloatArray
     engine_T: FloatArray
@@ -82,7 +61,7 @@ class WeightCanary:
         `learner_T` are the learner's scores of `reply_ids` under the published weights.
         Raises: WeightMismatch if none passes.
         """
-        if isinstance(engine, Replicated):
+        if isinstance(engine, Router):
             scores = await engine.score_each(self.prompt_ids, self.reply_ids, 1.0)
         else:
             scores = {_ALONE: await engine.score(self.prompt_ids, self.reply_ids, 1.0)}
@@ -108,7 +87,7 @@ class WeightCanary:
                     next_step="read the engines' logs and start the run again; it resumes",
                 )
             )
-        if isinstance(engine, Replicated):
+        if isinstance(engine, Router):
             for finding in findings:
                 engine.condemn(finding.replica, finding.detail)
         return findings

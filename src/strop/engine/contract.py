@@ -1,12 +1,13 @@
-"""The seam to generation: what an engine is asked, what it answers, how its weights change.
+"""The interface to generation: requests, replies and weight updates of an engine.
 
 A request is one reply to one prompt. Requests that share a prompt are sent separately and at the
-same time; it is the engine's business to prefill the shared prompt once. That keeps one path for
+same time; the engine prefills the shared prompt once. That keeps one path for
 single-turn and multi-turn rollouts, and for engines in this process and in another.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -40,7 +41,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
-    """What the engine sampled, verbatim."""
+    """A sampled reply, verbatim."""
 
     token_ids: IntArray
     """Every sampled token, the terminator or the token that completed a stop string included."""
@@ -57,7 +58,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyScore:
-    """How likely the engine finds a reply that it was given."""
+    """Log-probabilities of a given reply."""
 
     logprobs: FloatArray
     """Nats, one for each token, full vocabulary support."""
@@ -78,7 +79,7 @@ class WeightTransport(StrEnum):
 
 
 class UpdateMode(StrEnum):
-    """What becomes of replies that are being sampled when new weights arrive."""
+    """What happens to replies under way when new weights arrive."""
 
     DRAIN = "drain"
     """They end first, under the weights that they began with."""
@@ -95,7 +96,7 @@ class WeightUpdate:
     version: int
     """Steps behind these weights."""
     digest: str
-    """`policy.digest` of the published tensors; the engine checks it and answers with its own."""
+    """`tensors_digest` of the published tensors; the engine checks it and answers with its own."""
     transport: WeightTransport
     path: str | None = None
     """Absolute path of the safetensors file, for FILE; the object's URI, for STORE."""
@@ -141,3 +142,13 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release everything the engine holds."""
         ...
+
+
+def stream_seed(run_seed: int, example_id: str, step: int, sample_index: int, turn: int = 0) -> int:
+    """Derive the seed of one reply, in [0, 2**64).
+
+    It is a function of what is asked and nothing else, so it does not depend on batch slot, compaction,
+    engine or resume, and needs no state in a checkpoint.
+    """
+    name = f"{run_seed}/{example_id}/{step}/{sample_index}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

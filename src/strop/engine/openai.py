@@ -25,15 +25,14 @@ from strop.engine.contract import (
     WeightReceipt,
     WeightUpdate,
 )
-from strop.engine.requests import closed
-from strop.engine.stops import StopStrings
+from strop.engine.requests import StopStrings, closed
 from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, EngineError, explain_refusal
 from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import httpx
+    pass
 
 KEY_VARIABLE = "STROP_ENGINE_KEY"
 _MAX_SEED = 2**63
@@ -113,7 +112,7 @@ class OpenAiEngine:
         return ReplyScore(logprobs=np.array(values, np.float32), policy_version=self._version)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        """Refuse: nobody gives weights to a server of somebody else's. Raises: EngineError."""
+        """Refuse: strop does not own this server's weights. Raises: EngineError."""
         raise self._unusable(f"weight update {update.version} was published to it")
 
     async def close(self) -> None:
@@ -161,7 +160,9 @@ class OpenAiEngine:
         import httpx
 
         try:
-            response = await self._request(path, call)
+            address = f"{self._url.rstrip('/')}/{path}"
+            asking = self._client.get(address) if call is None else self._client.post(address, json=call)
+            response = await asking
         except httpx.HTTPError as error:
             raise self._unusable(f"it did not answer /{path} ({error!r})") from error
         text = response.text[:_SHOWN_CHARACTERS]
@@ -174,10 +175,6 @@ class OpenAiEngine:
         if not isinstance(answer, dict):
             raise self._unusable(f"it answered /{path} with no object: {text}")
         return answer
-
-    async def _request(self, path: str, call: dict[str, Any] | None) -> httpx.Response:
-        address = f"{self._url.rstrip('/')}/{path}"
-        return await (self._client.get(address) if call is None else self._client.post(address, json=call))
 
     def _read_reply(self, request: GenerationRequest, choice: dict[str, Any]) -> Completion:
         """Return a reply by strop's own rules of stops and texts."""

@@ -1,9 +1,9 @@
 """The client of an engine in another process.
 
-Calls of `generate` that are issued together travel as one batch in the order they were made, by the
-rule of the engine in this process, so the other engine forms the same batch and gives the same bits.
-Their replies come home together, or each as it ends: then who asks again does not wait for the longest.
-Calls of `score` with one prompt travel together too, a few prompts at a time.
+Calls of `generate` that are issued together travel as one batch in the order they were made, by the rule of
+the engine in this process, so the other engine forms the same batch and gives the same bits. Their replies
+come home together, or each as it ends: then the next request does not wait for the longest reply. Calls of
+`score` with one prompt travel together too, a few prompts at a time.
 
 Every wait ends: with the answer, with the server's death, when the server gives no sign of life for
 `silence_limit_s`, or after `reply_limit_s` in all. Nothing is retried: a reply asked for twice could be
@@ -30,8 +30,7 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.requests import closed
-from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
+from strop.engine.requests import Waiting, WaitingScore, closed, deliver, fail, settle
 from strop.engine.wire import (
     AnswerPart,
     ErrorForm,
@@ -155,20 +154,13 @@ class RemoteEngine:
         self._require_open()
         if update.transport is WeightTransport.SHARED:
             raise WeightMismatch(
-                explain_refusal(
-                    f"weight update {update.version} is by {update.transport}, and the engine is elsewhere",
-                    allowed="updates by file, store or broadcast for an engine in another process",
-                    next_step="use the publisher that belongs to this placement",
-                )
+                f"weight update {update.version} is by {update.transport}, and the engine is elsewhere"
             )
         receipt = (await self._ask("/v1/weights", UpdateForm.of(update), ReceiptForm)).read()
         if (receipt.version, receipt.digest) != (update.version, update.digest):
             raise WeightMismatch(
-                explain_refusal(
-                    f"the engine acknowledged version {receipt.version} with digest {receipt.digest}",
-                    allowed=f"version {update.version} with digest {update.digest}, as published",
-                    next_step="start the run again; it resumes at its last checkpoint",
-                )
+                f"the engine acknowledged version {receipt.version} with digest {receipt.digest}, not version"
+                f" {update.version} with digest {update.digest}"
             )
         self._version = receipt.version
         return receipt
@@ -201,8 +193,8 @@ class RemoteEngine:
     ) -> None:
         """Let an exchange run beside those who wait for it, until it ends or the engine is closed.
 
-        Whoever still waits at its end is told: nobody may wait for what never comes, also after a bug, and
-        after a cancellation before the exchange began.
+        Futures still pending at its end fail: no caller may wait for ever, also after a bug, and after a
+        cancellation before the exchange began.
         """
 
         def end(post: asyncio.Task[None]) -> None:
@@ -222,7 +214,7 @@ class RemoteEngine:
         try:
             await settle(lambda: len(entries))
             async with self._score_places:
-                del self._unscored[key]  # Who comes now waits for the next one.
+                del self._unscored[key]  # Later requests go into the next batch.
                 replies = [entry.reply_ids for entry in entries]
                 call = ScoreCall.of(entries[0].prompt_ids, replies, temperature=key[1])
                 answer = await self._ask("/v1/score", call, ScoreAnswer)
@@ -347,7 +339,7 @@ class RemoteEngine:
 
 
 def _tell(waiting: Waiting, outcome: Completion | StropError) -> None:
-    """Tell one who waits what became of the request."""
+    """Deliver a reply or an error to a waiting caller."""
     if isinstance(outcome, StropError):
         fail([waiting.reply], outcome)
     else:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -100,7 +100,7 @@ class ReplicaEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLoad:
-    """What a router has to do right now."""
+    """The current load of a router."""
 
     num_running: int
     num_waiting: int
@@ -166,7 +166,7 @@ class Router:
 
     @property
     def load(self) -> RouterLoad:
-        """What runs and what waits."""
+        """Requests that run and that wait."""
         return RouterLoad(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
@@ -266,7 +266,7 @@ class Router:
         return found
 
     def report_to(self, on_event: Callable[[ReplicaEvent], None]) -> None:
-        """Tell from now on which replicas leave and come back."""
+        """Set the callback for replicas that leave and come back."""
         self._on_event = on_event
 
     def condemn(self, name: str, detail: str, cause: ReplicaCause = ReplicaCause.CANARY) -> None:
@@ -318,7 +318,13 @@ class Router:
             except EngineError as error:
                 failures.append(f"{replica.name}: {error}")
                 if first is not None:
-                    raise _failed_twice(failures) from error
+                    raise EngineError(
+                        explain_refusal(
+                            f"two engines in turn did not answer a request: {'; '.join(failures)}",
+                            allowed="an answer from the first or the second",
+                            next_step="read the engines' logs; the rollout is masked",
+                        )
+                    ) from error
                 if not replica.is_out and self._num_serving == 1:
                     raise
                 first, ticket.avoid = replica, replica.index
@@ -434,7 +440,7 @@ class Router:
         self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail, num_moved=num_moved))
 
     def _blame(self, replica: _Replica, failure: str) -> None:
-        """Count a failure against the replica alone: another one answered the same request."""
+        """Count a failure of the replica, since another one answered the same request."""
         replica.num_failures += 1
         if replica.num_failures >= self._limits.max_failures_in_a_row:
             detail = f"failed {replica.num_failures} requests that others answered; the last: {failure}"
@@ -464,13 +470,3 @@ class Router:
 
     def _list_causes(self) -> str:
         return "; ".join(f"{one.name}: {one.out_because}" for one in self._replicas if one.is_out)
-
-
-def _failed_twice(failures: Sequence[str]) -> EngineError:
-    return EngineError(
-        explain_refusal(
-            f"two engines in turn did not answer a request: {'; '.join(failures)}",
-            allowed="an answer from the first or the second",
-            next_step="read the engines' logs; the rollout is masked",
-        )
-    )

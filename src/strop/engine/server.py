@@ -3,10 +3,10 @@
     python -m strop.engine.server --model DIR --dtype bfloat16 --key-file F --ready-file F --threads 2
 
 loads its own copy of the model, listens on a free port of the loopback address, writes the port into
-the ready file and serves until it is told to end. POST /v1/generate takes a whole batch and answers
+the ready file and serves until SIGTERM. POST /v1/generate takes a whole batch and answers
 when all its replies have ended, POST /v1/replies line by line as they end; POST /v1/score, POST
-/v1/weights, GET /health do what they say, and POST /v1/chat/completions answers who knows no token ids
-(`engine.chat`).
+/v1/weights, GET /health do what they say, and POST /v1/chat/completions serves clients
+without token ids (`ChatService`).
 `strop.engine.vllm.serve` serves vLLM by the same app, with the same arguments and more.
 
 Covered: the socket is held from the choice of its port on; every path but /health wants the key,
@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.engine.chat import CHAT_PATH, ChatFace
+from pydantic import BaseModel, Field
+
 from strop.engine.contract import Completion, Engine, GenerationRequest
 from strop.engine.wire import (
     AnswerPart,
@@ -52,6 +53,8 @@ from strop.engine.wire import (
 from strop.errors import ConfigError, EngineError, StropError, describe_error, explain_refusal
 from strop.hardware.busy_clock import BusyClock
 from strop.io.atomic import write_bytes_atomically
+from strop.rollout import FinishReason, Message, Sampling
+from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 
     from strop.tokenizer import Tokenizer
 
+CHAT_PATH = "/v1/chat/completions"
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_GRACE_S = 1
 
@@ -79,7 +83,9 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] != "http" or scope["path"] == "/health" or self._is_authorized(scope):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        is_open = scope["type"] != "http" or scope["path"] == "/health"
+        if is_open or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
             return
         message = explain_refusal(
@@ -92,12 +98,8 @@ class KeyGuard:
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _is_authorized(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
 
-
-class EngineDesk:
+class EngineService:
     """Answers in wire form for one engine, and remembers what it serves."""
 
     def __init__(
@@ -154,7 +156,7 @@ class EngineDesk:
         await self._engine.close()
 
     async def _list_parts(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[str]:
-        """Yield lines until all replies have ended. Where nobody listens any more, they are given up."""
+        """Yield lines until all replies have ended. If the client disconnects, they are cancelled."""
         places = {asyncio.create_task(self._reply(one)): place for place, one in enumerate(requests)}
         left = set(places)
         try:
@@ -185,10 +187,60 @@ def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropE
 
 
 def _as_engine_error(error: BaseException) -> EngineError:
-    """Return a bug as whoever asked is told of it."""
+    """Return a bug as the error that the client gets."""
     failure = EngineError(f"it failed in the engine: {describe_error(error)}")
     failure.__cause__ = error
     return failure
+
+
+class MessageForm(BaseModel):
+    """One message."""
+
+    role: str
+    content: str
+
+
+class ChatCall(BaseModel):
+    """A chat request."""
+
+    model: str
+    messages: list[MessageForm] = Field(min_length=1)
+    temperature: float = Field(default=1.0, ge=0.0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    max_tokens: int = Field(default=512, ge=1)
+
+
+class ChatService:
+    """The chat form of the OpenAI protocol over an engine, as far as a judge needs it.
+
+    Not covered: streaming, several choices, tools, log-probabilities; they are ignored.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    async def complete(self, call: ChatCall) -> dict[str, Any]:
+        """Answer a chat.
+
+        Raises: ConfigError if the model has no chat template; EngineError as the engine does.
+        """
+        messages = [Message(role=one.role, content=one.content) for one in call.messages]
+        request = GenerationRequest(
+            prompt_ids=self._tokenizer.encode(self._tokenizer.render(messages)),
+            seed=call.seed,
+            sampling=Sampling(temperature=call.temperature),
+            max_tokens=call.max_tokens,
+            stop_token_ids=frozenset(self._tokenizer.stop_token_ids),
+        )
+        found = await self._engine.generate(request)
+        is_cut = found.finish_reason is FinishReason.LENGTH
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": found.text},
+            "finish_reason": "length" if is_cut else "stop",
+        }
+        return {"object": "chat.completion", "model": call.model, "choices": [choice]}
 
 
 def build_app(
@@ -210,16 +262,18 @@ def build_app(
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
 
-    desk = EngineDesk(engine, model_digest=model_digest, tokenizer_digest=tokenizer_digest, version=version)
-    # No pages about itself: they would be a second face that nobody guards.
+    service = EngineService(
+        engine, model_digest=model_digest, tokenizer_digest=tokenizer_digest, version=version
+    )
+    # No documentation pages: they would be reachable without the key.
     app = FastAPI(title="strop engine", openapi_url=None, docs_url=None, redoc_url=None)
-    app.post("/v1/generate", response_model_exclude_defaults=True)(desk.generate)
-    app.post("/v1/replies", response_model=None)(desk.generate_parts)
-    app.post("/v1/score")(desk.score)
-    app.post("/v1/weights")(desk.update)
-    app.get("/health")(desk.health)
+    app.post("/v1/generate", response_model_exclude_defaults=True)(service.generate)
+    app.post("/v1/replies", response_model=None)(service.generate_parts)
+    app.post("/v1/score")(service.score)
+    app.post("/v1/weights")(service.update)
+    app.get("/health")(service.health)
     if tokenizer is not None:
-        app.post(CHAT_PATH)(ChatFace(engine, tokenizer).complete)
+        app.post(CHAT_PATH)(ChatService(engine, tokenizer).complete)
 
     async def answer_error(request: Any, error: Exception) -> JSONResponse:
         told = error if isinstance(error, StropError) else _as_engine_error(error)
@@ -322,7 +376,7 @@ async def serve(loaded: Loaded, *, key: str, version: int, host: str, ready_path
 
 
 def server_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what every engine's server is told."""
+    """Return a parser of the arguments that all engine servers share."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)

@@ -46,7 +46,7 @@ class Form(BaseModel):
 
 
 class MannerForm(Form):
-    """How some requests want to be sampled."""
+    """Sampling settings that requests share."""
 
     temperature: float
     top_p: float
@@ -105,7 +105,7 @@ class GenerateCall(Form):
         prompts = [read_ids(prompt) for prompt in self.prompts]
         for form in self.requests:
             if form.prompt >= len(prompts) or form.manner >= len(self.manners):
-                raise _damaged(f"a request names prompt {form.prompt} of {len(prompts)}", "prompts that came")
+                raise _damaged(f"a request names prompt {form.prompt} of {len(prompts)}")
         return [
             GenerationRequest(
                 prompt_ids=prompts[form.prompt],
@@ -147,7 +147,7 @@ class ErrorForm(Form):
 
 
 class GenerateAnswer(Form):
-    """What became of each request, in the order they were asked: a column for each thing that replies have.
+    """The outcome of each request, in the order they were asked, as columns.
 
     A version has no default: a reply without its engine's stamp is refused.
     """
@@ -193,16 +193,16 @@ class GenerateAnswer(Form):
         num_errors = self.num_tokens.count(ABSENT)
         columns = (self.texts, self.finish_reasons, self.policy_versions)
         if len(self.num_tokens) != num_requests:
-            raise _damaged(f"{len(self.num_tokens)} replies to {num_requests} requests", "a reply to each")
+            raise _damaged(f"{len(self.num_tokens)} replies to {num_requests} requests")
         if len(lengths) + num_errors != num_requests or len(self.errors) != num_errors:
-            raise _damaged(f"{len(self.errors)} errors in {num_errors} places", "an error in each place")
+            raise _damaged(f"{len(self.errors)} errors in {num_errors} places")
         if {len(column) for column in columns} != {len(lengths)} or max(self.segments, default=-1) >= len(
             lengths
         ):
-            raise _damaged(f"columns of other lengths than {len(lengths)} replies", "columns of equal length")
+            raise _damaged(f"columns of other lengths than {len(lengths)} replies")
         ids = read_ids(self.token_ids)
         if len(ids) != sum(lengths):
-            raise _damaged(f"{len(ids)} token ids came for {sum(lengths)} tokens", "an id for each token")
+            raise _damaged(f"{len(ids)} token ids came for {sum(lengths)} tokens")
         logprobs = read_floats(self.logprobs, sum(lengths))
         replies, errors, end = iter(range(len(lengths))), iter(self.errors), 0
         outcomes: list[Completion | StropError] = []
@@ -229,7 +229,7 @@ class GenerateAnswer(Form):
 
 
 class AnswerPart(Form):
-    """What became of some requests of a call: a line of an answer that comes as replies end."""
+    """The outcomes of some requests of a call: one line of a streamed answer."""
 
     places: list[int]
     """Of these requests in the call."""
@@ -322,7 +322,7 @@ class ReceiptForm(Form):
 
 
 class HealthForm(Form):
-    """What a server says of itself to anyone on this machine."""
+    """A server's status, which needs no key."""
 
     pid: int
     version: int
@@ -353,7 +353,7 @@ def read_ids(text: str) -> IntArray:
     """
     token_ids = _read_array(text, "<i4", "token ids").astype(np.int32)
     if len(token_ids) and int(token_ids.min()) < 0:
-        raise _damaged(f"a token id is {int(token_ids.min())}", "ids from 0 on")
+        raise _damaged(f"a token id is {int(token_ids.min())}")
     return token_ids
 
 
@@ -369,8 +369,7 @@ def read_floats(text: str, num_values: int) -> FloatArray:
     """
     values = _read_array(text, "<f4", "log-probabilities").astype(np.float32)
     if len(values) != num_values:
-        allowed = f"base64 of {num_values} little-endian float32 values"
-        raise _damaged(f"{len(values)} log-probabilities came for {num_values} tokens", allowed)
+        raise _damaged(f"{len(values)} log-probabilities came for {num_values} tokens")
     return values
 
 
@@ -378,7 +377,7 @@ def _read_array(text: str, dtype: str, what: str) -> NDArray[Any]:
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
     except (binascii.Error, ValueError) as error:
-        raise _damaged(f"{what} are unreadable ({error})", "base64 of little-endian 32-bit values") from error
+        raise _damaged(f"{what} are unreadable ({error})") from error
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
@@ -408,9 +407,5 @@ def _walk_errors(kind: type[StropError]) -> Iterator[type[StropError]]:
         yield from _walk_errors(child)
 
 
-def _damaged(given: str, allowed: str) -> EngineError:
-    return EngineError(
-        explain_refusal(
-            given, allowed=allowed, next_step="run engine and learner from the same version of strop"
-        )
-    )
+def _damaged(given: str) -> EngineError:
+    return EngineError(f"{given}. Engine and learner must run the same version of strop.")

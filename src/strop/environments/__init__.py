@@ -1,15 +1,15 @@
-"""What world the model acts in: asked, answered, stepped and scored through one rollout path.
+"""The world that the model acts in: asked, answered, stepped and scored through one rollout path.
 
-`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A
-single-turn task is an environment with one step (`SingleTurn`). Engine ids are extended, never
-rendered again; where that fails, a new sample begins. Failures become outcomes without a score.
-Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
+`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A single-turn
+task is an environment with one step (`SingleTurn`); `choose_environment` alone decides which one a run has.
+Engine ids are extended, never rendered again; where that fails, a new sample begins. Failures become outcomes
+without a score. Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
+from strop.environments.choose import SingleTurn, choose_environment
 from strop.environments.contract import Action, Choosing, Environment, StepResult
 from strop.environments.conversation import reads_as
 from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
-from strop.environments.single_turn import SingleTurn
 
 __all__ = [
     "Action",
@@ -19,6 +19,7 @@ __all__ = [
     "RolloutPlan",
     "SingleTurn",
     "StepResult",
+    "choose_environment",
     "reads_as",
     "run_group",
     "run_groups",

@@ -30,7 +30,7 @@ class StepResult:
 
 @runtime_checkable
 class PlainlyStopped(Protocol):
-    """What an environment has beside, if further texts end a reply to a prompt in plain text."""
+    """Optional capability: further texts end a reply to a prompt in plain text."""
 
     @property
     def base_stop_strings(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class PlainlyStopped(Protocol):
 
 @runtime_checkable
 class Choosing(Protocol):
-    """What an environment has beside, if the policy may choose among given replies instead of writing one."""
+    """Optional capability: the policy chooses among fixed replies instead of writing one."""
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The one rollout path: reset, reply, step, ..., score, for one turn or many.
 
-What goes wrong on the way is told apart by owner: the engine, or the task and its world. Neither
+Failures on the way are attributed to an owner: the engine, or the task and its world. Neither
 ever becomes a reward of 0. Left out on purpose: retries, which are the loop's decision.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
-from strop.environments.choosing import EncodedChoices, choose, encode_choices
+from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
 from strop.environments.conversation import encode_next_messages, reads_as
-from strop.errors import DataError, EngineError, explain_refusal
+from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
@@ -152,6 +152,10 @@ class _Attempt:
 
     async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion:
         plan = self.plan
+        stop_strings = self.environment.stop_strings
+        if self.prompts.prompt_format is PromptFormat.BASE:
+            # As `PlainlyStopped` says: in plain text a world may have further ones.
+            stop_strings += getattr(self.environment, "base_stop_strings", ())
         request = GenerationRequest(
             prompt_ids=context_ids,
             seed=stream_seed(
@@ -160,13 +164,15 @@ class _Attempt:
             sampling=plan.sampling,
             max_tokens=plan.max_reply_tokens,
             stop_token_ids=self.prompts.tokenizer.stop_token_ids,
-            stop_strings=self._stop_strings(),
+            stop_strings=stop_strings,
         )
         self.stage_owner = FailureOwner.ENGINE
         started_at = self.clock()
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
-        _require_logprobs(completion.logprobs)
+        if completion.logprobs is None:
+            # The turn would count as not sampled.
+            raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
         self.turns.append(_spoken(completion))
         self.stage_owner = FailureOwner.TASK
         return completion
@@ -200,15 +206,6 @@ class _Attempt:
         self.choice_nats = {f"choice_{index}_nats": nats for index, nats in enumerate(chosen.nats)}
         self.stage_owner = FailureOwner.TASK
         return completion
-
-    def _stop_strings(self) -> tuple[str, ...]:
-        """Return the texts that end a reply here: in plain text a world may have further ones."""
-        stop_strings = self.environment.stop_strings
-        if self.prompts.prompt_format is not PromptFormat.BASE:
-            return stop_strings
-        # As `PlainlyStopped` says.
-        base_stop_strings: tuple[str, ...] = getattr(self.environment, "base_stop_strings", ())
-        return stop_strings + base_stop_strings
 
     async def _score(self) -> Outcome:
         started_at = self.clock()
@@ -278,18 +275,6 @@ def _spoken(completion: Completion) -> Turn:
     )
 
 
-def _require_logprobs(logprobs: object) -> None:
-    """Refuse an engine that breaks its promise: a turn without values would count as not sampled."""
-    if logprobs is None:
-        raise EngineError(
-            explain_refusal(
-                "the engine returned a reply without log-probabilities",
-                allowed="one finite value for each sampled token",
-                next_step="switch them on in the engine; the rollout is masked",
-            )
-        )
-
-
 async def _close(environment: Environment) -> Failure | None:
     with catch_failure(lambda: FailureOwner.INFRA) as caught:
         async with asyncio.timeout(_CLOSE_LIMIT_S):
@@ -305,18 +290,14 @@ async def run_group(
 ) -> Group:
     """Attempt one example several times at once; the prompt is rendered and encoded once.
 
-    The rollouts stand in the order of the plans. For a task: `partial(SingleTurn, task)`.
+    The rollouts stand in the order of the plans. For a task: `choose_environment(task)`.
     Raises: DataError if there is no plan or the plans differ in example or prompt format; else
         like `run_rollout`, after the other rollouts were cancelled.
     """
     if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
+        num_examples = len({plan.example.example_id for plan in plans})
         raise DataError(
-            explain_refusal(
-                f"a group of {len(plans)} plans for"
-                f" {len({plan.example.example_id for plan in plans})} different examples",
-                allowed="one plan or more, all of one example and one prompt format",
-                next_step="run one group for each example",
-            )
+            f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
         )
     prompts = PromptCache(tokenizer, plans[0].prompt_format)
     running = [

@@ -17,7 +17,6 @@ from strop.evaluate.accuracy import (
 from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.canary import PlannedCanary, plan_canary, require_baseline
 from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
-from strop.evaluate.order import write_order
 from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
 from strop.evaluate.result import (
     EvalPlan,
@@ -32,6 +31,7 @@ from strop.evaluate.result import (
     read_result,
     refuse_invalid,
     result_name,
+    write_order,
     write_result,
 )
 from strop.evaluate.scoring import Limits

@@ -15,11 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 
 from strop.engine.contract import Engine
-from strop.environments import RolloutPlan, SingleTurn, run_groups
+from strop.environments import RolloutPlan, choose_environment, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
@@ -257,7 +256,7 @@ async def _attempt(
             )
         )
     groups = await run_groups(
-        partial(SingleTurn, planned.task, judge), engine, tokenizer, plans_P_G, on_group=on_example
+        choose_environment(planned.task, judge), engine, tokenizer, plans_P_G, on_group=on_example
     )
     return [group.rollouts for group in groups]
 

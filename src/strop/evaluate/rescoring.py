@@ -16,8 +16,7 @@ from strop.evaluate.result import EvalPlan, EvalResult
 from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task, limits_of
-from strop.tasks.bounds import within_bounds
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import TaskLimits, within_bounds
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 

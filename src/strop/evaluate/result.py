@@ -184,7 +184,7 @@ class EvalPlan(Record):
     """Steps behind the model."""
     model_digest: str
     dtype: str | None
-    """Number format that the weights were served in; None where nobody said."""
+    """Number format that the weights were served in; None where it is not known."""
     dtype_reason: str | None = None
     """Why it was that one; no part of the plan's identity."""
     tokenizer_digest: str
@@ -408,3 +408,39 @@ def refuse_invalid(result: EvalResult) -> None:
             else "mend what kept the rollouts from being judged and evaluate again",
         )
     )
+
+
+def write_order(result: EvalResult, path: Path) -> None:
+    """Write the solved share of each example as JSON lines, the easiest first.
+
+    The first line says task, version, split and model. Each further one has `example_id`, `solved_frac`
+    (in [0, 1]) and `num_samples`, the judged rollouts behind it: sampled ones where there are any,
+    greedy ones otherwise. Ties stand in the order of their ids. Examples that could not be judged have
+    `solved_frac` null and stand last: left out, their ids would not match the task's.
+
+    Raises: CheckRefused if the result is invalid; StoreError if the file cannot be written.
+    """
+    refuse_invalid(result)
+    score = result.greedy if result.sampled is None else result.sampled
+    header = {
+        "task": result.task,
+        "task_version": result.task_version,
+        "split": result.split.value,
+        "model_digest": result.model_digest,
+        "num_examples": result.num_examples,
+    }
+
+    def rank(example_id: str) -> tuple[bool, float, str]:
+        solved_frac = score.by_example[example_id].solved_frac
+        return solved_frac is None, -(solved_frac or 0.0), example_id
+
+    rows = [
+        {
+            "example_id": example_id,
+            "solved_frac": score.by_example[example_id].solved_frac,
+            "num_samples": score.by_example[example_id].num_judged,
+        }
+        for example_id in sorted(score.by_example, key=rank)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in (header, *rows))
+    write_bytes_atomically(path, text.encode())

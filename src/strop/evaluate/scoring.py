@@ -82,7 +82,7 @@ class Limits:
     max_truncated_frac: float = 0.05
     """Of replies cut by a budget below the task's own."""
     max_unscored_frac: float = 0.02
-    """Of rollouts that could not be judged, whoever is to blame."""
+    """Of rollouts that could not be judged, whatever the cause."""
     max_verifier_error_frac: float = 0.005
     """Of rollouts whose verifier failed."""
 

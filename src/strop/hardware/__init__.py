@@ -9,16 +9,16 @@ Not here: placing roles on devices (cluster), untrusted code (sandbox).
 """
 
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
+from strop.hardware.disks import free_disk_bytes, require_free_disk, require_writable
 from strop.hardware.gpus import Gpu, GpuUser, MigSlice, read_gpu_users, read_gpus
 from strop.hardware.identity import ProcessIdentity, identify
 from strop.hardware.leases import HeldLease, Lease, find_inherited, find_leases, take_lease
 from strop.hardware.leftovers import Cleared, clear_leftovers
-from strop.hardware.machine import Machine, describe_machine, free_memory_bytes
-from strop.hardware.memory import (
-    free_disk_bytes,
+from strop.hardware.machine import (
+    Machine,
+    describe_machine,
+    free_memory_bytes,
     peak_rss_bytes,
-    require_free_disk,
-    require_writable,
     reset_peak_rss,
     rss_bytes,
 )

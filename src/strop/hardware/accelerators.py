@@ -99,20 +99,6 @@ def find_accelerator(given: str) -> Accelerator:
                 next_step="name one of these, or write its numbers into a file",
             )
         )
-    return _read_file(path)
-
-
-def match_gpu(driver_name: str) -> Accelerator | None:
-    """Return the accelerator that nvidia-smi calls so; None for one that is not in the table."""
-    bare = driver_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    for beginning, name in _NAMES_OF_DRIVER:
-        wanted = beginning.removeprefix("NVIDIA ")
-        if bare == wanted or (not beginning.startswith("NVIDIA ") and bare.startswith(wanted)):
-            return find_accelerator(name)
-    return None
-
-
-def _read_file(path: Path) -> Accelerator:
     allowed = ", ".join(Accelerator.model_fields)
     try:
         return Accelerator.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -126,6 +112,16 @@ def _read_file(path: Path) -> Accelerator:
         raise _refuse_file(path, what, f"the keys {allowed}; numbers above 0") from error
     except (OSError, ValueError) as error:
         raise _refuse_file(path, str(error), f"TOML with the keys {allowed}") from error
+
+
+def match_gpu(driver_name: str) -> Accelerator | None:
+    """Return the accelerator that nvidia-smi calls so; None for one that is not in the table."""
+    bare = driver_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    for beginning, name in _NAMES_OF_DRIVER:
+        wanted = beginning.removeprefix("NVIDIA ")
+        if bare == wanted or (not beginning.startswith("NVIDIA ") and bare.startswith(wanted)):
+            return find_accelerator(name)
+    return None
 
 
 def _refuse_file(path: Path, what: str, allowed: str) -> ConfigError:

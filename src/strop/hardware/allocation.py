@@ -1,8 +1,8 @@
 """Which GPUs each role of a run gets: of those that its job was given, or of those that are free here.
 
-Roles are named by whoever plans, mostly learner, engine and environments; a role that wants none sees none.
+The caller names the roles, mostly learner, engine and environments; a role that wants no GPU sees none.
 Inside a job the list in CUDA_VISIBLE_DEVICES is cut in its order. On a machine where it is not set, those
-GPUs are taken that no living run holds and nobody computes on, the emptiest first.
+GPUs are taken that no living run holds and no process computes on, the emptiest first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.errors import CheckRefused, ConfigError, explain_refusal
-from strop.hardware.device_checks import check_device, check_room
 from strop.hardware.findings import Severity
-from strop.hardware.inventory import Device, Inventory, read_inventory
+from strop.hardware.inventory import Device, Inventory, check_device, check_room, read_inventory
 from strop.hardware.leases import HeldLease, take_lease
 from strop.hardware.visible_devices import (
     VISIBLE_DEVICES,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.errors import CheckRefused, explain_refusal
 from strop.io.atomic import nearest_existing
 
 NETWORK_KINDS = frozenset(
@@ -52,7 +54,12 @@ def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
     """
     existing = nearest_existing(path.resolve())
     usage = shutil.disk_usage(existing)
-    mount, kind = _find_mount(existing, _read_mounts() if mounts is None else mounts)
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            mounts = ""
+    mount, kind = _find_mount(existing, mounts)
     bare = kind.removeprefix("fuse.").removeprefix("fuseblk.")
     return Disk(
         path=str(path),
@@ -64,11 +71,46 @@ def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
     )
 
 
-def _read_mounts() -> str:
+def free_disk_bytes(path: Path) -> int:
+    """Return what this user can still write under `path`, which need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
+def require_writable(path: Path, purpose: str) -> None:
+    """Refuse a place that cannot be written, before anything is done for it. Nothing is left there.
+
+    `path` need not exist; then the directory counts in which it would be made.
+
+    Raises: CheckRefused naming the place and what the system says.
+    """
+    existing = nearest_existing(path)
     try:
-        return Path("/proc/self/mountinfo").read_text()
-    except OSError:
-        return ""
+        # Asked by writing: root passes every permission, and no permission tells of a read-only disk.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise CheckRefused(
+            explain_refusal(
+                f"{purpose} cannot be written to {path} ({error.strerror}: {existing})",
+                allowed="a directory that this user may write to, or one that can be made",
+                next_step="mend its permissions, or choose another place for runs (output.root)",
+            )
+        ) from error
+
+
+def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises: CheckRefused with both numbers if less than `needed_bytes` is free under `path`.
+    """
+    free_bytes = free_disk_bytes(path)
+    if free_bytes < needed_bytes:
+        raise CheckRefused(
+            explain_refusal(
+                f"{purpose} needs {needed_bytes / 1e6:.1f} MB and {path} has {free_bytes / 1e6:.1f} MB free",
+                allowed="a disk that holds all of it from the start",
+                next_step="free space there, keep fewer checkpoints, or put runs on another disk",
+            )
+        )
 
 
 def _find_mount(path: Path, mounts: str) -> tuple[str, str]:

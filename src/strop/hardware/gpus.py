@@ -1,8 +1,8 @@
-"""GPUs, their MIG slices and who uses them, as nvidia-smi tells it.
+"""GPUs, their MIG slices and the processes on them, as nvidia-smi reports them.
 
 Ids stay strings: an index, a GPU's UUID and a slice's UUID are all names, and none is ever a number. What
 cannot be read is None or missing, never a plausible guess. Where there is no nvidia-smi, or it fails, there
-are no GPUs. `fake_nvidia_smi` stands in for the program where there is no GPU.
+are no GPUs. Text is parsed instead of a call of NVML, so that a program can stand in for it in tests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 
+from strop.hardware.identity import describe_process
 from strop.hardware.leftovers import read_lease_id
 
 NVIDIA_SMI = "nvidia-smi"
@@ -63,11 +65,11 @@ class Gpu:
     slices: tuple[MigSlice, ...] = ()
     driver_version: str | None = None
     compute_capability: float | None = None
-    """What its instructions are, for example 8.0 of an A100; None where it is not told."""
+    """What its instructions are, for example 8.0 of an A100; None where it is not reported."""
 
     @property
     def used_bytes(self) -> int | None:
-        """What programs and the driver hold of it; None where that is not told."""
+        """What programs and the driver hold of it; None where that is not reported."""
         if self.memory_bytes is None or self.free_memory_bytes is None:
             return None
         return self.memory_bytes - self.free_memory_bytes
@@ -107,7 +109,7 @@ class Probe(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What nvidia-smi said to one question."""
+    """The output of nvidia-smi for one query."""
 
     probe: Probe
     lines: tuple[str, ...] = ()
@@ -142,7 +144,24 @@ def report_gpus() -> GpuReport:
 def read_gpu_users() -> tuple[GpuUser, ...]:
     """Ask nvidia-smi which processes compute. In a container the answer may be empty, or name strangers."""
     question = f"--query-compute-apps={','.join(_USER_FIELDS)}"
-    return tuple(_read_users(ask_nvidia_smi(question, "--format=csv,noheader,nounits").lines))
+    found = []
+    for line in ask_nvidia_smi(question, "--format=csv,noheader,nounits").lines:
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == len(_USER_FIELDS) and parts[1].isdigit():
+            uuid, pid, used = parts[0], int(parts[1]), parts[2]
+            user, command = describe_process(pid)
+            memory_bytes, lease_id = _read_mebibytes(used), read_lease_id(pid)
+            found.append(
+                GpuUser(
+                    gpu_uuid=uuid,
+                    pid=pid,
+                    memory_bytes=memory_bytes,
+                    user=user,
+                    command=command,
+                    lease_id=lease_id,
+                )
+            )
+    return tuple(found)
 
 
 def parse_gpu_line(line: str) -> Gpu | None:
@@ -179,36 +198,6 @@ def parse_slices(lines: Sequence[str]) -> dict[str, tuple[MigSlice, ...]]:
     return found
 
 
-def _read_users(lines: Sequence[str]) -> Iterator[GpuUser]:
-    for line in lines:
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == len(_USER_FIELDS) and parts[1].isdigit():
-            uuid, pid, used = parts[0], int(parts[1]), parts[2]
-            user, command = describe_process(pid)
-            yield GpuUser(
-                gpu_uuid=uuid,
-                pid=pid,
-                memory_bytes=_read_mebibytes(used),
-                user=user,
-                command=command,
-                lease_id=read_lease_id(pid),
-            )
-
-
-def describe_process(pid: int) -> tuple[str | None, str | None]:
-    """Return whose process it is and what it runs, None each where the system does not show it."""
-    place = Path(f"/proc/{pid}")
-    try:
-        user = place.owner()
-    except (OSError, KeyError):
-        user = None
-    try:
-        words = (place / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return user, None
-    return user, b" ".join(words).decode(errors="replace").strip() or None
-
-
 def _read_mebibytes(text: str) -> int | None:
     return int(text) << 20 if text.isdigit() else None
 
@@ -243,3 +232,61 @@ def ask_nvidia_smi(*words: str) -> Answer:
         said = " ".join((errors or output).split()) or f"exit code {process.returncode}"
         return Answer(probe=Probe.FAILED, complaint=said)
     return Answer(probe=Probe.ANSWERED, lines=tuple(output.splitlines()))
+
+
+# Whether the driver runs what torch was built for, without importing torch.
+
+OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
+"""Major version of CUDA to the first driver branch that runs it on Linux.
+
+Source: CUDA Toolkit release notes, 'Minimum Required Driver Version for CUDA Minor Version Compatibility'.
+"""
+_COMPAT_GLOB = "cuda*/compat/**/libcuda.so*"
+"""NVIDIA's forward-compatibility package, which lets newer CUDA run on an older driver."""
+_ASSIGNMENT = r"^{name}(?:\s*:[^=]+)?\s*=\s*(?:'([^']*)'|None)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchBuild:
+    """What torch says of itself in its file version.py."""
+
+    version: str
+    cuda: str | None
+    """For example `12.6`; None if it was built without."""
+    hip: str | None = None
+
+
+def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
+    """Return how torch was built, None if there is none. `folder` is its package; None finds it."""
+    if folder is None:
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    try:
+        text = (folder / "version.py").read_text()
+    except OSError:
+        return None
+    found: dict[str, str | None] = {}
+    for name in ("__version__", "cuda", "hip"):
+        match = re.search(_ASSIGNMENT.format(name=name), text, re.MULTILINE)
+        found[name] = match[1] if match else None
+    return TorchBuild(version=found["__version__"] or "unknown", cuda=found["cuda"], hip=found["hip"])
+
+
+def explain_misfit(build: TorchBuild, driver_version: str | None) -> str | None:
+    """Say why a driver does not run what torch was built for; None if it does, or if that is unknown."""
+    if build.cuda is None or driver_version is None:
+        return None
+    major = int(build.cuda.split(".")[0])
+    driver = tuple(int(part) for part in driver_version.split(".")[:2] if part.isdigit())
+    oldest = OLDEST_DRIVER.get(major)
+    if oldest is None or not driver or driver >= oldest:
+        return None
+    needed = ".".join(map(str, oldest))
+    return f"driver {driver_version} is older than {needed}, which CUDA {build.cuda} of torch needs"
+
+
+def has_compat_package(root: Path = Path("/usr/local")) -> bool:
+    """Whether the libraries are installed that lift the driver's limit."""
+    return any(root.glob(_COMPAT_GLOB))

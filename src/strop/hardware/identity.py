@@ -1,8 +1,9 @@
-"""Which process this is, for whoever finds its number later, and whose.
+"""The identity of a process, which outlasts the reuse of its number; its user and its command line.
 
-A process number alone names nobody: it is used again, after a reboot by anybody, and in a container it is
-another process's. A process is the same if the machine has not booted since, the number is of the same
-namespace, and the process began in the same tick. No clock that can be set has a say. Linux only.
+A process number alone identifies nothing: it is reused, and in a container it is another process's. A
+process is the same if the machine has not booted since, the number is of the same pid namespace, and the
+process began in the same clock tick after the boot. psutil's start time is not used for this: it is Unix
+time and changes when the clock is set. Linux only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import getpass
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +28,7 @@ class ProcessIdentity:
     """Clock ticks after the boot; field 22 of proc_pid_stat(5)."""
     boot_id: str
     pid_namespace: str
-    """Where its number counts; containers have their own."""
+    """The namespace of the number; containers have their own."""
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -48,7 +50,7 @@ class ProcessIdentity:
 
 
 def identify(pid: int | None = None) -> ProcessIdentity | None:
-    """Return who a process is, this one if none is named; None if it has ended or cannot be seen."""
+    """Return the identity of a process, by default this one; None if it has ended or cannot be seen."""
     number = os.getpid() if pid is None else pid
     start_ticks = read_start_ticks(number)
     if start_ticks is None:
@@ -59,7 +61,7 @@ def identify(pid: int | None = None) -> ProcessIdentity | None:
 
 
 def identify_self() -> ProcessIdentity:
-    """Return who this process is. Raises: StoreError where the system does not tell."""
+    """Return the identity of this process. Raises: StoreError where the system does not tell."""
     found = identify()
     if found is None:
         raise StoreError(
@@ -90,16 +92,29 @@ def send_signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
 
 
 def find_user_name() -> str:
-    """Return what this user is called: by number where the machine has no name, as in many containers."""
+    """Return this user's name, or the number where the machine has no name, as in many containers."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
         return str(os.getuid())
 
 
+def describe_process(pid: int) -> tuple[str | None, str | None]:
+    """Return the user of a process and its command line; None each where the system does not show it."""
+    import psutil
+
+    user: str | None = None
+    command: str | None = None
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        user = process.username()
+        command = " ".join(process.cmdline()).strip() or None
+    return user, command
+
+
 @cache
 def read_boot_id() -> str:
-    """Return what this boot of the machine is called; empty where nothing tells."""
+    """Return the id of this boot of the machine; empty where it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -107,7 +122,7 @@ def read_boot_id() -> str:
 
 
 def read_pid_namespace() -> str:
-    """Return what this process's namespace of process numbers is called; empty where nothing tells."""
+    """Return the name of this process's pid namespace; empty where it cannot be read."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -125,7 +140,7 @@ def read_parent_and_start(pid: int) -> tuple[int, int] | None:
     try:
         # The program's name in field 2 may hold spaces and brackets, so count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A zombie has ended: its number is only kept for whoever waits for it.
+        # A zombie has ended: its number is only kept for its parent.
         return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
     except (OSError, LookupError, ValueError):
         return None

@@ -1,10 +1,12 @@
-"""What devices this machine has now, and who has them: read once, then handed to whoever decides."""
+"""The devices of this machine and their users, read once; and whether a device has room for a role."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.hardware.findings import Finding, Severity
 from strop.hardware.gpus import Gpu, GpuReport, GpuUser, Probe, read_gpu_users, report_gpus
 from strop.hardware.leases import Lease, find_living
 
@@ -19,11 +21,11 @@ class Device:
     memory_bytes: int | None
     """All that a process on it can have."""
     free_memory_bytes: int | None
-    """None where it is not told; of a slice it never is."""
+    """None where it is not reported; for a slice it never is."""
 
     @property
     def room_bytes(self) -> int | None:
-        """What a role can be promised: what is free, and of a slice all, as nobody else is on it."""
+        """What a role can be promised: what is free, or all of a slice, which has one user."""
         return self.memory_bytes if self.is_slice else self.free_memory_bytes
 
     def __str__(self) -> str:
@@ -43,7 +45,21 @@ class Inventory:
     @property
     def devices(self) -> tuple[Device, ...]:
         """What can be given, in the order of PCI addresses. Of a divided GPU these are its slices."""
-        return tuple(device for gpu in self.report.gpus for device in _divide(gpu))
+        found: list[Device] = []
+        for gpu in self.report.gpus:
+            # nvidia-smi never reports the free memory of a slice.
+            parts = [(part.uuid, part.memory_bytes) for part in gpu.slices]
+            found += [
+                Device(
+                    uuid=uuid,
+                    gpu=gpu,
+                    is_slice=gpu.has_mig,
+                    memory_bytes=memory_bytes,
+                    free_memory_bytes=None if gpu.has_mig else gpu.free_memory_bytes,
+                )
+                for uuid, memory_bytes in (parts if gpu.has_mig else [(gpu.uuid, gpu.memory_bytes)])
+            ]
+        return tuple(found)
 
     def users_of(self, device: Device, own_lease_id: str | None = None) -> tuple[GpuUser, ...]:
         """Return the processes on a device that are not of the lease."""
@@ -66,16 +82,75 @@ def read_inventory(folder: Path | None = None) -> Inventory:
     return Inventory(report=report, users=users, leases=tuple(find_living(folder)))
 
 
-def _divide(gpu: Gpu) -> list[Device]:
-    if not gpu.has_mig:
-        free_bytes = gpu.free_memory_bytes
-        return [_describe(gpu, gpu.uuid, gpu.memory_bytes, free_bytes, is_slice=False)]
-    return [_describe(gpu, part.uuid, part.memory_bytes, None, is_slice=True) for part in gpu.slices]
+# Whether a device has room for a role. Nothing is ended to make room: memory that no visible process uses
+# (another container's, or one that hangs in the driver) is named as that and never freed by force.
+
+_IDLE_BYTES = 2 << 30
+"""What a driver may keep of an idle GPU; a measured H100 keeps about 0.6 GiB."""
 
 
-def _describe(
-    gpu: Gpu, uuid: str, memory_bytes: int | None, free_bytes: int | None, *, is_slice: bool
-) -> Device:
-    return Device(
-        uuid=uuid, gpu=gpu, is_slice=is_slice, memory_bytes=memory_bytes, free_memory_bytes=free_bytes
-    )
+def check_device(
+    device: Device, inventory: Inventory, *, need_bytes: int | None = None, own_lease_id: str | None = None
+) -> Iterator[Finding]:
+    """Yield why a device cannot be given: held, used, or too full. `need_bytes` None asks for no amount."""
+    holder = inventory.lease_on(device.uuid, own_lease_id)
+    if holder is not None:
+        yield Finding(
+            code="gpu_held",
+            given=f"{device} is held by {holder}",
+            allowed="a GPU that no living run holds",
+            next_step="wait for that run, end it, or choose another GPU",
+            where=device.uuid,
+        )
+        return
+    users = inventory.users_of(device, own_lease_id)
+    named = "; ".join(map(str, users))
+    if users:
+        yield Finding(
+            code="foreign_process",
+            given=f"{device} is used by {named}; {_say_room(device, need_bytes)}",
+            allowed="a GPU without other users; strop ends no process that it did not start",
+            next_step="end that process yourself, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+            where=device.uuid,
+        )
+    elif need_bytes is not None:
+        yield from check_room(device, need_bytes)
+
+
+def check_room(device: Device, need_bytes: int) -> Iterator[Finding]:
+    """Yield why a role that needs so much does not fit on a device, or that this is unknown."""
+    room_bytes = device.room_bytes
+    if room_bytes is None:
+        yield Finding(
+            code="free_memory",
+            given=f"{device} does not tell its memory, and {_gib(need_bytes)} are needed",
+            allowed="a GPU whose memory nvidia-smi shows",
+            next_step="look at the first steps: a run that does not fit ends there",
+            where=device.uuid,
+            severity=Severity.UNKNOWN,
+        )
+    elif room_bytes < need_bytes:
+        used_bytes = device.gpu.used_bytes or 0
+        hidden = (
+            f"; {_gib(used_bytes)} are used by no process that can be seen, which strop never frees"
+            if used_bytes > _IDLE_BYTES and not device.is_slice
+            else ""
+        )
+        yield Finding(
+            code="free_memory",
+            given=f"{device}: {_say_room(device, need_bytes)}{hidden}",
+            allowed="a GPU with that much memory free now",
+            next_step="wait, choose another GPU, or ask for less: a smaller model or a smaller engine share",
+            where=device.uuid,
+        )
+
+
+def _say_room(device: Device, need_bytes: int | None) -> str:
+    total = "an unknown total" if device.memory_bytes is None else _gib(device.memory_bytes)
+    free = "" if device.free_memory_bytes is None else f"{_gib(device.free_memory_bytes)} free of "
+    need = "" if need_bytes is None else f", {_gib(need_bytes)} needed"
+    return f"{free}{total}{need}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"

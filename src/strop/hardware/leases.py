@@ -1,12 +1,12 @@
-"""Who uses which GPUs, ports and temporary directories of this machine.
+"""Which run uses which GPUs, ports and temporary directories of this machine.
 
 A run takes a *lease*: a file of this user on this machine that says what it holds and which process
-answers for it. A lease lives as long as that very process (`identity`): no heartbeat and no clock, so a
-stopped clock or a suspended machine ends nothing. What dead runs left is the business of `leftovers`.
+owns it. A lease is valid as long as that very process is alive (`identity`). There is no heartbeat and no
+clock, so a stopped clock or a suspended machine ends nothing. `leftovers` clears up after dead runs.
 
 Covered: numbers of processes that were used again, reboots, clocks that jump, a kill at any moment,
 containers that share the folder of leases. Not covered: other machines, each of which has its own leases;
-other users, whose leases nobody else can read; a system that removes old files below /tmp, for runs that are
+other users, whose leases cannot be read; a system that removes old files below /tmp, for runs that are
 older than it allows.
 """
 
@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
@@ -42,11 +41,11 @@ LOCK_NAME = "lock"
 
 
 class LeaseState(StrEnum):
-    """What can be said of a lease from here."""
+    """The state of a lease, as far as this process can tell."""
 
     ALIVE = "alive"
     DEAD = "dead"
-    """The process that answered for it has ended, or the machine has booted since."""
+    """Its holder has ended, or the machine has booted since."""
     ELSEWHERE = "elsewhere"
     """Of another machine, or of a container that seems to have ended. Nothing is done with it."""
 
@@ -60,7 +59,7 @@ class Lease:
     attempt: str
     host: str
     holder: ProcessIdentity
-    """The process that answers for it: with it the lease ends."""
+    """The process that owns the lease: the lease ends with it."""
     taken_at: float
     """Unix seconds, for people to read; nothing is decided by it."""
     gpus: tuple[str, ...] = ()
@@ -73,7 +72,7 @@ class Lease:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that answers for it can be seen."""
+        """Whether its holder can be seen and runs."""
         return self.holder.is_alive()
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ class HeldLease:
         self.is_kept = False
         """Whether `release` leaves it behind: for what belongs to it and could not be ended."""
         self._folder = folder
-        # Says in other namespaces of process numbers that its holder lives.
+        # Shows that the holder is alive to processes in other pid namespaces.
         self._lock = FileLock(lock_path_of(lease, folder))
 
     @property
@@ -114,7 +113,7 @@ class HeldLease:
         """
         place = (parent or Path(tempfile.gettempdir())).absolute()
         path = place / f"strop-{self.lease.lease_id}-{secrets.token_hex(4)}"
-        # Noted first: a kill in between leaves a note of nothing, and no directory that nobody knows.
+        # Noted first: a kill in between leaves a note without a directory, and no directory without a note.
         self._write(replace(self.lease, directories=(*self.lease.directories, str(path))))
         try:
             path.mkdir(mode=0o700)
@@ -134,7 +133,7 @@ class HeldLease:
         self._write(replace(self.lease, ports=(*self.lease.ports, port)))
 
     def release(self) -> None:
-        """Remove the directories and the lease. What still runs is the business of who started it."""
+        """Remove the directories and the lease. Processes that still run are left to their parent."""
         if not self.is_kept:
             remove_directories(self.lease)
             forget_lease(self.lease, self._folder)
@@ -154,12 +153,7 @@ class HeldLease:
         """Hold it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give it back."""
         self.release()
 
@@ -222,7 +216,7 @@ def find_inherited(folder: Path | None = None) -> Lease | None:
 
 
 def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
-    """Say whether a lease holds, as far as this process can see."""
+    """Return the state of a lease, as far as this process can see."""
     if lease.holder.is_seen_here:
         return LeaseState.ALIVE if lease.is_alive else LeaseState.DEAD
     if not lease.holder.is_of_this_boot:
@@ -238,7 +232,7 @@ def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
 
 
 def remove_directories(lease: Lease) -> tuple[str, ...]:
-    """Remove the directories of a lease that carry its id; any other of that name is somebody else's.
+    """Remove the directories of a lease that carry its id, and no other directory of that name.
 
     Returns those that were removed.
     """
@@ -261,7 +255,7 @@ def forget_lease(lease: Lease, folder: Path) -> None:
 def open_folder(folder: Path) -> Path:
     """Make the folder of leases, for this user alone.
 
-    Raises: StoreError if somebody else could write there: below /tmp anybody may have made it first.
+    Raises: StoreError if other users could write there: below /tmp, any user may have made it first.
     """
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

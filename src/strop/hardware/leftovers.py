@@ -1,4 +1,4 @@
-"""What dead runs left on this machine: found by their leases, and exactly that ended.
+"""Finds what dead runs left on this machine by their leases, and ends exactly that.
 
 A process belongs to a run if it carries the id of the lease in its environment, if the lease names it by
 number and start, or if one of these started it. Directories carry the id in a marker file. Nothing is ever
@@ -12,13 +12,15 @@ ended, unless the lease names it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.errors import StoreError
 from strop.hardware.identity import read_parent_and_start, send_signal
 from strop.hardware.leases import (
     LEASE_VARIABLE,
@@ -32,6 +34,7 @@ from strop.hardware.leases import (
     remove_directories,
     state_of,
 )
+from strop.io.atomic import explain_write_failure
 from strop.io.lock import FileLock
 
 _END_LIMIT_S = 5.0
@@ -41,7 +44,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleared:
-    """What a dead run had left, and what became of it."""
+    """What a dead run had left, and what was done about it."""
 
     lease: Lease
     ended: tuple[int, ...]
@@ -52,7 +55,7 @@ class Cleared:
     """Processes that did not end; the lease is kept then."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         parts = [f"run {self.lease.run}, attempt {self.lease.attempt}, had ended without clearing up"]
         parts += [f"{name} {_count(found)}" for name, found in (("ended", self.ended),) if found]
         parts += [f"removed {', '.join(self.removed)}"] if self.removed else []
@@ -93,7 +96,7 @@ def find_processes(lease_id: str) -> list[int]:
 def find_strays(folder: Path | None = None) -> dict[int, str]:
     """Return processes that carry the id of a lease that is not there, with that id.
 
-    For people to look at: their lease may be in a folder that cannot be seen from here.
+    For people to look at: their lease may be in a folder that this process cannot see.
     """
     known = {lease.lease_id for lease in find_leases(folder)}
     found = {pid: read_lease_id(pid) for pid in _list_pids()}
@@ -161,10 +164,13 @@ def _find_belonging(lease: Lease, living: Sequence[Lease]) -> dict[int, int]:
     named = {process.pid for process in lease.processes if process.is_alive()}
     carrying = {pid for pid in table if pid in named or read_lease_id(pid) == lease.lease_id}
     holders = {one.holder.pid for one in living if one.is_alive}
-    # Who clears up may have been started by what it clears up after, and so may a run that lives.
+    # This process may have been started by what it clears up after, and so may a living run: their parents,
+    # the parents of these and so on are spared too.
     spared = _add_children(holders, table)
     for pid in (os.getpid(), *holders):
-        spared |= set(_line_of(pid, table))
+        while pid in table:
+            spared.add(pid)
+            pid = table[pid][0]
     return {pid: table[pid][1] for pid in _add_children(carrying, table) - spared if pid in table}
 
 
@@ -176,13 +182,6 @@ def _add_children(pids: set[int], table: Mapping[int, tuple[int, int]]) -> set[i
     return found
 
 
-def _line_of(pid: int, table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
-    """Yield a process, its parent, and so on."""
-    while pid in table:
-        yield pid
-        pid = table[pid][0]
-
-
 def _list_pids() -> Iterator[int]:
     with suppress(OSError):
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit())
@@ -191,3 +190,58 @@ def _list_pids() -> Iterator[int]:
 def _count(pids: tuple[int, ...]) -> str:
     noun = "process" if len(pids) == 1 else "processes"
     return f"{noun} {', '.join(map(str, pids))}"
+
+
+# Private directories of processes: sockets, logs, weights in memory. Beside each lies a lock that its owner
+# holds; whoever finds the lock free may remove both.
+
+PREFIX = "ray-"
+"""Of directories of Ray nodes, whose paths must be short."""
+MEMORY_PREFIX = "strop-"
+"""Of directories in shared memory that belong to no Ray node."""
+SHARED_MEMORY = Path("/dev/shm")
+_LOCK = ".lock"
+
+
+@contextmanager
+def own_dir(path: Path) -> Iterator[None]:
+    """Make the directory, hold its lock, and remove both; first remove what dead keepers left beside it.
+
+    Raises: StoreError if it cannot be made.
+    """
+    remove_dead(path.parent)
+    lock = FileLock(path.with_name(path.name + _LOCK))
+    try:
+        lock.acquire()
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        lock.path.unlink(missing_ok=True)
+        lock.release()
+
+
+def remove_dead(parent: Path) -> list[Path]:
+    """Remove directories of this user whose owner is gone; return them."""
+    removed = []
+    lock_paths = [path for prefix in (PREFIX, MEMORY_PREFIX) for path in parent.glob(f"{prefix}*{_LOCK}")]
+    for lock_path in sorted(lock_paths):
+        with suppress(OSError, StoreError):
+            if lock_path.lstat().st_uid != os.getuid():
+                continue
+            lock = FileLock(lock_path)
+            if lock.try_acquire():
+                path = lock_path.with_name(lock_path.name.removesuffix(_LOCK))
+                shutil.rmtree(path, ignore_errors=True)
+                lock_path.unlink(missing_ok=True)
+                lock.release()
+                removed.append(path)
+    return removed
+
+
+def clear_shared_memory() -> list[Path]:
+    """Remove what killed owners left in this machine's memory, weights for example; return it."""
+    return remove_dead(SHARED_MEMORY)

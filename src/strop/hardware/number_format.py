@@ -11,13 +11,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import Calibration
-from strop.hardware.gpus import Gpu
+from strop.hardware.gpus import Gpu, read_torch_build
 from strop.hardware.machine import BF16_INSTRUCTIONS, Machine
-from strop.hardware.torch_build import read_torch_build
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
 from strop.spec.run import RunSpec
 
@@ -53,7 +52,13 @@ def choose_format(
     if asked == AUTO:
         return NumberFormat(dtype="bfloat16" if is_fast else "float32", reason=why)
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked == "bfloat16" else "float32"
-    cost = f"{why}, and emulates it{_slowdown(calibration)}" if dtype == "bfloat16" and not is_fast else None
+    cost = None
+    if dtype == "bfloat16" and not is_fast:
+        slowdown = "expect products to take many times as long; `strop doctor` measures"
+        if calibration is not None:
+            factor = calibration.gemm_fp32_gflops / calibration.gemm_bf16_gflops
+            slowdown = f"a product takes {factor:.1f} times as long as in float32, by `strop doctor`"
+        cost = f"{why}, and emulates it: {slowdown}"
     return NumberFormat(dtype=dtype, reason="the run file says so", cost=cost)
 
 
@@ -92,13 +97,6 @@ def _look_at(machine: Machine, device: Gpu | Accelerator | None) -> tuple[bool, 
     return False, "the processor has no instructions for bfloat16"
 
 
-def _slowdown(calibration: Calibration | None) -> str:
-    if calibration is None:
-        return ": expect products to take many times as long; `strop doctor` measures"
-    factor = calibration.gemm_fp32_gflops / calibration.gemm_bf16_gflops
-    return f": a product takes {factor:.1f} times as long as in float32, by `strop doctor`"
-
-
 def compute_device(machine: Machine) -> Gpu | None:
     """Return the GPU that PyTorch computes on in this process; None for the processor.
 
@@ -108,20 +106,18 @@ def compute_device(machine: Machine) -> Gpu | None:
     if torch is not None:
         if not torch.cuda.is_available():
             return None
-        # The driver's answer first: PyTorch would take memory of the GPU to tell.
-        return machine.gpus[0] if machine.gpus else _ask_torch(torch)
+        if machine.gpus:
+            return machine.gpus[0]
+        # Only where the driver does not answer: PyTorch takes memory of the GPU to tell.
+        major, minor = torch.cuda.get_device_capability()
+        return Gpu(
+            index="0",
+            uuid="",
+            name=torch.cuda.get_device_name(),
+            memory_bytes=None,
+            compute_capability=float(f"{major}.{minor}"),
+        )
     build = read_torch_build()
     hidden = parse_visible_devices(os.environ.get(VISIBLE_DEVICES)).form is DeviceForm.NONE
     is_possible = build is not None and build.cuda is not None and not hidden
     return machine.gpus[0] if machine.gpus and is_possible else None
-
-
-def _ask_torch(torch: Any) -> Gpu:
-    major, minor = torch.cuda.get_device_capability()
-    return Gpu(
-        index="0",
-        uuid="",
-        name=torch.cuda.get_device_name(),
-        memory_bytes=None,
-        compute_capability=float(f"{major}.{minor}"),
-    )

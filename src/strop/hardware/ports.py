@@ -2,31 +2,31 @@
 
 A port is chosen by binding it, to a number that the system picks, and the socket is kept until the program
 that listens has it: by inheriting the descriptor, or because it binds by itself and publishes what it got.
-Who looks for a free number and closes the socket gives it to whoever asks next. Where a program takes
-nothing but a number, `start_on_port` tries again with another one, and says so.
+A port that is looked up and closed again may be taken by the next program that asks. Where a program accepts
+only a number, `start_on_port` retries with another one and reports it.
 Loopback is the default: an address of the network lets other users of it connect.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
+import json
 import socket
 import struct
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware.identity import describe_process
+from strop.io.atomic import write_bytes_atomically
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 """Asks for the IPv4 address of an interface; netdevice(7)."""
-_LISTENING = "0A"
-"""State of a socket in /proc/net/tcp, see proc_pid_net(5)."""
 _NUM_TRIES = 5
 _UNROUTED = ("192.0.2.1", 9)
 """Of a network that is for documents only (RFC 5737). Connecting a datagram socket sends nothing."""
@@ -61,19 +61,14 @@ class HeldPort:
         """Hold it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListeningPort:
-    """A TCP port that somebody listens on."""
+    """A TCP port that a process listens on."""
 
     host: str
     port: int
@@ -82,7 +77,10 @@ class ListeningPort:
 
     def __str__(self) -> str:
         """Name it for a message."""
-        return f"{self.host}:{self.port} ({describe_listener(self)})"
+        if self.pid is None:
+            return f"{self.host}:{self.port} (a process that is not visible from here)"
+        command = describe_process(self.pid)[1] or "command unknown"
+        return f"{self.host}:{self.port} (process {self.pid}: {command})"
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
@@ -100,7 +98,7 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
         raise CheckRefused(
             explain_refusal(
                 f"{host}:{port} cannot be bound ({error.strerror}){by}",
-                allowed="an address of this machine and a port that nobody has",
+                allowed="an address of this machine and a port that is free",
                 next_step="name no port, so that a free one is picked, or another one",
             )
         ) from error
@@ -113,7 +111,7 @@ def start_on_port(
     """Start a program that takes nothing but a number, with a number that was free a moment ago.
 
     `start` returns None if the program found its port taken: then another one is tried, and `on_retry` is
-    told. Only for programs that can neither inherit a socket nor say what they bound.
+    called. Only for programs that can neither inherit a socket nor report what they bound.
     Raises: CheckRefused if that goes on.
     """
     for number in range(1, _NUM_TRIES + 1):
@@ -143,7 +141,11 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
         return LOOPBACK
     if interface is not None:
         return _read_interface(interface)
-    candidates = [*_resolve(socket.gethostname()), *_find_route()]
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    candidates = [*(str(entry[4][0]) for entry in found), *_find_route()]
     outside = [address for address in candidates if not address.startswith("127.")]
     if outside:
         return outside[0]
@@ -167,59 +169,19 @@ def find_interface(peer: str) -> str | None:
 
 
 def read_listening_ports() -> list[ListeningPort]:
-    """Return the TCP ports that are listened on in this network namespace. Linux; elsewhere none."""
-    inodes = {inode: place for name in ("tcp", "tcp6") for place, inode in _read_table(name)}
-    owners = _find_owners(set(inodes)) if inodes else {}
+    """Return the TCP ports that are listened on in this network namespace, none where nothing tells."""
+    import psutil
+
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError, RuntimeError):
+        return []
     found = [
-        ListeningPort(host=host, port=port, pid=owners.get(inode)) for inode, (host, port) in inodes.items()
+        ListeningPort(host=one.laddr.ip, port=one.laddr.port, pid=one.pid)
+        for one in sockets
+        if one.status == psutil.CONN_LISTEN
     ]
     return sorted(found, key=lambda one: (one.port, one.host))
-
-
-def describe_listener(found: ListeningPort) -> str:
-    """Say which process listens, as far as it can be seen."""
-    if found.pid is None:
-        return "a process that is not visible from here"
-    try:
-        words = Path(f"/proc/{found.pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        words = []
-    command = b" ".join(words).decode(errors="replace").strip()
-    return f"process {found.pid}: {command or 'command unknown'}"
-
-
-def _read_table(name: str) -> Iterator[tuple[tuple[str, int], str]]:
-    try:
-        lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    except OSError:
-        return
-    for line in lines:
-        fields = line.split()
-        if fields[3] == _LISTENING:
-            address, _, port = fields[1].partition(":")
-            yield (_read_address(address), int(port, 16)), fields[9]
-
-
-def _read_address(text: str) -> str:
-    """Read an address as the kernel prints it: words of 32 bits, each in the order of this machine."""
-    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
-
-
-def _find_owners(inodes: set[str]) -> dict[str, int]:
-    """Return the process of each socket, of those that this user may look into."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with suppress(OSError):
-            for descriptor in os.listdir(f"/proc/{entry}/fd"):
-                target = os.readlink(f"/proc/{entry}/fd/{descriptor}")
-                inode = target.removeprefix("socket:[").rstrip("]")
-                if inode in inodes:
-                    found[inode] = int(entry)
-    return found
 
 
 def _read_interface(name: str) -> str:
@@ -239,14 +201,6 @@ def _read_interface(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _resolve(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [str(entry[4][0]) for entry in found]
-
-
 def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
     """Return the address that packets to an address would carry as theirs. None is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -255,3 +209,121 @@ def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
         except OSError:
             return []
         return [str(asking.getsockname()[0])]
+
+
+# Addresses of an attempt's programs, for its other nodes: `ports.json` in the attempt's directory, with the
+# attempt's number. A late reader of an earlier attempt is refused instead of being sent to strangers.
+
+PORTS_NAME = "ports.json"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """What one attempt listens on."""
+
+    attempt: int
+    """Its number, which grows with each attempt."""
+    node: str
+    """The node that published it."""
+    addresses: Mapping[str, str]
+    """Name to host:port."""
+
+
+def publish_ports(
+    attempt_path: Path, attempt: int, addresses: Mapping[str, str], *, node: str, name: str = PORTS_NAME
+) -> Path:
+    """Publish where an attempt listens, as one file that appears whole; return the file.
+
+    Several publishers take a `name` each. Raises: StoreError if a later attempt has published there already,
+    or the file cannot be written.
+    """
+    path = attempt_path / name
+    there = _read(path)
+    if there is not None and there.attempt > attempt:
+        raise _stale(path, attempt, there)
+    content = {"attempt": attempt, "node": node, "addresses": dict(addresses)}
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode())
+    return path
+
+
+def read_ports(attempt_path: Path, attempt: int, *, name: str = PORTS_NAME) -> Published | None:
+    """Return where an attempt listens; None while it has not published that.
+
+    Raises: StoreError if a later attempt has begun.
+    """
+    path = attempt_path / name
+    there = _read(path)
+    if there is not None and there.attempt > attempt:
+        raise _stale(path, attempt, there)
+    return there if there is not None and there.attempt == attempt else None
+
+
+def wait_for_ports(
+    attempt_path: Path,
+    attempt: int,
+    wanted: Sequence[str],
+    *,
+    node: str,
+    wait_limit_s: float,
+    name: str = PORTS_NAME,
+) -> Published:
+    """Wait until an attempt has published certain names.
+
+    Raises: StoreError naming the node that was to publish them and has not, or if a later attempt has begun.
+    """
+    deadline = time.monotonic() + wait_limit_s
+    while True:
+        found = read_ports(attempt_path, attempt, name=name)
+        missing = [one for one in wanted if found is None or one not in found.addresses]
+        if found is not None and not missing:
+            return found
+        if time.monotonic() >= deadline:
+            raise StoreError(
+                explain_refusal(
+                    f"node {node} has not said within {wait_limit_s:g} s where {', '.join(missing)} of"
+                    f" attempt {attempt} can be reached ({attempt_path / name})",
+                    allowed="a node that starts with the others and sees the same disk",
+                    next_step=f"read the logs of node {node}; exclude it if it does not start",
+                )
+            )
+        time.sleep(_POLL_S)
+
+
+def _read(path: Path) -> Published | None:
+    """Return what a file says; None where there is none, or what it says has another form."""
+    try:
+        content = json.loads(path.read_bytes())
+        return Published(
+            attempt=int(content["attempt"]),
+            node=str(content["node"]),
+            addresses={str(key): str(value) for key, value in content["addresses"].items()},
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _stale(path: Path, attempt: int, there: Published) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"this is attempt {attempt}, and {path} is of attempt {there.attempt}, by node {there.node}",
+            allowed="the newest attempt: one that was replaced must not talk to its successor",
+            next_step="nothing; the newer attempt goes on, and this one ends here",
+        )
+    )
+
+
+# Environment variables that a node's agent sets for the roles that it starts.
+
+NODE_VARIABLE = "STROP_NODE"
+"""Which node of its attempt a role is on, from 0."""
+NUM_NODES_VARIABLE = "STROP_NUM_NODES"
+ADDRESS_VARIABLE = "STROP_NODE_ADDRESS"
+"""Of node 0, as the other nodes reach it."""
+NAMES_VARIABLE = "STROP_JOB_NAMES"
+"""Names of the job's variables and secrets, with commas: every process of the run must have them."""
+
+
+def count_nodes(environ: Mapping[str, str]) -> int:
+    """Return how many nodes this process's job has; 1 outside of one."""
+    return int(environ.get(NUM_NODES_VARIABLE, "1"))

@@ -12,6 +12,7 @@ goes unnoticed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,21 +20,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware.identity import ProcessIdentity, identify
 from strop.io.atomic import explain_write_failure
 
 _POLL_S = 0.01
 TAIL_BYTES = 1 << 16
-# Runs in the child before the program: leave announcements of an end to whoever started it (Slurm sends
-# them to every process of a step, and the default is to die), ask for death with the parent, see that the
-# parent has not died in between, become the program. A stub, because code between fork and exec in a threaded
-# process (preexec_fn) can deadlock. 1 is PR_SET_PDEATHSIG.
+# Runs in the child before the program: ignore the signals that announce an end (Slurm sends them to every
+# process of a step, and the default is to die; the parent handles them), ask for death with the parent, check
+# that the parent has not died in between, become the program. A stub, because code between fork and exec in a
+# threaded process (preexec_fn) can deadlock. 1 is PR_SET_PDEATHSIG.
 _STUB = """
 import os, signal, sys
 parent = int(sys.argv[1])
@@ -65,8 +68,9 @@ class ChildProcess:
         When the child has ended, what is left of its process group is killed.
         """
         with self._lock:
-            if self._popen.returncode is None and _has_ended(self.pid):
-                # The child is a zombie until `wait` below, so its group id cannot be reused yet.
+            # WNOWAIT: a child that has ended stays a zombie until `wait` below; its group id is not reused.
+            question = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if self._popen.returncode is None and os.waitid(os.P_PID, self.pid, question) is not None:
                 _signal_group(self.pid, signal.SIGKILL)
                 self._popen.wait()
             return self._popen.returncode
@@ -179,14 +183,159 @@ def _starter(own_pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-spawn")
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a child is a zombie. WNOWAIT leaves it one."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _signal_group(pid: int, number: signal.Signals) -> None:
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
         # Gone already; macOS says "not permitted" for a group of zombies only.
         return
+
+
+# Runs in a child: a grandchild in a session of its own becomes the program. It is no child of this process,
+# so it need not be waited for. Its number comes back on the descriptor named first.
+_DETACHING_STUB = """
+import os, sys
+number = os.fork()
+if number:
+    os.write(int(sys.argv[1]), str(number).encode())
+    os._exit(0)
+os.setsid()
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def start_detached(
+    args: Sequence[str], log_path: Path, env: Mapping[str, str], *, cwd: Path
+) -> ProcessIdentity | None:
+    """Start a program that outlives this process and its terminal; None if it has ended already.
+
+    Its output is appended to `log_path`.
+
+    `args[0]` is a path. Raises: CheckRefused if it cannot be started; StoreError if the log cannot be opened.
+    """
+    reader, writer = os.pipe()
+    try:
+        with log_path.open("ab") as log:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _DETACHING_STUB, str(writer), *args],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                cwd=cwd,
+                pass_fds=(writer,),
+                check=True,
+            )
+        return identify(int(os.read(reader, 32)))
+    except OSError as error:
+        raise explain_write_failure(error, log_path) from error
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise CheckRefused(
+            explain_refusal(
+                f"{args[0]} could not be started ({error})",
+                allowed="a machine with room for one more process",
+                next_step=f"read {log_path}",
+            )
+        ) from error
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # From <linux/prctl.h>.
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing is done.
+
+    For a process that is responsible for others. Process 1 of a container must reap them itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(own_pids: Collection[int]) -> int:
+    """Reap adopted children that have ended; return how many.
+
+    `own_pids`: children that other code of this process waits for, whose exit codes are left to it.
+    """
+    num_reaped = 0
+    for pid in _children():
+        if pid not in own_pids:
+            # Waits for nothing: of a child that runs the answer is 0.
+            with suppress(ChildProcessError):
+                num_reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
+    return num_reaped
+
+
+def show_stacks_of_children(limit_s: float) -> list[int]:
+    """Let every Python child write the stacks of its threads to its standard error, and end; return them.
+
+    SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. What was stopped
+    is continued first. Waits until they have ended, at most `limit_s`.
+    """
+    running = [child for pid in _children() if (child := identify(pid)) is not None]
+    for number in (signal.SIGCONT, signal.SIGABRT):
+        for child in running:
+            child.send(number)
+    deadline = time.monotonic() + limit_s
+    while any(child.is_alive() for child in running) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [child.pid for child in running]
+
+
+def end_descendants(limit_s: float) -> list[int]:
+    """Kill everything that this process started and that they started; return what is left after `limit_s`.
+
+    For a process that has adopted orphans: then processes whose parents have ended are among them.
+    """
+    deadline = time.monotonic() + limit_s
+    while (found := _list_descendants()) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans(())
+        time.sleep(0.02)
+    return found
+
+
+def _list_descendants() -> list[int]:
+    """Return all descendants; a number cannot be used again as long as its parent has not reaped it."""
+    found, new = [], list(_children())
+    while new:
+        found += new
+        new = [child for pid in new for child in _children(pid)]
+    return found
+
+
+def _children(of: int | str = "self") -> Iterator[int]:
+    for path in Path(f"/proc/{of}/task").glob("*/children"):
+        with suppress(OSError):
+            yield from map(int, path.read_text().split())
+
+
+MAX_NICENESS = 19
+_PROC = Path("/proc")
+
+
+def step_back(pid: int, *, by: int) -> bool:
+    """Give the process group that `pid` leads a lower priority than ours, and its session if it leads one.
+
+    A process's niceness counts only within its session where sessions share first: see sched(7), 'The
+    autogroup feature'. Return False if nothing was done because Linux wants to be asked less often.
+    """
+    try:
+        if os.getsid(pid) == pid:
+            # A text such as '/autogroup-12 nice 0'. It is empty for a session in no group of its own, as in a
+            # container; the share of such a session is the usual one.
+            words = (_PROC / "self/autogroup").read_text().split()
+            own = int(words[-1]) if words else 0
+            (_PROC / str(pid) / "autogroup").write_text(str(min(own + by, MAX_NICENESS)))
+    except BlockingIOError:
+        return False  # Ten a second are allowed.
+    except (OSError, ValueError):
+        pass  # Not this system.
+    # Some container kernels know no priority of a group.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PGRP, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + by, MAX_NICENESS))
+    return True

@@ -95,10 +95,11 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
         one slice at most, and NCCL does not connect them.
     """
     total = sum(wanted.values())
+    by_role = ", ".join(f"{role} {number}" for role, number in wanted.items())
     if len(visible.ids) < total:
         raise CheckRefused(
             explain_refusal(
-                f"{count_gpus(total)} asked for ({_count_roles(wanted)}), and {_describe(visible)}",
+                f"{count_gpus(total)} asked for ({by_role}), and {_describe(visible)}",
                 allowed="as many visible GPUs as the roles ask for",
                 next_step="ask for fewer, or for a job with more",
             )
@@ -143,10 +144,6 @@ def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, st
 def count_gpus(number: int) -> str:
     """Return a number of GPUs with its verb, for a message."""
     return "1 GPU is" if number == 1 else f"{number} GPUs are"
-
-
-def _count_roles(wanted: Mapping[str, int]) -> str:
-    return ", ".join(f"{role} {number}" for role, number in wanted.items())
 
 
 def _describe(visible: VisibleDevices) -> str:

@@ -16,9 +16,9 @@ from strop.io.atomic import (
     verify_directory,
     write_bytes_atomically,
 )
-from strop.io.cache import user_cache_dir
 from strop.io.leftovers import remove_leftovers
 from strop.io.lock import FileLock, LockHolder
+from strop.io.variables import user_cache_dir
 
 __all__ = [
     "AtomicDirectory",

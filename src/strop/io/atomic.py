@@ -12,20 +12,23 @@ Not covered: file systems whose rename is not atomic; two writers of one directo
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from strop.errors import CorruptRecord, StoreError, explain_refusal
-from strop.io.exchange import publish_directory
 from strop.io.leftovers import partial_path_of
 
 MANIFEST_NAME = "COMPLETE"
@@ -54,7 +57,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     """By path relative to the directory, with forward slashes."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the writer wants a reader to know; JSON values."""
+    """Facts for readers; JSON values."""
 
     @property
     def digest(self) -> str:
@@ -75,7 +78,7 @@ class Manifest:
         """Return the content of the COMPLETE file."""
         content = {
             "format": MANIFEST_FORMAT,
-            "files": {name: _record_to_json(record) for name, record in sorted(self.files.items())},
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
             "facts": dict(self.facts),
         }
         return json.dumps(content, indent=1).encode()
@@ -96,7 +99,7 @@ def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | N
     """
     partial_path = partial_path_of(path)
     try:
-        with (open_file or _open_new)(partial_path) as file:
+        with open_file(partial_path) if open_file else partial_path.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -192,7 +195,7 @@ def is_complete(path: Path) -> bool:
 def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
     """Read the manifest of a complete directory without checking the files.
 
-    `remedy` is what to do about a damaged one, for whoever knows better than to fetch it again.
+    `remedy` is what to do about a damaged one; None: remove it, or fetch it again.
 
     Raises: StoreError if there is none; CorruptRecord if it cannot be read.
     """
@@ -330,10 +333,6 @@ def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False
     )
 
 
-def _open_new(path: Path) -> BinaryIO:
-    return path.open("xb")
-
-
 def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, FileRecord]:
     names = []
     for entry in sorted(path.rglob("*")):
@@ -347,7 +346,8 @@ def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, File
             )
         if entry.is_file():
             names.append(entry.relative_to(path).as_posix())
-            _fsync_file(entry)
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
     digests = {**known_sha256, **hash_files(path, [name for name in names if name not in known_sha256])}
     stats = {name: (path / name).stat() for name in names}
     return {
@@ -356,15 +356,6 @@ def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, File
         )
         for name in names
     }
-
-
-def _record_to_json(record: FileRecord) -> dict[str, Any]:
-    return {"size_bytes": record.size_bytes, "sha256": record.sha256, "mtime_ns": record.mtime_ns}
-
-
-def _fsync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _stat_promised(path: Path, record: FileRecord, remedy: str) -> os.stat_result:
@@ -397,3 +388,54 @@ def _corrupt(place: Path | str, found: str, allowed: str, remedy: str) -> Corrup
 def _remedy(directory: Path | str) -> str:
     """Say what to do about a damaged directory: all of it is one record, so all of it goes."""
     return f"use another complete record and remove {directory}, or fetch it again"
+
+
+# From <linux/fs.h> and <fcntl.h>.
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def publish_directory(partial_path: Path, path: Path, *, replace: bool) -> None:
+    """Rename a finished directory to its name; with `replace`, an older one there is removed.
+
+    Raises: OSError if the name is taken and may not be replaced.
+    """
+    if replace and path.exists():
+        if not _exchange(partial_path, path):
+            # No atomic exchange here (macOS, some network file systems). A kill between the two
+            # renames leaves no directory under the name, and the old one as a leftover.
+            aside_path = partial_path.with_name(partial_path.name + "-old")
+            path.rename(aside_path)
+            partial_path.rename(path)
+            partial_path = aside_path
+        shutil.rmtree(partial_path, ignore_errors=True)
+        return
+    partial_path.rename(path)
+
+
+def _exchange(first_path: Path, second_path: Path) -> bool:
+    """Swap two directories in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    first, second = os.fsencode(first_path), os.fsencode(second_path)
+    return bool(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0)
+
+
+# Walking a directory that others write to: what goes away meanwhile is left out, never an error.
+
+
+def walk_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield every file below a directory with its status, in order of their paths; missing ones are left out.
+
+    Others may write there meanwhile.
+
+    `Path.rglob` of Python 3.11 and 3.12 ends with FileNotFoundError where a directory is removed under it.
+    """
+    for path in sorted(Path(parent) / name for parent, _, names in os.walk(root) for name in names):
+        with suppress(OSError):
+            found = path.stat()
+            if S_ISREG(found.st_mode):
+                yield path, found

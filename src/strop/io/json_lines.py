@@ -86,13 +86,11 @@ class JsonLines:
                 )
             except OSError as error:
                 raise explain_write_failure(error, self.path) from error
-            self._drop_torn_end(self._descriptor)
+            # Drop a line that a kill tore.
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
         return self._descriptor
-
-    def _drop_torn_end(self, descriptor: int) -> None:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.ftruncate(descriptor, self.path.read_bytes().rfind(b"\n") + 1)
 
     def _scan(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         data = self.path.read_bytes() if self.path.exists() else b""

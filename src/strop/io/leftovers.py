@@ -66,15 +66,12 @@ def is_process_alive(pid: int) -> bool:
 
 def process_started_at(pid: int) -> float | None:
     """Return when a process started (Unix seconds), or None if it is gone or the system does not tell."""
+    import psutil
+
     try:
-        # The program name in field 2 may hold spaces and brackets, so count from its end.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot_line = next(
-            line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
-        )
-        return int(boot_line.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, StopIteration, LookupError, ValueError):
-        # Some containers show these files empty, or with other lines.
+        return float(psutil.Process(pid).create_time())
+    except (psutil.Error, OSError, RuntimeError, LookupError, ValueError):
+        # Some containers show the files of /proc empty, or with other lines.
         return None
 
 

@@ -3,6 +3,8 @@
 `flock` on a file that is never removed: the kernel releases it at any death, kill -9 included, and
 removing the file would let two processes lock two files of one name.
 Not covered: processes forked (not spawned) while the lock is held inherit it.
+The package filelock is not used: in its release 3.18 a waiting process truncates the file and erases the name
+of the holder, and 4.2 falls back to a lock file that outlives its process where there is no flock.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from strop.errors import StoreError, explain_refusal
 from strop.io.atomic import explain_write_failure
@@ -25,7 +26,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockHolder:
-    """Who holds a lock, as the holder wrote it."""
+    """The holder of a lock, as it wrote itself down."""
 
     pid: int
     host: str
@@ -103,7 +104,7 @@ class FileLock:
             self._descriptor = None
 
     def holder(self) -> LockHolder | None:
-        """Return who wrote itself into the lock file last, or None if that cannot be read."""
+        """Return the process that wrote itself into the lock file last, or None if that cannot be read."""
         try:
             content = json.loads(self.path.read_bytes())
             return LockHolder(pid=content["pid"], host=content["host"], since=content["since"])
@@ -115,12 +116,7 @@ class FileLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the lock back."""
         self.release()
 

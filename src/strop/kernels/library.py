@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.io.cache import user_cache_dir
+from strop.io.variables import user_cache_dir
 
 _SOURCES = ("kernels.c", "rows.h")
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -57,7 +57,11 @@ def kernel_status() -> KernelStatus:
         if not path.exists():
             _compile([*compiler, *flags], path)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
-        return KernelStatus(path=None, note=_explain(error))
+        note = f"{type(error).__name__}: {error}"
+        if isinstance(error, subprocess.CalledProcessError):
+            lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+            note = f"{shlex.join(error.cmd[:1])} failed: {lines[0]}"
+        return KernelStatus(path=None, note=note)
     return KernelStatus(path=path, note=version)
 
 
@@ -108,10 +112,3 @@ def _compile(command: list[str], path: Path) -> None:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=True)
     return done.stdout
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
-        return f"{shlex.join(error.cmd[:1])} failed: {lines[0]}"
-    return f"{type(error).__name__}: {error}"

@@ -1,26 +1,38 @@
-"""What a member wrote of its own attempts, read from wherever its directory is.
+"""The attempts of a member, as its own record shows them, and what exit codes mean.
 
-`verdict.json` is the word of whoever is above the agents; where it is missing and every node has left its
-exit code, these are combined.
+`verdict.json` is written by the supervisor above the agents. Where it is missing and every node has written
+its exit code, these are combined.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
+from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.contract import AttemptRecord
-from strop.launch.exit_codes import combine
-from strop.launch.home import ATTEMPTS_FOLDER
+from strop.launch.job_dir import ATTEMPTS_FOLDER
 from strop.record.files import RecordFiles
 
 VERDICT_NAME = "verdict.json"
 _PLACE = re.compile(
     rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?:agent-(?P<node>\d+)\.json|(?P<verdict>verdict\.json))"
 )
+_MILD = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_DONE)
+"""The most important one first; any other code is more important."""
+SIGNAL_BASE = 128
+_MEANINGS = {
+    EXIT_DONE: "done",
+    EXIT_FAILED: "failed",
+    EXIT_USAGE: "wrong usage or settings",
+    EXIT_INTERRUPTED: "interrupted, its state saved",
+    EXIT_REFUSED: "refused by a check before it began",
+}
 
 
 def write_verdict(
@@ -33,7 +45,7 @@ def write_verdict(
     ended_at: float,
     nodes: tuple[str, ...],
 ) -> None:
-    """Write how an attempt ended as a whole; the last word about it. Raises: StoreError."""
+    """Write how an attempt ended as a whole. It outranks what the nodes wrote. Raises: StoreError."""
     content = {
         "number": number,
         "exit_code": exit_code,
@@ -52,7 +64,7 @@ def combine_exit_files(attempt_path: Path, num_nodes: int) -> int:
 
 
 def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
-    """Return a member's attempts, oldest first. Files that cannot be read say nothing.
+    """Return a member's attempts, oldest first. Files that cannot be parsed are ignored.
 
     Raises: StoreError if the place does not answer.
     """
@@ -79,7 +91,8 @@ def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> Attempt
     hosts = tuple(str(agents[node].get("host", "")) for node in sorted(agents))
     listed = verdict.get("nodes")
     exit_code, ended_at = _integer(verdict, "exit_code"), _number(verdict, "ended_at")
-    ends = _read_ends(record, name, sorted(agents))
+    end_names = (f"{ATTEMPTS_FOLDER}/{name}/end-{node}.json" for node in sorted(agents))
+    ends = [content for end_name in end_names if (content := _read_json(record, end_name)) is not None]
     if not verdict and agents and len(ends) == _integer(first, "num_nodes"):
         exit_code = combine(_integer(end, "exit_code") for end in ends)
         ended_at = max(_ended_at(end) for end in ends)
@@ -94,7 +107,7 @@ def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> Attempt
         exit_code=exit_code,
         signal=str(verdict.get("signal") or next((end["signal"] for end in ends if end.get("signal")), "")),
         nodes=hosts or (tuple(map(str, listed)) if isinstance(listed, list) else ()),
-        # The first cause: what came after it is its consequence.
+        # The first cause: later ones are its consequences.
         cause=str(min(decisive, key=_ended_at)["cause"]) if decisive else "",
     )
 
@@ -113,11 +126,6 @@ def _ended_at(end: dict[str, Any]) -> float:
     return _number(end, "ended_at") or 0.0
 
 
-def _read_ends(record: RecordFiles, attempt: str, nodes: list[int]) -> list[dict[str, Any]]:
-    names = (f"{ATTEMPTS_FOLDER}/{attempt}/end-{node}.json" for node in nodes)
-    return [content for name in names if (content := _read_json(record, name)) is not None]
-
-
 def _read_json(record: RecordFiles, name: str) -> dict[str, Any] | None:
     data = record.read(name)
     try:
@@ -128,8 +136,37 @@ def _read_json(record: RecordFiles, name: str) -> dict[str, Any] | None:
 
 
 def read_exit_code(path: Path) -> int | None:
-    """Return what a node wrote last; None while it has not, or where it cannot be read."""
+    """Return a node's exit code from its file; None while there is none, or if it cannot be read."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def combine(codes: Iterable[int | None]) -> int:
+    """Return one code for all nodes: a failure before 76, before 75, before 0. A missing code is a failure.
+
+    A maximum, as `srun` returns it, would let a 75 hide a 1.
+    """
+    known = [EXIT_FAILED if code is None else code for code in codes]
+    failures = [code for code in known if code not in _MILD]
+    if failures:
+        # A cause before its consequence: the other nodes are killed once one has failed.
+        return next((code for code in failures if code < SIGNAL_BASE), failures[0])
+    return next((code for code in _MILD if code in known), EXIT_FAILED)
+
+
+def from_wait(exit_code: int) -> int:
+    """Return a child's code as a shell has it: a death by signal n is 128 + n."""
+    return SIGNAL_BASE - exit_code if exit_code < 0 else exit_code
+
+
+def describe_exit(exit_code: int) -> str:
+    """Say what a code means."""
+    if exit_code > SIGNAL_BASE:
+        try:
+            return f"killed by {Signals(exit_code - SIGNAL_BASE).name}"
+        except ValueError:
+            return f"exit code {exit_code}"
+    meaning = _MEANINGS.get(exit_code)
+    return f"exit code {exit_code}" + (f": {meaning}" if meaning else "")

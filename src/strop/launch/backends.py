@@ -1,4 +1,4 @@
-"""Which backend a site has. Loads the one that is asked for, and no other."""
+"""The backend of a site. Imports that one alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from strop.spec.site import ContainerSite, LocalSite, SageMakerSite, Site, SiteP
 
 
 def open_backend(site: Site) -> Backend:
-    """Return the backend of a site. Nothing is asked yet."""
+    """Return the backend of a site. No scheduler is queried yet."""
     match site.profile:
         case LocalSite():
             from strop.launch.local.backend import LocalBackend

@@ -1,8 +1,9 @@
-"""The words of jobs, and the seam that backends keep.
+"""The types of jobs, and the seam that backends implement.
 
-A *plan* is everything that will be sent, made without effects. A *job* is a plan that a scheduler accepted;
-it has one *member*, or one for each combination of a sweep. An *attempt* is one life of a member: after a
-preemption the same job lives again. Each node of an attempt has one *agent*, which starts the *roles*.
+A *plan* is everything that will be submitted, made without effects. A *job* is a plan that a scheduler
+accepted; it has one *member*, or one for each combination of a sweep. An *attempt* is one start of a
+member: after a preemption the same job is requeued. Each node of an attempt has one *agent*, which starts
+the *roles*. The job directory is the field `home`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from strop.spec.site import Site
 
 
 class JobState(StrEnum):
-    """Where a job stands. A name that no table knows is `unknown`, which ends nothing and starts nothing."""
+    """The state of a job. A name that no table knows is `unknown`, which ends nothing and starts nothing."""
 
     QUEUED = "queued"
     """Accepted, without resources yet."""
@@ -29,7 +30,7 @@ class JobState(StrEnum):
     """Has resources; its first node has not written its start record."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Stopped from outside, and waiting to live again."""
+    """Stopped from outside, and waiting to be requeued."""
     SUCCEEDED = "succeeded"
     """Every agent ended with 0. Being stopped is never success."""
     FAILED = "failed"
@@ -37,7 +38,7 @@ class JobState(StrEnum):
     TIMEOUT = "timeout"
     """Its time limit ended it, and nothing will start it again."""
     UNKNOWN = "unknown"
-    """No source gives an answer."""
+    """No source answers."""
 
     @property
     def is_terminal(self) -> bool:
@@ -50,7 +51,7 @@ _TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeSnapshot:
-    """The working tree as it is, uncommitted edits and untracked files included. Made by `jobs.snapshot`."""
+    """The working tree as it is, uncommitted edits and untracked files included. Made by `snapshot`."""
 
     project_path: Path
     files: tuple[str, ...]
@@ -61,7 +62,7 @@ class CodeSnapshot:
     commit: str | None
     """HEAD; None without git."""
     diffstat: str
-    """What differs from the commit, as `git diff --stat` says it, untracked files named."""
+    """Output of `git diff --stat` against the commit, with the names of untracked files."""
 
 
 class VariableSource(StrEnum):
@@ -80,9 +81,9 @@ class JobEnvironment:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Name of every variable and secret to where its value comes from."""
+    """Name of every variable and secret to the place of its value."""
     secrets: tuple[str, ...] = ()
-    """Names alone; values are read when the job is handed over, and kept in a 0600 file until it ends."""
+    """Names alone; values are read when the job is submitted, and kept in a 0600 file until it ends."""
     secret_roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Roles that get a secret; one that is not named here is for all."""
 
@@ -100,12 +101,12 @@ class RolePlan:
     """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `cpu`: the
     nodes of the CPU part."""
     must_succeed: bool = True
-    """Whether its end with 0 is a success of the job. A companion's early end is always a failure."""
+    """Whether its end with 0 is a success of the job. An early end of a companion is always a failure."""
     is_awaited: bool = False
-    """Whether the job ends only after it, and takes no harm from its failure: an evaluator. That it refuses
-    (2, 76) ends the job: it would go on without what was asked for from its beginning."""
+    """Whether the job ends only after it, and does not fail with it: an evaluator. Its refusal (2, 76) still
+    ends the job, which would lack its evaluation from the start."""
     may_be_lost: bool = False
-    """Whether the other roles decide if the job goes on after its failure, a refusal (2, 76) excepted: a node
+    """Whether the job goes on after its failure, a refusal (2, 76) excepted, if the other roles do: a node
     that lends engines to a run."""
 
     @property
@@ -122,17 +123,17 @@ class MemberPlan:
     path: str
     """Its run directory, absolute as the site sees it."""
     overrides: tuple[str, ...] = ()
-    """What the sweep sets, as `key=value`."""
+    """The settings of the sweep, as `key=value`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What a job asks of its site."""
+    """The resources that a job requests."""
 
     num_nodes: int = 1
     gpus_per_node: int = 0
     is_whole_node: bool = False
-    """Whether it asks for all GPUs of its nodes."""
+    """Whether it requests all GPUs of its nodes."""
     cpus_per_gpu: int | None = None
     cpus: int | None = None
     memory: str | None = None
@@ -144,7 +145,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """All that a plan is made of. Nothing is read any more once this exists."""
+    """Everything that a plan is made of: after this nothing is read any more."""
 
     resolved: ResolvedSpec
     site: Site
@@ -161,24 +162,24 @@ class JobRequest:
     """The interpreter on the site."""
     user: str
     submitted_at: float
-    """Unix seconds; handed in, so that equal requests give equal plans."""
+    """Unix seconds; an argument, so that equal requests give equal plans."""
     sweep: tuple[tuple[str, ...], ...] = ()
     """One tuple of overrides for each member; () for a single run."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What flags say to this one backend: partition, dependency, instance type, ..."""
+    """Options of this one backend: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
-    """Values that lost against others, as sentences."""
+    """Values that others override, as sentences."""
     env_file: Path | None = None
-    """The file of variables that `environment` was gathered with: its secrets are read once more."""
+    """The file of variables that `environment` was gathered with: its secrets are read again."""
     num_past: int = 0
-    """How often an earlier job lived in this home, which this one goes on in."""
+    """Number of attempts of earlier jobs in this directory, which this one goes on in."""
     evaluation: EvalFile | None = None
     """The file of `job.eval_config` with what it extends; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """What would be sent. Equal requests give equal plans, byte by byte."""
+    """Everything that is submitted. Equal requests give equal plans, byte by byte."""
 
     name: str
     site: str
@@ -190,38 +191,38 @@ class JobPlan:
     roles: tuple[RolePlan, ...]
     python: str
     plan_hash: str
-    """Over everything that decides what is run; not over time and place of the submission."""
+    """Over everything that decides what is run, without time and place of the submission."""
     code_sha256: str | None
     spec_digest: str
     user: str
     submitted_at: float
     environment: JobEnvironment
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """The site's profile at that time: later changes of the file do not make the job unreachable."""
+    """The site's profile at that time: the job stays reachable if the file changes later."""
     max_requeue: int = 3
     grace_s: float = 120.0
-    """How long before its end a job is told."""
+    """How long before its end a job gets a signal."""
     num_past: int = 0
-    """The number of this job's first attempt: how often earlier jobs lived in its home."""
+    """The number of this job's first attempt: earlier jobs in its directory had that many."""
     follows: str = ""
     """The job of this run that ended before; empty for the first one."""
     start_step: int | None = None
-    """The checkpoint that there was when it was submitted; None: none, so any one is newer."""
+    """The newest checkpoint when it was submitted; None: there was none, so any one is newer."""
     num_resubmitted: int = 0
-    """How often the run has been submitted again without a person; at most `max_requeue`."""
+    """How often the run has been resubmitted automatically; at most `max_requeue`."""
     preflight: str = "quick"
     max_silence_s: float | None = None
-    """After which a job in which nothing moves is ended with the stacks of its roles."""
+    """A job without any output for so long is ended, with the stacks of its roles."""
     gpu_hours: float | None = None
     """At most; None without a time limit."""
     cost_usd: float | None = None
     """At most; None without a price in the site profile."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Name below `job/` to content: what the backend hands to its scheduler."""
+    """Name below `job/` to content: the files that the backend gives to its scheduler."""
     argv: tuple[str, ...] = ()
-    """The one command that hands the job over; () where it is a call of an API."""
+    """The command that submits the job; () where it is a call of an API."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What only this backend knows: the request to an API, an image. JSON values."""
+    """Values of this one backend: the request to an API, an image. JSON values."""
     conflicts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -239,12 +240,12 @@ class JobRef:
     plan_hash: str
     submitted_at: float
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What only this backend knows, for example a store's URI or a cluster. JSON values."""
+    """Values of this one backend, for example a store's URI or a cluster. JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What a scheduler says of one member now. A scheduler that gives no answer gives none of these."""
+class SchedulerStatus:
+    """The scheduler's status of one member. A scheduler that does not answer gives none."""
 
     state: JobState
     raw: str
@@ -255,12 +256,12 @@ class Answer:
     since: float | None = None
     """Unix seconds of the last change, where it is known."""
     is_saved: bool = False
-    """Whether the job told its scheduler itself that it saved its state and wants to live again."""
+    """Whether the job itself reported to its scheduler that it saved its state and wants to be requeued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """What a job itself wrote of one attempt: it outlives the scheduler's memory."""
+    """The job's own record of one attempt: it outlives the scheduler's memory."""
 
     name: str
     number: int
@@ -269,16 +270,16 @@ class AttemptRecord:
     """Unix seconds; None while no agent of the first node has written its start record."""
     ended_at: float | None = None
     exit_code: int | None = None
-    """All nodes' codes combined; None while it lives, or where it was killed before it could say."""
+    """All nodes' codes combined; None while it runs, or where it was killed before it could write one."""
     signal: str = ""
-    """The signal that it was told to stop with, if any."""
+    """The signal that asked it to stop, if any."""
     nodes: tuple[str, ...] = ()
     cause: str = ""
-    """Which role ended it, how, and its last words."""
+    """Which role ended it, how, and its last lines."""
 
 
 class StatusSource(StrEnum):
-    """What a state was read from, the earlier over the later."""
+    """The source of a state, the earlier over the later."""
 
     RECORD = "record"
     SCHEDULER = "scheduler"
@@ -288,7 +289,7 @@ class StatusSource(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """Where one member of a job stands."""
+    """The status of one member of a job."""
 
     ref: JobRef
     member: int
@@ -299,44 +300,44 @@ class JobStatus:
     nodes: str = ""
     since: float | None = None
     age_s: float = 0.0
-    """How old the answer is; above 0 for one that is only the last known."""
+    """How old the state is; above 0 only for a last known one."""
     is_silent: bool = False
-    """Whether a source that could have known did not answer."""
+    """Whether a source that could know it did not answer."""
     is_saved: bool = False
-    """Whether it ended with 75: its state saved, to live again."""
+    """Whether it ended with 75: its state saved, to be requeued."""
 
 
 class Backend(Protocol):
-    """What one kind of site does. All other behaviour of jobs is written once, in `launcher`."""
+    """One kind of site. All other behaviour of jobs is written once, in `launcher`."""
 
     name: str
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add what this backend sends: files, argv, details. Pure: no disk, network, clock or random.
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+        """Add this backend's files, argv and details. Pure: no disk, network, clock or random.
 
         Raises: ConfigError for what can be known to be impossible.
         """
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Ask, reading only, what would stop the job: names, rights, images, room."""
+        """Return what would stop the job, reading only: names, rights, images, disk space."""
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
-        """Give a prepared job to the scheduler: the one call that starts something.
+    def submit(self, plan: JobPlan) -> JobRef:
+        """Submit a prepared job to the scheduler: the one call that starts something.
 
-        Its home exists with everything in `job/`. Raises: CheckRefused with the scheduler's own words.
+        Its directory exists with everything in `job/`. Raises: CheckRefused with the scheduler's own words.
         """
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the newest job that an earlier, killed `hand_over` of this plan left, or None."""
+    def recover(self, plan: JobPlan) -> JobRef | None:
+        """Return the newest job that an earlier, killed `submit` of this plan left, or None."""
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
-        """Return what the scheduler says, by job id and member, in one query; what it forgot is missing.
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
+        """Return the scheduler's status by job id and member, by one query; forgotten jobs are missing.
 
         Raises: StoreError if it does not answer.
         """
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return where the member's own record is."""
+        """Return the files of the member's own record."""
 
     def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
         """Return logs that are elsewhere than in the record's files; None: they are there."""
@@ -348,18 +349,18 @@ class Backend(Protocol):
         """
 
     def preempt(self, ref: JobRef, member: int) -> str:
-        """Send the very signal that a preemption sends; return its name. For drills."""
+        """Send the signal that a preemption sends; return its name. For drills."""
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of this user that carry our tag, also those whose home is gone."""
+        """Yield the jobs of this user that carry our tag, also those whose directory is gone."""
 
 
 @runtime_checkable
 class Renewable(Protocol):
-    """What a backend has besides whose scheduler starts no ended job again: that is our submission then."""
+    """Optional capability: the scheduler requeues no ended job, so the run's next job is a submission."""
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
-        """Return the plan of the next job in the same home: a new name, all else as it was. Pure."""
+        """Return the plan of the next job in the same directory: a new name, all else as it was. Pure."""
 
     def find_saved_step(self, ref: JobRef, member: int) -> int | None:
         """Return the newest whole checkpoint that a next job would go on from, None if there is none.

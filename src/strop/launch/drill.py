@@ -1,9 +1,9 @@
 """Rehearsing a preemption with the real signal, while it costs minutes and not a night.
 
-Passed is a drill only with every proof, in this order: a complete checkpoint that is newer than the signal,
-an attempt that ended with 75, a next attempt that went on from that very step, steps trained since, and a
-curve that equals an undisturbed one. The last proof needs a run to compare with: `--against`, or a finished
-run of the same spec beside it.
+A drill passes with every proof, in this order: a complete checkpoint that is newer than the signal, an
+attempt that ended with 75, a next attempt that resumed from that step, steps trained since, and a curve
+that equals an undisturbed one. The last proof needs a run to compare with: `--against`, or a finished run
+of the same spec beside it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from typing import Any
 from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError, explain_refusal
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import AttemptRecord, JobRef, JobState
-from strop.launch.home import job_path_of, read_plan
+from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.launcher import Launcher, require_member
 from strop.record import list_runs
-from strop.record.checkpoints import find_checkpoints
-from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.files import DirectoryRecord, RecordFiles, find_checkpoints
 
 _OF_TIME = ("seconds_", "loop_", "_per_s", "_bytes")
-"""In names of metrics that differ from run to run: times, and what depends on them."""
+"""In names of metrics that differ from run to run: times and rates."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """One thing that a drill shows."""
+    """One check of a drill."""
 
     name: str
     is_given: bool | None
-    """None: there was nothing to show it with."""
+    """None: there was nothing to compare with."""
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillReport:
-    """What a drill showed."""
+    """The result of a drill."""
 
     signal: str
     proofs: tuple[Proof, ...]
 
     @property
     def has_passed(self) -> bool:
-        """Whether no proof is missing that could be given."""
+        """Whether no proof failed."""
         return all(proof.is_given is not False for proof in self.proofs)
 
     @property
@@ -67,13 +66,13 @@ def drill(
     restart_limit_s: float = 600.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> DrillReport:
-    """Preempt a running job and watch it come back.
+    """Preempt a running job and watch it resume.
 
     `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
     to start it again.
 
-    Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has not written
-        so; StoreError if a place does not answer, or there is no run at `against`.
+    Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has no start
+        record; StoreError if a place does not answer, or there is no run at `against`.
     """
     require_member(ref, member)
     status = next(one for one in launcher.status([ref]) if one.member == member)
@@ -86,120 +85,103 @@ def drill(
             )
         )
     plan = read_plan(job_path_of(ref.home))
-    # Before the signal: what is wrong with it costs nothing yet.
+    # Before the signal: a mistake in it costs nothing yet.
     other = against or _find_undisturbed(ref, plan.spec_digest)
     undisturbed = None if other is None else _read_undisturbed(other)
     record = launcher.backend.open_record(ref, member)
-    before = _Seen.of(record)
-    if not before.attempts:
+    drilled = _Drilled(record, num_steps)
+    if not drilled.attempts:
         raise CheckRefused(
             explain_refusal(
                 f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
                 allowed="a drill of a job whose agent has begun",
-                next_step="ask `strop status` again in a moment",
+                next_step="look at `strop status` again in a moment",
             )
         )
     signal_name = launcher.backend.preempt(ref, member)
-    say(f"sent {signal_name} at step {before.last_step}")
-    watch = _Watch(record=record, before=before, num_steps=num_steps)
+    say(f"sent {signal_name} at step {drilled.last_step}")
     proofs: list[Proof] = []
     for prove, limit_s in (
-        (watch.find_checkpoint, plan.grace_s),
-        (watch.find_end, plan.grace_s),
-        (watch.find_next, restart_limit_s),
-        (watch.find_steps, restart_limit_s),
+        (drilled.find_checkpoint, plan.grace_s),
+        (drilled.find_end, plan.grace_s),
+        (drilled.find_next, restart_limit_s),
+        (drilled.find_steps, restart_limit_s),
     ):
         proofs.append(_wait_for(prove, limit_s))
         say(f"{proofs[-1].name}: {proofs[-1].detail}")
         if not proofs[-1].is_given:
             return DrillReport(signal=signal_name, proofs=tuple(proofs))
-    proofs.append(_compare_curves(record, undisturbed))
+    proofs.append(_compare_curves(record, other, undisturbed))
     say(f"{proofs[-1].name}: {proofs[-1].detail}")
     return DrillReport(signal=signal_name, proofs=tuple(proofs))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
-    """How a member stood at one moment."""
+class _Drilled:
+    """The member that is preempted: its record before the signal, and proofs that are tried repeatedly."""
 
-    attempts: list[AttemptRecord]
-    checkpoints: frozenset[int]
-    last_step: int
-
-    @classmethod
-    def of(cls, record: RecordFiles) -> _Seen:
-        return cls(
-            attempts=read_attempts(record),
-            checkpoints=frozenset(find_checkpoints(record)),
-            last_step=max(_read_metrics(record), default=0),
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Watch:
-    """The proofs, each asked for until it is there."""
-
-    record: RecordFiles
-    before: _Seen
-    num_steps: int
-    saved_step: int | None = None
-    """The newest checkpoint when the end of the attempt was seen."""
+    def __init__(self, record: RecordFiles, num_steps: int) -> None:
+        self.attempts = read_attempts(record)
+        self.last_step = max(_read_metrics(record), default=0)
+        self._record = record
+        self._num_steps = num_steps
+        self._checkpoints = frozenset(find_checkpoints(record))
+        self._saved_step: int | None = None
+        """The newest checkpoint when the end of the attempt was seen."""
 
     def find_checkpoint(self) -> Proof:
         """Look for a checkpoint that was not there before the signal."""
-        steps = find_checkpoints(self.record)
-        new = [step for step in steps if step not in self.before.checkpoints]
+        steps = find_checkpoints(self._record)
+        new = [step for step in steps if step not in self._checkpoints]
         if new:
             return Proof(name="newer checkpoint", is_given=True, detail=f"step {new[-1]} was saved")
-        # An attempt that was told just after it had saved has nothing newer to save.
-        last = self.before.last_step
+        # An attempt that got the signal just after a checkpoint has nothing newer to save.
+        last = self.last_step
         if self._next_attempt() is None:
             # The next one's steps are not this one's.
-            last = max(last, *_read_metrics(self.record), 0)
+            last = max(last, *_read_metrics(self._record), 0)
         is_at_one = self._end_code() == EXIT_INTERRUPTED and bool(steps) and steps[-1] >= last
         detail = f"step {last} had been saved just before" if is_at_one else "no checkpoint since the signal"
         return Proof(name="newer checkpoint", is_given=is_at_one, detail=detail)
 
     def find_end(self) -> Proof:
-        """Look for the verdict of the attempt that was told to end."""
-        code, mine = self._end_code(), self.before.attempts[-1].name
-        if code is not None and self.saved_step is None:
-            self.saved_step = max(find_checkpoints(self.record), default=None)
+        """Look for the verdict of the preempted attempt."""
+        code, mine = self._end_code(), self.attempts[-1].name
+        if code is not None and self._saved_step is None:
+            self._saved_step = max(find_checkpoints(self._record), default=None)
         detail = f"attempt {mine} ended with {code}" if code is not None else f"attempt {mine} has no verdict"
         return Proof(name="orderly end", is_given=code == EXIT_INTERRUPTED, detail=detail)
 
     def find_next(self) -> Proof:
-        """Look for the next attempt's first word of where it goes on."""
+        """Look for the step that the next attempt resumed from."""
         step = self._resumed_step()
         if self._next_attempt() is None or step is None:
             return Proof(name="next attempt", is_given=False, detail="no attempt has gone on since")
-        detail = f"went on from step {step}, and {self.saved_step} had been saved"
-        return Proof(name="next attempt", is_given=step == self.saved_step, detail=detail)
+        detail = f"went on from step {step}, and {self._saved_step} had been saved"
+        return Proof(name="next attempt", is_given=step == self._saved_step, detail=detail)
 
     def find_steps(self) -> Proof:
         """Look for steps that were trained since."""
-        start, last = self._resumed_step() or 0, max(_read_metrics(self.record), default=0)
-        is_done = self.record.read("run.json") is not None and _is_finished(self.record)
-        is_given = last - start >= self.num_steps or is_done
+        start, last = self._resumed_step() or 0, max(_read_metrics(self._record), default=0)
+        is_given = last - start >= self._num_steps or _is_finished(self._record)
         return Proof(
             name="steps since", is_given=is_given, detail=f"{last - start} trained after step {start}"
         )
 
     def _end_code(self) -> int | None:
-        """Return the verdict of the attempt that was told to end, if it has one."""
-        mine = self.before.attempts[-1].name
-        return next((one.exit_code for one in read_attempts(self.record) if one.name == mine), None)
+        """Return the exit code of the preempted attempt, if it has one."""
+        mine = self.attempts[-1].name
+        return next((one.exit_code for one in read_attempts(self._record) if one.name == mine), None)
 
     def _next_attempt(self) -> AttemptRecord | None:
-        number = self.before.attempts[-1].number
-        return next((one for one in read_attempts(self.record) if one.number > number), None)
+        number = self.attempts[-1].number
+        return next((one for one in read_attempts(self._record) if one.number > number), None)
 
     def _resumed_step(self) -> int | None:
-        """Return the step that the next attempt went on from, if it has said so."""
+        """Return the step that the next attempt resumed from, if its record has one."""
         following = self._next_attempt()
         if following is None or following.started_at is None:
             return None
-        events = [one for one in _read_lines(self.record, "events.jsonl") if one.get("kind") == "resume"]
+        events = [one for one in _read_lines(self._record, "events.jsonl") if one.get("kind") == "resume"]
         since = [one for one in events if float(one.get("at", 0.0)) >= following.started_at]
         return int(since[0]["step"]) if since else None
 
@@ -216,15 +198,7 @@ def compare_metrics(
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Undisturbed:
-    """The run that a curve is compared with."""
-
-    name: str
-    metrics: Mapping[int, Mapping[str, Any]]
-
-
-def _read_undisturbed(path: Path) -> _Undisturbed:
+def _read_undisturbed(path: Path) -> dict[int, dict[str, Any]]:
     record = DirectoryRecord(path)
     if record.read("metrics.jsonl") is None:
         raise StoreError(
@@ -234,25 +208,27 @@ def _read_undisturbed(path: Path) -> _Undisturbed:
                 next_step="correct --against, or leave it out",
             )
         )
-    return _Undisturbed(name=path.name, metrics=_read_metrics(record))
+    return _read_metrics(record)
 
 
-def _compare_curves(record: RecordFiles, undisturbed: _Undisturbed | None) -> Proof:
+def _compare_curves(
+    record: RecordFiles, other: Path | None, theirs: Mapping[int, Mapping[str, Any]] | None
+) -> Proof:
     name = "equal curve"
-    if undisturbed is None:
+    if other is None or theirs is None:
         detail = "there is no undisturbed run of this spec to compare with; name one with --against"
         return Proof(name=name, is_given=None, detail=detail)
-    mine, theirs = _read_metrics(record), undisturbed.metrics
+    mine = _read_metrics(record)
     num_shared = len(mine.keys() & theirs.keys())
-    difference = compare_metrics(mine, theirs)
     if num_shared == 0:
-        return Proof(name=name, is_given=None, detail=f"{undisturbed.name} has no step in common")
-    detail = difference or f"{num_shared} steps are equal to those of {undisturbed.name}"
+        return Proof(name=name, is_given=None, detail=f"{other.name} has no step in common")
+    difference = compare_metrics(mine, theirs)
+    detail = difference or f"{num_shared} steps are equal to those of {other.name}"
     return Proof(name=name, is_given=difference is None, detail=detail)
 
 
 def _find_undisturbed(ref: JobRef, spec_digest: str) -> Path | None:
-    """Return a finished run of the same spec beside the job, which lived once."""
+    """Return a finished run of the same spec beside the job that had one attempt."""
     for run in list_runs(Path(ref.home).parent):
         is_same = run.state.spec_digest == spec_digest and run.is_finished
         if is_same and run.state.num_attempts == 1 and run.path != Path(ref.home):
@@ -279,11 +255,7 @@ def _read_metrics(record: RecordFiles) -> dict[int, dict[str, Any]]:
 
 
 def _read_lines(record: RecordFiles, name: str) -> Iterator[dict[str, Any]]:
-    yield from _parse_lines(record.read(name) or b"")
-
-
-def _parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
+    for line in (record.read(name) or b"").splitlines():
         try:
             content = json.loads(line)
         except ValueError:

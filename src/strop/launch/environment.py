@@ -1,12 +1,14 @@
-"""Variables and secrets of a job: from where they are taken, and who gets them.
+"""Variables and secrets of a job: where they come from, which roles get them, and their files.
 
 Layers, the later over the earlier: the site profile's `env`, the project's `.env`, variables that the
 submitter names, flags (`--env-file`, `--hf-cache-dir`, `--hf-hub-offline`), the launcher's own. A variable
 that the launcher owns is refused where the user wrote it for this purpose, and reported where it merely
 stands in a file.
 
-A secret is a name here; its value is read when the job's home is filled (`env_files`), and is in no argument,
+A secret is a name in the plan. Its value is read when the job directory is written, and is in no argument,
 script, plan or log. Variables that look like credentials are treated as secrets wherever they are found.
+`job/env.json` has the variables of all roles, `job/secrets.json` the values of secrets; both have mode 0600,
+and are read on each node for each role.
 
 Covered: site profile, `.env`, `--env-file`, named variables, the hub's local login. Not covered: secret
 services of a cloud, which the backend of that cloud asks itself.
@@ -16,16 +18,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.hardware.leases import LEASE_VARIABLE
+from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.launch.contract import JobEnvironment, VariableSource
 from strop.launch.dotenv import is_variable_name, parse_dotenv
-from strop.launch.owned import is_owned
-from strop.launch.secrets import REDACTED, is_secret, read_hub_login
+from strop.launch.secrets import (
+    REDACTED,
+    SECRETS_NAME,
+    is_secret,
+    read_hub_login,
+    read_json,
+    read_secrets,
+    write_private,
+)
+from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.spec.site import Site, SiteSection
 
+ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
 HUB_LOGIN = "login of the model hub on this machine"
 """Source of a hub token that no variable holds."""
@@ -33,35 +46,41 @@ HUB_LOGIN = "login of the model hub on this machine"
 _LAUNCHER_VALUES = {"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # Backends on whose machines a model cache of this machine may exist.
 _NEAR_BACKENDS = ("local", "container", "slurm")
+_OF_RANKS = frozenset(
+    {
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("NODE_RANK", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    }
+)
+_OF_AGENTS = frozenset(
+    {
+        *(ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, LEASE_VARIABLE),
+        *(NODE_VARIABLE, NUM_NODES_VARIABLE, ADDRESS_VARIABLE, NAMES_VARIABLE),
+    }
+)
+_OF_PROCESSES = frozenset(
+    {
+        *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONUNBUFFERED"),
+    }
+)
+"""Set for each role, but also the user's own: a local run slices the devices that it is given."""
+_OTHER_JOBS = (
+    *("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "OMPI_", "MASTER_", "TORCHELASTIC_"),
+    *("LOCAL_WORLD", "ROLE_", "GROUP_RANK", "GROUP_WORLD"),
+)
+"""Prefixes of variables that a process inherits from the job, launcher or rank that it is started in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentFlags:
-    """What flags of the command line say about a job's variables."""
+    """The flags of the command line about a job's variables."""
 
     hf_cache_dir: str | None = None
     """HF_HOME. None = the site's, else the submitter's own."""
     hf_hub_offline: bool | None = None
     auto_auth: bool = False
-    """Take the token of the local hub login along, unless HF_TOKEN is set."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    """Variables of one place, and how a message names it."""
-
-    source: str
-    name: str
-    variables: Mapping[str, str]
-
-
-@dataclass(slots=True)
-class _Merge:
-    """What the layers below gave so far."""
-
-    variables: dict[str, str] = field(default_factory=dict)
-    layers: dict[str, _Layer] = field(default_factory=dict)
-    conflicts: list[str] = field(default_factory=list)
+    """Pass the token of the local hub login on, unless HF_TOKEN is set."""
 
 
 def gather_environment(
@@ -80,70 +99,64 @@ def gather_environment(
         the launcher owns.
     """
     submitter = os.environ if environ is None else environ
-    flags = EnvironmentFlags() if flags is None else flags
-    dotenv = read_dotenv(project_path)
+    flags, profile, dotenv = flags or EnvironmentFlags(), site.profile, read_dotenv(project_path)
     from_file = read_env_file(env_file)
-    has_login = flags.auto_auth and not submitter.get(HUB_TOKEN) and read_hub_login(submitter) is not None
-    return merge_environment(
-        site,
-        dotenv=dotenv,
-        names=names,
-        from_file=from_file,
-        flags=flags,
-        environ=submitter,
-        has_login=has_login,
-    )
-
-
-def merge_environment(
-    site: Site,
-    *,
-    dotenv: Mapping[str, str],
-    names: Sequence[str],
-    from_file: Mapping[str, str],
-    flags: EnvironmentFlags,
-    environ: Mapping[str, str],
-    has_login: bool,
-) -> tuple[JobEnvironment, tuple[str, ...]]:
-    """Lay all layers over each other. Pure; `gather_environment` says what it returns and raises."""
-    profile = site.profile
     secret_roles = dict(_split_roles(entry) for entry in profile.secrets)
     _refuse_owned(profile.env, f"env of site {site.name!r}")
     _refuse_owned(names, "the variables named for the job")
     _refuse_owned(secret_roles, f"secrets of site {site.name!r}")
     _refuse_pasted(profile.env, site.name)
-    merge = _Merge()
     named = [name for name in names if name not in secret_roles]
-    for layer in (
-        _Layer(source=VariableSource.SITE, name=f"site {site.name}", variables=_site_variables(profile)),
-        _Layer(source=VariableSource.DOTENV, name=".env", variables=dotenv),
-        _Layer(
-            source=VariableSource.SUBMITTER,
-            name="your environment",
-            variables=_take_named(named, environ, profile, dotenv),
-        ),
-        _Layer(source=VariableSource.FLAG, name="--env-file", variables=from_file),
-        _Layer(source=VariableSource.FLAG, name="a flag", variables=_flag_variables(flags)),
-        _Layer(source=VariableSource.LAUNCHER, name="the launcher", variables=_LAUNCHER_VALUES),
-    ):
-        _lay_over(merge, layer)
-    sources = {name: str(layer.source) for name, layer in merge.layers.items()}
+    layers = _Layers()
+    layers.add(VariableSource.SITE, f"site {site.name}", _site_variables(profile))
+    layers.add(VariableSource.DOTENV, ".env", dotenv)
+    layers.add(VariableSource.SUBMITTER, "your environment", _take_named(named, submitter, profile, dotenv))
+    layers.add(VariableSource.FLAG, "--env-file", from_file)
+    layers.add(VariableSource.FLAG, "a flag", _flag_variables(flags))
+    layers.add(VariableSource.LAUNCHER, "the launcher", _LAUNCHER_VALUES)
     if flags.auto_auth:
         secret_roles.setdefault(HUB_TOKEN, ())
-    secrets: dict[str, tuple[str, ...]] = {
-        **{name: () for name, value in merge.variables.items() if value and is_secret(name, value)},
-        **secret_roles,
-    }
+    has_login = flags.auto_auth and not submitter.get(HUB_TOKEN) and read_hub_login(submitter) is not None
+    variables = layers.variables
+    found = {name: () for name, value in variables.items() if value and is_secret(name, value)}
+    secrets: dict[str, tuple[str, ...]] = {**found, **secret_roles}
+    sources = {name: str(source) for name, (source, _) in layers.places.items()}
     for name in secrets:
-        environ_of_named = environ if name in secret_roles else {}
-        sources[name] = _secret_source(name, merge, environ_of_named, has_login=has_login)
+        environ_of_named = submitter if name in secret_roles else {}
+        sources[name] = _secret_source(name, layers, environ_of_named, has_login=has_login)
     environment = JobEnvironment(
-        variables={name: merge.variables[name] for name in sorted(merge.variables) if name not in secrets},
+        variables={name: variables[name] for name in sorted(variables) if name not in secrets},
         sources=dict(sorted(sources.items())),
         secrets=tuple(sorted(secrets)),
         secret_roles={name: secrets[name] for name in sorted(secrets) if secrets[name]},
     )
-    return environment, tuple(merge.conflicts)
+    return environment, tuple(layers.conflicts)
+
+
+class _Layers:
+    """Variables of several places, the later over the earlier."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self.places: dict[str, tuple[VariableSource, str]] = {}
+        self.conflicts: list[str] = []
+
+    def add(self, source: VariableSource, place: str, variables: Mapping[str, str]) -> None:
+        """Add the variables of a place, which conflicts call `place`."""
+        for name, value in variables.items():
+            if is_owned(name) and source is not VariableSource.LAUNCHER:
+                self.conflicts.append(
+                    f"conflict: {name}: the launcher sets it, ignoring the value from {place}"
+                )
+                continue
+            old = self.variables.get(name, value)
+            if source in {VariableSource.FLAG, VariableSource.LAUNCHER} and old != value:
+                self.conflicts.append(
+                    f"conflict: {name}: using {_shown(name, value)} ({place}),"
+                    f" ignoring {_shown(name, old)} ({self.places[name][1]})"
+                )
+            self.variables[name] = value
+            self.places[name] = source, place
 
 
 def read_dotenv(project_path: Path | None) -> dict[str, str]:
@@ -159,7 +172,7 @@ def read_env_file(env_file: Path | None) -> dict[str, str]:
 
 
 def describe_auth(environment: JobEnvironment) -> str | None:
-    """Return the line for standard error where a job takes the hub's local login along, else None."""
+    """Return the line for standard error where a job gets the hub's local login, else None."""
     if environment.sources.get(HUB_TOKEN) != HUB_LOGIN:
         return None
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
@@ -173,7 +186,7 @@ def _site_variables(profile: SiteSection) -> dict[str, str]:
         found["HF_HUB_OFFLINE"] = "1"
     if profile.store is not None:
         found["STROP_STORE_URI"] = profile.store
-    # Last: what the user wrote by name is more exact than what a setting implies.
+    # Last: a variable that the user wrote by name outranks one that a setting implies.
     return {**found, **profile.env}
 
 
@@ -192,7 +205,7 @@ def _take_named(
     profile: SiteSection,
     dotenv: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the submitter's values of the named variables, and HF_HOME where nobody else says it."""
+    """Return the submitter's values of the named variables, and HF_HOME where no other place sets it."""
     for name in names:
         if not is_variable_name(name):
             # The value behind a = may be a secret, and it is in the shell's history now.
@@ -213,38 +226,19 @@ def _take_named(
     return found
 
 
-def _lay_over(merge: _Merge, layer: _Layer) -> None:
-    for name, value in layer.variables.items():
-        if is_owned(name) and layer.source != VariableSource.LAUNCHER:
-            merge.conflicts.append(
-                f"conflict: {name}: the launcher sets it, ignoring the value from {layer.name}"
-            )
-            continue
-        below = merge.layers.get(name)
-        if below is not None and layer.source in {VariableSource.FLAG, VariableSource.LAUNCHER}:
-            old = merge.variables[name]
-            if old != value:
-                merge.conflicts.append(
-                    f"conflict: {name}: using {_shown(name, value)} ({layer.name}),"
-                    f" ignoring {_shown(name, old)} ({below.name})"
-                )
-        merge.variables[name] = value
-        merge.layers[name] = layer
-
-
 def _shown(name: str, value: str) -> str:
     return REDACTED if is_secret(name, value) else repr(value)
 
 
-def _secret_source(name: str, merge: _Merge, environ: Mapping[str, str], *, has_login: bool) -> str:
-    """Return where a secret's value is read from when the job is handed over."""
-    layer = merge.layers.get(name)
-    if layer is not None and layer.source in {VariableSource.FLAG, VariableSource.SUBMITTER}:
-        return str(layer.source)
+def _secret_source(name: str, layers: _Layers, environ: Mapping[str, str], *, has_login: bool) -> str:
+    """Return where a secret's value is read from when the job is submitted."""
+    source = layers.places[name][0] if name in layers.places else None
+    if source in {VariableSource.FLAG, VariableSource.SUBMITTER}:
+        return str(source)
     if environ.get(name):
         return str(VariableSource.SUBMITTER)
-    if layer is not None and layer.source == VariableSource.DOTENV and merge.variables[name]:
-        return str(VariableSource.DOTENV)
+    if source is VariableSource.DOTENV and layers.variables[name]:
+        return str(source)
     if name == HUB_TOKEN and has_login:
         return HUB_LOGIN
     raise explain_unset(name, "a secret of the job")
@@ -317,3 +311,98 @@ def _read_text(path: Path) -> str:
                 next_step="check the path and its rights",
             )
         ) from error
+
+
+def write_environment(
+    job_path: Path,
+    environment: JobEnvironment,
+    environ: Mapping[str, str],
+    *,
+    project_path: Path | None = None,
+    env_file: Path | None = None,
+) -> None:
+    """Write `env.json` and `secrets.json` (both 0600); the values of secrets are read now.
+
+    `project_path` and `env_file` are those that the environment was gathered with.
+
+    Raises: ConfigError if a secret has no value any more; StoreError if a file cannot be written.
+    """
+    values = _read_secrets(environment, environ, project_path, env_file)
+    content = {
+        "format": 1,
+        "variables": dict(environment.variables),
+        "sources": dict(environment.sources),
+        "secrets": {name: list(environment.secret_roles.get(name, ())) for name in environment.secrets},
+    }
+    # Secrets first: an environment that names them is never there without them.
+    if values:
+        write_private(job_path / SECRETS_NAME, {"format": 1, "values": values})
+    write_private(job_path / ENVIRONMENT_NAME, content)
+
+
+def read_environment(job_path: Path, role: str) -> dict[str, str]:
+    """Return the variables of one role: the plain ones, and the secrets that it may have.
+
+    A secret without a list of roles is for all of them.
+
+    Raises: CheckRefused if a secret of this role is not there; StoreError if a file cannot be read.
+    """
+    content = read_json(job_path / ENVIRONMENT_NAME)
+    if content is None:
+        raise StoreError(f"{job_path / ENVIRONMENT_NAME} is missing: submit the job again")
+    allowed = [name for name, roles in content["secrets"].items() if not roles or role in roles]
+    values = read_secrets(job_path)
+    absent = [name for name in allowed if name not in values]
+    if absent:
+        raise CheckRefused(
+            explain_refusal(
+                f"role {role!r} lacks {', '.join(absent)}: not in {job_path / SECRETS_NAME}",
+                allowed="a value for every secret that the site profile names for this role",
+                next_step="submit the job again from a shell where the variable is set",
+            )
+        )
+    return {**content["variables"], **{name: values[name] for name in allowed}}
+
+
+def _read_secrets(
+    environment: JobEnvironment,
+    environ: Mapping[str, str],
+    project_path: Path | None,
+    env_file: Path | None,
+) -> dict[str, str]:
+    dotenv = read_dotenv(project_path)
+    flagged = read_env_file(env_file)
+    values: dict[str, str] = {}
+    for name in environment.secrets:
+        source = environment.sources.get(name)
+        if source == VariableSource.DOTENV:
+            value = dotenv.get(name)
+        elif source == VariableSource.FLAG:
+            value = flagged.get(name)
+        elif source == HUB_LOGIN:
+            value = read_hub_login(environ)
+        else:
+            value = environ.get(name)
+        if not value:
+            raise explain_unset(name, f"a secret of the job (from: {source})")
+        values[name] = value
+    return values
+
+
+def is_owned(name: str) -> bool:
+    """Whether only the launcher or a node's agent sets a variable."""
+    return name in _OF_RANKS | _OF_AGENTS | _OF_PROCESSES or name.startswith(_OTHER_JOBS)
+
+
+def clean_inherited(environ: Mapping[str, str], *, secrets: Iterable[str] = ()) -> dict[str, str]:
+    """Return an environment without variables of another job or rank, and without the job's secrets.
+
+    For the start of an agent from a shell that may itself run inside a job. That job's lease is dropped too:
+    processes that carry it are ended with that job's leftovers.
+    """
+    dropped = _OF_RANKS | _OF_AGENTS | set(secrets)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in dropped and not name.startswith(_OTHER_JOBS)
+    }

@@ -1,8 +1,8 @@
-"""Bringing a job's artefacts home: resumable, proven, and nothing is removed where they come from.
+"""Downloading a job's artefacts: resumable and verified; nothing is removed at the source.
 
-Files come into `<dest>.incoming`; when all that were asked for are there, the folder gets its name. A
-checkpoint without `COMPLETE` is not fetched, and a fetched one is verified against it. What grew meanwhile is
-brought up to the last complete line.
+Files are written to `<dest>.incoming`, which is renamed when all requested ones are there. A checkpoint
+without `COMPLETE` is not fetched, and a fetched one is verified against it. Files that grow meanwhile are
+fetched up to their last complete line.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 
 from strop.errors import StoreError, explain_refusal
 from strop.io.atomic import explain_write_failure, verify_directory
-from strop.record.checkpoints import CHECKPOINTS, find_checkpoints, step_of
-from strop.record.files import RecordFiles
+from strop.record.files import CHECKPOINTS, RecordFiles, find_checkpoints, step_of
 
 _GROWING = (".jsonl", ".log")
 _NEVER = ("job/secrets.json", "job/env.json", "lock")
-"""Never copied: nobody else's business, or without meaning elsewhere."""
+"""Never copied: private, or without meaning elsewhere."""
 
 
 class Part(StrEnum):
-    """What of a run is wanted."""
+    """The part of a run to fetch."""
 
     ALL = "all"
     TRACES = "traces"
@@ -36,12 +35,12 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What was brought."""
+    """The result of a download."""
 
     path: Path
     num_files: int
     moved_bytes: int
-    """Without what an earlier, interrupted call had brought."""
+    """Without the bytes of an earlier, interrupted call."""
     steps: tuple[int, ...]
     """Of the checkpoints."""
 
@@ -49,11 +48,11 @@ class Fetched:
 def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None = None) -> Fetched:
     """Copy a member's files to a new folder; the same call again goes on where it stopped.
 
-    Checkpoints are continued byte by byte. What a job may still change is small, and brought anew. `step`:
-    of the checkpoints this one alone.
+    Checkpoints are continued byte by byte. Files that a job may still change are small, and fetched again.
+    `step`: of the checkpoints this one alone.
 
     Raises: StoreError if the folder is there already, there is nothing to fetch, or a place fails;
-        CorruptRecord if a checkpoint is not what its manifest promises.
+        CorruptRecord if a checkpoint does not match its manifest.
     """
     if dest.exists():
         raise StoreError(
@@ -67,7 +66,13 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
     complete = find_checkpoints(record)
     if step is not None:
         if step not in complete:
-            raise _no_step(record, step, complete)
+            raise StoreError(
+                explain_refusal(
+                    f"{record.describe('')} has no complete checkpoint of step {step}",
+                    allowed=f"one of its steps: {', '.join(map(str, complete)) or 'there is none yet'}",
+                    next_step="name one of these",
+                )
+            )
         complete = [step]
     names = _choose(record, part, complete)
     if not names:
@@ -86,7 +91,7 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
 
 
 def _drop_others(incoming: Path, steps: Sequence[int]) -> None:
-    """Remove what an interrupted call for more had begun: nothing of it is proven."""
+    """Remove checkpoints that an interrupted call for more had begun: they are not verified."""
     kept = {f"step-{step:06d}" for step in steps}
     for path in incoming.glob(f"{CHECKPOINTS}*"):
         if path.name not in kept:
@@ -98,28 +103,18 @@ def _nothing(record: RecordFiles, part: Part) -> StoreError:
         explain_refusal(
             f"{record.describe('')} has no {part.value} to fetch",
             allowed="a job that has written something",
-            next_step="ask `strop status` how it stands",
-        )
-    )
-
-
-def _no_step(record: RecordFiles, step: int, complete: Sequence[int]) -> StoreError:
-    return StoreError(
-        explain_refusal(
-            f"{record.describe('')} has no complete checkpoint of step {step}",
-            allowed=f"one of its steps: {', '.join(map(str, complete)) or 'there is none yet'}",
-            next_step="name one of these",
+            next_step="look at `strop status`",
         )
     )
 
 
 def _verify(record: RecordFiles, incoming: Path, step: int) -> bool:
-    """Prove a checkpoint; False for one that was removed at its source while it was fetched."""
+    """Verify a checkpoint; return False for one that was removed at its source while it was fetched."""
     path = incoming / CHECKPOINTS / f"step-{step:06d}"
     try:
         verify_directory(path)
     except StoreError:
-        # The next call brings it anew: what is wrong with it may have happened on the way.
+        # The next call fetches it again: it may have been damaged on the way.
         shutil.rmtree(path, ignore_errors=True)
         if step in find_checkpoints(record):
             raise
@@ -143,7 +138,7 @@ def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[st
 
 
 def _copy(record: RecordFiles, name: str, path: Path) -> int:
-    """Bring one file; return the bytes that were moved. What never changes is only continued."""
+    """Copy one file; return the bytes that were moved. Files that never change are continued."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if step_of(name) is None:
@@ -158,13 +153,13 @@ def _copy(record: RecordFiles, name: str, path: Path) -> int:
 
 
 def _copy_whole(record: RecordFiles, name: str, path: Path) -> int:
-    """Bring a file that may have been replaced or cut since the last call."""
+    """Copy a file that may have been replaced or cut since the last call."""
     moved, rest = 0, b""
     with path.open("wb") as file:
         while data := record.read_from(name, moved):
             moved += len(data)
             if name.endswith(_GROWING):
-                # What was written meanwhile is brought up to its last complete line.
+                # A file that grows is copied up to its last complete line.
                 whole, newline, rest = (rest + data).rpartition(b"\n")
                 data = whole + newline
             file.write(data)

@@ -1,6 +1,6 @@
-"""Where this user's jobs are, whatever folder a command is typed in: one line per submission.
+"""The list of this user's jobs, so that commands find them from any folder: one line per submission.
 
-The list only helps to find homes; what a job is stands in its home. A home that has gone is passed over.
+The list only leads to job directories, which hold everything else. A directory that has gone is skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from strop.errors import ConfigError, StoreError, explain_refusal
 from strop.io import FileLock
 from strop.io.atomic import explain_write_failure
 from strop.launch.contract import JobRef
-from strop.launch.home import PLAN_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.job_dir import PLAN_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
 
 
 def index_path(environ: Mapping[str, str]) -> Path:
@@ -37,44 +37,46 @@ def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
 
 
 def names_of_jobs(ref: JobRef) -> set[str]:
-    """Return what a scheduler calls a job: its id, and where every member is a job, all of theirs."""
+    """Return a scheduler's names of a job: its id, and those of the members where each is a job."""
     return {ref.job_id, *(str(job["name"]) for job in ref.details.get("jobs", ()) if "name" in job)}
 
 
 def list_job_names(roots: list[Path], environ: Mapping[str, str]) -> set[str]:
-    """Return what schedulers call the jobs whose homes are there, and called those before the present ones.
+    """Return the schedulers' names of all jobs, earlier ones included, whose directories still exist.
 
     Raises: StoreError if a folder or the list cannot be read.
     """
     past = _read_index(index_path(environ))
     found = {name for home, names in past if has_plan(home) for name in names}
-    return found.union(*(_present_names(home) for home in list_homes(roots, environ)))
+    return found.union(*(_present_names(home) for home in list_job_dirs(roots, environ)))
 
 
-def list_homes(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
-    """Return the homes of jobs below some folders and in the list, newest first."""
+def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
+    """Return the job directories below some folders and in the list, newest first."""
     found = {path.resolve() for root in roots for path in _find_below(root)}
     found |= {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
     dated = {path: at for path in found if (at := _planned_at(path)) is not None}
     return sorted(dated, key=lambda path: dated[path], reverse=True)
 
 
-def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
-    """Return the one home that a reference names: a path, a job's id, a run's name or a unique beginning.
+def find_job_dir(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
+    """Return the job directory that a reference names: a path, a job's id, a run's name or a unique prefix.
 
     A name alone is the newest job of that name.
-    Raises: ConfigError if there is none, or a beginning fits several; StoreError if the list cannot be read.
+    Raises: ConfigError if there is none, or a prefix fits several; StoreError if the list cannot be read.
     """
     if reference and has_plan(Path(reference)):
         return Path(reference).resolve()
-    homes = list_homes(roots, environ)
+    homes = list_job_dirs(roots, environ)
     jobs = {home: _present_names(home) for home in homes}
     for path, names in _read_index(index_path(environ)):
         jobs.get(path.resolve(), set()).update(names)
     exact = [home for home in homes if reference in {home.name, _run_of(home), *jobs[home]}]
     if exact:
         return exact[0]
-    begun = [home for home in homes if _has_beginning(reference, home, jobs[home])]
+    # A number is one job's id, and not the prefix of another one's.
+    names_of = {home: {home.name, *(() if reference.isdigit() else jobs[home])} for home in homes}
+    begun = [home for home in homes if reference and any(n.startswith(reference) for n in names_of[home])]
     if len(begun) == 1:
         return begun[0]
     shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
@@ -87,14 +89,8 @@ def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> 
     )
 
 
-def _has_beginning(reference: str, home: Path, names: set[str]) -> bool:
-    # A number is one job's, and no beginning of another one's.
-    told = (home.name, *(() if reference.isdigit() else names))
-    return bool(reference) and any(name.startswith(reference) for name in told)
-
-
 def _run_of(home: Path) -> str:
-    """Return the run's name; a damaged home is found by its folder's name, and hides no other one."""
+    """Return the run's name; for a damaged job directory its folder's name, so that it hides no other."""
     try:
         return read_plan(job_path_of(home)).name
     except StoreError:
@@ -109,7 +105,7 @@ def _present_names(home: Path) -> set[str]:
 
 
 def _planned_at(home: Path) -> float | None:
-    """Return when a home was filled; None for one that has gone meanwhile."""
+    """Return when a job directory was written; None for one that has gone meanwhile."""
     try:
         return (job_path_of(home) / PLAN_NAME).stat().st_mtime
     except OSError:
@@ -132,7 +128,7 @@ def _find_below(root: Path) -> Iterator[Path]:
 
 
 def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Yield the homes in the list, and what schedulers called their jobs."""
+    """Yield the job directories in the list, and the schedulers' names of their jobs."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -151,5 +147,5 @@ def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
             names = {record["job_id"], *record.get("jobs", ())}
             yield Path(record["home"]), {name for name in names if isinstance(name, str)}
         except (ValueError, KeyError, TypeError):
-            # A line that was cut by a full disk; the others are whole.
+            # A line that was cut by a full disk; the others are complete.
             continue

@@ -1,22 +1,23 @@
-"""The verbs of jobs, once for all backends: plan, check, submit, status, logs, cancel.
+"""The verbs of jobs, once for all backends: plan, check, submit, status, logs, cancel, watch.
 
-`fetch` and `drill` have files of their own. What a verb may touch: `plan` nothing; `check`, `status` and
-`logs` only read; `submit` fills the job's home and makes one call to the scheduler; `cancel` sends signals,
-and what became of them is read from the state afterwards, never from the call.
+`fetch` and `drill` have files of their own. Effects: `plan` has none; `check`, `status` and `logs` only read;
+`submit` writes the job directory and makes one call to the scheduler; `cancel` sends signals, and reads the
+outcome from the status afterwards, never from the call.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
 from strop.hardware.findings import Finding
 from strop.launch.attempts import read_attempts
-from strop.launch.checking import check_plan
+from strop.launch.build_request import make_plan
 from strop.launch.contract import (
     AttemptRecord,
     Backend,
@@ -28,25 +29,38 @@ from strop.launch.contract import (
     Renewable,
     StatusSource,
 )
-from strop.launch.home import job_path_of, read_plan
+from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.logs import FileLogs, FilteredLogs, LogFilter, follow, require_logs
-from strop.launch.next_job import forbid_next
-from strop.launch.planning import make_plan
 from strop.launch.secrets import remove_secrets
-from strop.launch.standing import find_statuses
-from strop.launch.submitting import Submitted, Submitter, lock_name
+from strop.launch.status import find_statuses
+from strop.launch.submit import (
+    Submitted,
+    Submitter,
+    check_plan,
+    describe_status,
+    lock_name,
+    mark_cancelled,
+    may_go_on,
+)
 from strop.record.files import LogLine
 
 KILL_LIMIT_S = 60.0
 """How long a scheduler may take to show that a killed job has ended."""
 UNKNOWN_LIMIT_S = 60.0
 """How long logs of a job are followed that its scheduler does not know: it may just have been submitted."""
+LOST_LIMIT_S = 600.0
+"""How long a job is watched that its scheduler, which does answer, does not know."""
+ASK_EVERY_S = 15.0
+"""While watching. Schedulers with many users throttle more frequent queries."""
+ASK_HERE_EVERY_S = 1.0
+"""While watching a job of this machine."""
 _ASK_EVERY_S = 0.5
+"""While a cancellation is waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelOutcome:
-    """What became of a cancellation."""
+    """The outcome of a cancellation."""
 
     statuses: tuple[JobStatus, ...]
     ended_by: str
@@ -74,15 +88,15 @@ class Launcher:
         return self._submitter.submit(request, is_new=is_new)
 
     def resume(self, home: Path, request: JobRequest) -> Submitted:
-        """Submit a job again that has ended without success, in its own home. See `Submitter.resume`."""
+        """Submit a job again that has ended without success, in its directory. See `Submitter.resume`."""
         return self._submitter.resume(home, request)
 
     def resubmit(self, ref: JobRef, *, submitted_at: float) -> Submitted:
-        """Submit the next job of a run from what its home holds. See `Submitter.resubmit`."""
+        """Submit the next job of a run from what its directory holds. See `Submitter.resubmit`."""
         return self._submitter.resubmit(ref, submitted_at=submitted_at)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
-        """Return where every member of some jobs stands, by one question to the scheduler."""
+        """Return the status of every member of some jobs, by one query to the scheduler."""
         return find_statuses(self.backend, refs)
 
     def logs(self, ref: JobRef, member: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
@@ -111,19 +125,24 @@ class Launcher:
         """
         require_member(ref, member)
         if isinstance(self.backend, Renewable):
-            # First: what watches the job would submit the next one as soon as this one has ended.
+            # First: a watcher would submit the next job as soon as this one has ended.
             with lock_name(Path(ref.home).parent, ref.name):
-                ref = forbid_next(ref)
+                ref = mark_cancelled(ref)
         ended_by = self._end(ref, member, grace_s)
         statuses = self.status([ref])
-        if all(_is_settled(one) for one in statuses):
-            # One that ends before its first life has nobody to remove them.
+        # Settled: no member will be requeued, as its scheduler or its success says.
+        if all(
+            one.state is JobState.SUCCEEDED
+            or (one.state.is_terminal and one.source is StatusSource.SCHEDULER)
+            for one in statuses
+        ):
+            # No supervisor removes them if the job ends before its first attempt.
             remove_secrets(job_path_of(ref.home))
         mine = tuple(one for one in statuses if member in {None, one.member})
         return CancelOutcome(statuses=mine, ended_by=ended_by)
 
     def _end(self, ref: JobRef, member: int | None, grace_s: float) -> str:
-        """Ask for an end, then force it; return what it took, or nothing where no end was seen."""
+        """Ask for an end, then force it; return what it took, or nothing where it did not end."""
         if self._all_ended(ref, member):
             return "it had ended"
         self.backend.stop(ref, member, grace_s=grace_s)
@@ -150,14 +169,14 @@ class Launcher:
 
 
 class _End:
-    """The end of a member, for whoever follows its logs: also one that nobody can tell any more."""
+    """Decides when following logs ends: at the member's end, or when no source has known it for long."""
 
     def __init__(self, ask: Callable[[], JobStatus]) -> None:
         self._ask = ask
         self._unknown_since: float | None = None
 
     def is_seen(self) -> bool:
-        """Whether it has ended, or a scheduler that answers has known nothing of it for long."""
+        """Whether it has ended, or a scheduler that answers has not known it for long."""
         status = self._ask()
         is_unknown = status.state is JobState.UNKNOWN and not status.is_silent
         if not is_unknown:
@@ -165,12 +184,6 @@ class _End:
             return status.state.is_terminal
         self._unknown_since = self._unknown_since or time.monotonic()
         return time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S
-
-
-def _is_settled(status: JobStatus) -> bool:
-    """Whether a member will not live again by itself, as its scheduler or its success says."""
-    is_said = status.source is StatusSource.SCHEDULER or status.state is JobState.SUCCEEDED
-    return status.state.is_terminal and is_said
 
 
 def require_member(ref: JobRef, member: int | None) -> None:
@@ -184,3 +197,92 @@ def require_member(ref: JobRef, member: int | None) -> None:
                 next_step=f"`strop status {ref.job_id}` lists the members",
             )
         )
+
+
+class _Notices:
+    """Reports changes: a message that repeats the last one of its kind is dropped."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._last: dict[str, str] = {}
+
+    def say_new(self, kind: str, words: str) -> None:
+        """Report a message, unless it equals the last one of its kind."""
+        if self._last.get(kind) != words:
+            self.say(words)
+        self._last[kind] = words
+
+
+def watch(
+    launcher: Launcher,
+    home: Path,
+    say: Callable[[str], None],
+    *,
+    pause: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> None:
+    """Wait until every member of a run has ended for good, report changes, and submit the run's next job.
+
+    All state is in the job directory: a watcher may be killed at any time and started again, from any place
+    that sees the directory, and two of them do no more than one. An unknown state ends and starts nothing.
+
+    Raises: CheckRefused for an end that is no success, with why no next job follows; StoreError if no source
+        knows the job any more.
+    """
+    notices, unknown_s = _Notices(say), 0.0
+    while True:
+        # Read again each time: another process may have submitted the next job.
+        ref = read_ref(job_path_of(home))
+        statuses = launcher.status([ref])
+        words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
+        notices.say_new("state", words)
+        has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
+        if has_ended and not _goes_on(launcher, ref, statuses, notices, now):
+            return
+        every_s = ASK_HERE_EVERY_S if ref.backend in {"local", "container"} else ASK_EVERY_S
+        pause_s = every_s * random.uniform(1.0, 1.25)
+        is_lost = any(one.state is JobState.UNKNOWN and not one.is_silent for one in statuses)
+        unknown_s = unknown_s + pause_s if is_lost else 0.0
+        if unknown_s > LOST_LIMIT_S:
+            raise StoreError(
+                explain_refusal(
+                    f"{words}; so it has been for {LOST_LIMIT_S / 60:.0f} minutes",
+                    allowed="a job that its scheduler or its own record knows",
+                    next_step=f"look for {ref.job_id} at {ref.site}; --resume goes on in {ref.home}",
+                )
+            )
+        pause(pause_s)
+
+
+def _goes_on(
+    launcher: Launcher,
+    ref: JobRef,
+    statuses: list[JobStatus],
+    notices: _Notices,
+    now: Callable[[], float],
+) -> bool:
+    """Return whether there is a next job, or may still be one; False for a success.
+
+    Raises: CheckRefused for any other end.
+    """
+    if all(one.state is JobState.SUCCEEDED for one in statuses):
+        return False
+    if not isinstance(launcher.backend, Renewable) or not any(map(may_go_on, statuses)):
+        raise CheckRefused(
+            explain_refusal(
+                f"job {ref.job_id} ended as {', '.join(map(describe_status, statuses))}",
+                allowed="an end of all members with success",
+                next_step=f"strop logs {ref.job_id}",
+            )
+        )
+    try:
+        submitted = launcher.resubmit(ref, submitted_at=now())
+    except StoreError as error:
+        # The next query shows whether it was accepted; nothing is lost meanwhile.
+        notices.say_new("wait", f"the next job waits: {error}")
+        return True
+    word = "submitted" if submitted.is_new else "was submitted"
+    notices.say(f"{submitted.ref.job_id} {word} as the next job of this run, after {ref.job_id}")
+    for warning in submitted.warnings:
+        notices.say(f"notice: {warning}")
+    return True

@@ -1,8 +1,8 @@
 """The logs of a job's nodes and roles as lines, while they grow and long after.
 
 They are files of the member's directory, so that they can be read when the scheduler has forgotten the job.
-What the scheduler or the supervisor itself wrote is the role `scheduler`: shown where it is asked for, and
-where nothing else is there, which is when no agent could begin.
+The output of the scheduler or the supervisor itself is the role `scheduler`: it is shown on request, and
+where there is nothing else because no agent could begin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.home import ATTEMPTS_FOLDER, JOB_FOLDER
+from strop.launch.job_dir import ATTEMPTS_FOLDER, JOB_FOLDER
 from strop.record.files import LogLine, LogSource, RecordFiles
 
 POLL_S = 0.2
@@ -24,12 +24,12 @@ _LIST_EVERY_S = 0.4
 """New roles and attempts are looked for this often; lines of known files at every poll."""
 _ASK_EVERY_S = 1.0
 _ASK_SHARE = 10.0
-"""Between two questions whether the job is over: this many times as long as the last one took."""
+"""Pause between two queries whether the job is over, as a multiple of the last one's duration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogFilter:
-    """Which logs are wanted; None of a kind: all of them."""
+    """Selects logs; None selects all of a kind."""
 
     attempt: str | None = None
     """By name; `latest` for the newest one."""
@@ -37,7 +37,7 @@ class LogFilter:
     role: str | None = None
 
     def takes(self, *, attempt: str, node: str, role: str) -> bool:
-        """Whether a line is wanted. `latest` takes all: which attempt is the newest, only a list tells."""
+        """Whether a line is selected. `latest` takes all: the newest attempt is known from a list only."""
         return (
             self.attempt in {None, "latest", attempt, attempt.rpartition("-")[2]}
             and self.node in {None, int(node) if node.isdigit() else -1}
@@ -46,16 +46,16 @@ class LogFilter:
 
 
 class FilteredLogs:
-    """The wanted lines of logs that are elsewhere than in files."""
+    """The selected lines of logs that are elsewhere than in files."""
 
     def __init__(self, source: LogSource, wanted: LogFilter) -> None:
         self._source = source
         self._wanted = wanted
         self.is_empty = True
-        """Whether there was no wanted line yet."""
+        """Whether there was no selected line yet."""
 
     def read_new(self) -> list[LogLine]:
-        """Return the wanted lines since the last call. Raises: StoreError."""
+        """Return the selected lines since the last call. Raises: StoreError."""
         return self._take(self._source.read_new())
 
     def read_rest(self) -> list[LogLine]:
@@ -96,7 +96,7 @@ class FileLogs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no wanted file was found yet."""
+        """Whether no selected file was found yet."""
         return not self._names
 
     def _list_wanted(self) -> list[str]:
@@ -153,15 +153,15 @@ def _number_of(attempt: str) -> int:
 def follow(
     source: FileLogs | FilteredLogs, *, is_over: Callable[[], bool], poll_s: float = POLL_S
 ) -> Iterator[LogLine]:
-    """Yield lines as they are written, until the job is over and everything is said."""
+    """Yield lines as they are written, until the job is over and the logs are read to their end."""
     ask_at, over = float("-inf"), False
     while not over:
         yield from source.read_new()
         began = time.monotonic()
         if began >= ask_at:
-            # Before the last read: what was written until the end is still read.
+            # Before the last read, so that lines written until the end are still read.
             over = is_over()
-            # A scheduler that is slow to answer is asked less often, so that lines do not wait for it.
+            # A scheduler that is slow to answer is queried less often, so that lines do not wait for it.
             ask_at = time.monotonic() + max(_ASK_EVERY_S, _ASK_SHARE * (time.monotonic() - began))
         if not over:
             time.sleep(poll_s)
@@ -169,7 +169,7 @@ def follow(
 
 
 def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
-    """Refuse where there is nothing to show. Raises: StoreError naming the place that was looked at."""
+    """Refuse where there is nothing to show. Raises: StoreError naming the place."""
     if source.is_empty:
         raise StoreError(
             explain_refusal(

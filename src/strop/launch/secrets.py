@@ -1,7 +1,7 @@
-"""The values of a job's secrets: where they lie, who may read them, and how a text is rid of them.
+"""The values of a job's secrets: their file, and how they are redacted from a text.
 
-`job/secrets.json` has mode 0600 from its first byte on, appears complete, and is removed when the job ends.
-Not here: which secrets a job has (`environment`).
+`job/secrets.json` has mode 0600 from its first byte on, is written atomically, and is removed when the job
+ends. Not here: which secrets a job has (`environment`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from strop.errors import StoreError, explain_refusal
 from strop.io.atomic import write_bytes_atomically
-from strop.spec.credentials import credential_form, is_credential_name
+from strop.spec.display import credential_form, is_credential_name
 
 SECRETS_NAME = "secrets.json"
 REDACTED = "<redacted>"
@@ -36,18 +36,18 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def read_secrets(job_path: Path) -> dict[str, str]:
-    """Return the secrets of a job by name; none where there are none any more. Raises: StoreError."""
+    """Return the secrets of a job by name; empty after they were removed. Raises: StoreError."""
     content = read_json(job_path / SECRETS_NAME)
     return {} if content is None else dict(content["values"])
 
 
 def secret_values(job_path: Path) -> tuple[str, ...]:
-    """Return the values of a job's secrets, for `redact`; none where there are none any more."""
+    """Return the values of a job's secrets, for `redact`; empty after they were removed."""
     return tuple(read_secrets(job_path).values())
 
 
 def remove_secrets(job_path: Path) -> None:
-    """Remove `secrets.json` and what a killed writer left of it. Raises: StoreError if it cannot be."""
+    """Remove `secrets.json` and what a killed writer left of it. Raises: StoreError if that fails."""
     try:
         for path in job_path.glob(f"{SECRETS_NAME}.partial-*"):
             path.unlink(missing_ok=True)
@@ -63,20 +63,20 @@ def remove_secrets(job_path: Path) -> None:
 
 
 def redact(text: str, values: Iterable[str]) -> str:
-    """Replace every given value in a text, also as JSON, a shell or an address writes it.
+    """Replace every given value in a text, also in the forms of JSON, a shell and a URL.
 
-    A value over several lines is replaced line by line too. Values under 4 characters stay: too much
-    else looks like them.
+    A value over several lines is replaced line by line too. Values under 4 characters stay: they occur by
+    chance.
     """
     forms = {form for value in values for form in _written_forms(value) if len(form) >= _MIN_REDACTED_LENGTH}
-    # The longest first, so that no rest of a longer one remains.
+    # The longest first, so that no part of a longer one remains.
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, REDACTED)
     return text
 
 
 def read_hub_login(environ: Mapping[str, str]) -> str | None:
-    """Return the token that the hub's own client keeps on this machine, or None.
+    """Return the token that the hub's own client stores on this machine, or None.
 
     Source: huggingface_hub.constants: HF_TOKEN_PATH, else `token` in HF_HOME, which is by default
         `huggingface` in XDG_CACHE_HOME or ~/.cache.
@@ -98,24 +98,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StoreError(
-            # Without the error's own words: those of a JSON reader quote the text.
-            explain_refusal(
-                f"{path} cannot be read ({type(error).__name__})",
-                allowed="the file as strop submit wrote it",
-                next_step="submit the job again",
-            )
-        ) from None
+        # Without the error's own message: that of a JSON reader quotes the text.
+        raise StoreError(f"{path} cannot be read ({type(error).__name__}): submit the job again") from None
     return dict(content)
 
 
 def write_private(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that nobody else can read at any moment, and that appears complete. Raises: StoreError."""
-    write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=_open_private)
+    """Write a file atomically that no other user can read at any moment. Raises: StoreError."""
 
+    def open_private(place: Path) -> BinaryIO:
+        return os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
-def _open_private(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=open_private)
 
 
 def _written_forms(value: str) -> Iterable[str]:

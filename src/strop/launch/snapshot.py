@@ -1,8 +1,8 @@
 """The code of a job: the working tree as it is on the disk, packed at submission, verified where it runs.
 
-Tracked files with their uncommitted edits, and untracked ones that git does not ignore; what git ignores
-stays behind. A job runs from its own unpacked copy, so that an edit after the submission, or a checkout in
-the shared tree, changes nothing for it. Without git all files count but hidden ones and caches.
+Included are tracked files with their uncommitted edits, and untracked ones that git does not ignore. A job
+runs from its own unpacked copy, so that a later edit, or a checkout in the shared tree, does not affect it.
+Without git all files are included but hidden ones and caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_CODE_BYTES = 64 << 20
 NUM_LARGEST_NAMED = 5
 GIT_LIMIT_S = 60.0
 DOTENV_NAME = ".env"
-"""Never packed: its variables travel in a file that nobody else can read."""
+"""Never packed: its variables are sent in a file that no other user can read."""
 _NO_SECRETS = f":(exclude,top,glob)**/{DOTENV_NAME}"
 _UNFINISHED = ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD", "BISECT_LOG")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "dist"})
@@ -34,9 +34,9 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "d
 def take_snapshot(
     project_path: Path, *, excluded: Iterable[Path] = (), max_bytes: int = MAX_CODE_BYTES
 ) -> CodeSnapshot:
-    """Look at a working tree: which files are its code, and their hash. Packs and writes nothing.
+    """Return the code of a working tree: its files and their hash. Packs and writes nothing.
 
-    `excluded`: folders in it that are no code, such as the one that runs are written to.
+    `excluded`: folders in it that are not code, such as the one that runs are written to.
 
     Raises: ConfigError if it is too large (the largest files are named), if a link leads out of it, or if git
         is in the middle of a merge or rebase; StoreError if a file cannot be read.
@@ -63,7 +63,7 @@ def take_snapshot(
 
 
 def read_diff(snapshot: CodeSnapshot) -> str:
-    """Return what differs from the commit as a patch, without the untracked files."""
+    """Return the difference from the commit as a patch, without the untracked files."""
     if snapshot.commit is None:
         return ""
     return _git(snapshot.project_path, "diff", "--binary", "HEAD", "--", ".", _NO_SECRETS, is_raw=True) or ""
@@ -100,11 +100,11 @@ def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
 
 
 class _Changed(Exception):
-    """Raised inside of packing where a file is not what it was."""
+    """A file changed while it was packed. Internal."""
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add one file or link, without who made it and when, so that equal trees give equal archives."""
+    """Add one file or link without owner and times, so that equal trees give equal archives."""
     member = tarfile.TarInfo(name)
     try:
         if path.is_symlink():
@@ -120,7 +120,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
 
 
 def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
-    """Unpack a snapshot into a new folder and prove that it is the one that was submitted.
+    """Unpack a snapshot into a new folder and verify that it is the one that was submitted.
 
     Raises: CheckRefused if the archive is missing, damaged or another one.
     """
@@ -168,8 +168,8 @@ def hash_code(root: Path, files: Iterable[str]) -> str:
 
 
 def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
-    """Whether a listed name is there, no folder, in none of the skipped ones, and no file of secrets."""
-    # Of strings: a path object for each of thousands of files is what a plan would take longest for.
+    """Whether a listed name is an existing file, in none of the skipped folders, and no file of secrets."""
+    # Strings, because path objects of thousands of files would be the slowest part of a plan.
     place = os.path.join(root, name)
     inside = f"{place}/"
     if os.path.basename(place) == DOTENV_NAME or any(
@@ -198,7 +198,7 @@ def _list_git_files(root: Path) -> list[str]:
     for name in filter(None, listed.split("\0")):
         place = os.path.join(root, name)
         if os.path.isdir(place) and not os.path.islink(place):
-            # A submodule, or a clone inside of the tree: git stops there, and a job needs its files too.
+            # A submodule, or a clone inside the tree: git stops there, and a job needs its files too.
             found |= dict.fromkeys(f"{name.rstrip('/')}/{inner}" for inner in _list_git_files(root / name))
         else:
             found[name] = None
@@ -271,7 +271,7 @@ def _refuse_unfinished(root: Path) -> None:
 
 
 def _is_git(root: Path) -> bool:
-    """Whether git knows the tree. Raises: StoreError where there is a repository, and git does not say so."""
+    """Whether git knows the tree. Raises: StoreError where there is a repository that git does not read."""
     if _git(root, "rev-parse", "--is-inside-work-tree") == "true":
         return True
     if any((folder / ".git").exists() for folder in (root, *root.parents)):

@@ -1,7 +1,7 @@
 """How long a run will take, from sizes and speeds; and what its checkpoints take on disk. No torch.
 
 An estimate multiplies what is known (FLOP, bytes) by what is measured (`strop doctor`, `strop plan
---measure`) and by a few shares that nobody knows before the run. Those are assumptions; each is listed
+--measure`) and by a few shares that are unknown before the run. Those are assumptions; each is listed
 with its value.
 
 A step's period follows from its stages: one after the other where every step waits for the newest
@@ -56,7 +56,7 @@ _MIN_GAIN_FRAC = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumption:
-    """A number that nobody has measured for this run."""
+    """A number that was not measured for this run."""
 
     name: str
     value: float

@@ -1,22 +1,27 @@
-"""Where a model or a checkpoint already is on this disk. Reads names only: no network, no writes.
+"""Models, checkpoints and examples that already are on this disk. No network, no writes.
 
 `strop.store.get_model` fetches what is missing; a plan must not, so it asks here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import DataError, RemoteMissing, StoreError, explain_refusal
 from strop.io import is_complete, user_cache_dir
 from strop.record import RunDir
 from strop.record.run_dir import STATE_NAME, step_of
+from strop.rollout import Example, Split
+from strop.spec.task import MixtureSpec, TaskSpec
 from strop.store import get_model
+from strop.store.data_files import only_local_data
 from strop.store.hub import find_cached_snapshot
-from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path
+from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, stored_path
 from strop.store.policy import read_policy
-from strop.store.stored_models import stored_path
+from strop.tasks import Task, build_task
+from strop.tasks.traits import require_written
 
 CONVERTED_DTYPE = "float32"
 """Stored type of converted models, as `get_model` chooses it."""
@@ -107,3 +112,51 @@ def _no_checkpoint(path: Path) -> StoreError:
             next_step="let the run reach train.checkpoint_every, or name another run; `strop ls` lists them",
         )
     )
+
+
+def read_task_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
+    """Build the task and read its examples from this disk alone; return what of them is not here.
+
+    Raises: DataError if what is here is malformed; ConfigError as the task does.
+    """
+    task, missing = _read_offline(section)
+    if missing and isinstance(section, MixtureSpec):
+        # Reading ends at the first part that lacks something; each is asked what else is missing.
+        parts = [_read_offline(part.task)[1] for part in section.read_parts().values()]
+        missing = tuple(dict.fromkeys(name for names in parts for name in names))
+    return task, missing
+
+
+def _read_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
+    task = build_task(section)
+    with only_local_data() as missing:
+        try:
+            task.examples(Split.HELD_OUT)
+        except (DataError, RemoteMissing):
+            if not missing:
+                raise
+    return task, tuple(missing)
+
+
+def require_trainable_here(task: Task) -> None:
+    """Refuse a task that no run can have. Raises: ConfigError like `require_written`."""
+    with only_local_data():
+        require_written(task)
+
+
+def training_examples_here(task: Task) -> Sequence[Example]:
+    """Return the training examples of a run that trains on its own replies to them.
+
+    Raises: DataError if the task is for evaluation only.
+    """
+    with only_local_data():
+        found = task.examples(Split.TRAIN)
+    if not found:
+        raise DataError(
+            explain_refusal(
+                f"task {task.name} has no training examples",
+                allowed="a task with examples to train on; this one is for evaluation only",
+                next_step="train on another task, and name this one in `strop eval`",
+            )
+        )
+    return found

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from strop.algorithm import Aggregation, Algorithm, build_algorithm
+from strop.algorithm.corrections import CORRECTIONS, Correction
+from strop.hardware import Machine
 from strop.plan.estimate import Assumption, TimeEstimate
-from strop.plan.roles import Part, RoleMemory
+from strop.plan.roles import Part, RoleMemory, count_rows
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
+from strop.policy.learning_rate import lr_at
+from strop.spec import ResolvedSpec
+from strop.spec.base import DEFAULT
+from strop.spec.train import TrainSpec
+from strop.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,3 +109,189 @@ class Plan:
     """What the gate would refuse."""
     unknown: tuple[str, ...]
     notices: tuple[str, ...]
+
+
+# Which values of a run take effect, and where each comes from: limits, the loss, the optimizer.
+_OF_CORRECTION = ("correction", "correction_cap", "max_sequence_tokens")
+_NORMALIZERS = {
+    Aggregation.TOKEN_MEAN: "1 / scored tokens of the {part}",
+    Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
+    Aggregation.CONST: "1 / ({rollouts} rollouts x {limit} tokens of reply limit)",
+    Aggregation.GROUP_TOKEN_MEAN: "1 / ({prompts} groups x scored tokens of the group)",
+    Aggregation.SEQ_SUM: "1 / {rollouts} rollouts",
+}
+
+
+def list_limits(
+    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine, *, is_gpu: bool
+) -> tuple[PlannedValue, ...]:
+    """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
+    spec = resolved.spec
+    values = [
+        _effective(
+            resolved, "task.max_reply_tokens", task.limits.max_reply_tokens, f"the limit of task {task.name}"
+        ),
+        _effective(
+            resolved,
+            "train.micro_batch_tokens",
+            spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+            "strop's own",
+        ),
+        _effective(
+            resolved,
+            "engine.max_rows",
+            spec.engine.max_rows or count_rows(spec, is_gpu=is_gpu),
+            "rollouts of a step",
+        ),
+        _effective(
+            resolved,
+            "placement.threads",
+            spec.placement.threads or machine.num_physical_cores,
+            "cores of this machine",
+        ),
+    ]
+    if size is not None:
+        because = size.alone_because
+        layout = "packed, prompts shared" if because is None else f"each by itself: {because}"
+        values += [
+            PlannedValue(name="positions of the model", value=size.max_positions, origin="config.json"),
+            PlannedValue(name="sequences", value=layout, origin="config.json; proven when it is loaded"),
+        ]
+    return tuple(values)
+
+
+def _effective(resolved: ResolvedSpec, key: str, value: Any, derived_from: str) -> PlannedValue:
+    """Return a value whose setting may be none, with the origin of what takes effect."""
+    section, name = key.split(".")
+    is_given = getattr(getattr(resolved.spec, section), name) is not None
+    origin = resolved.origins.get(key, DEFAULT) if is_given else derived_from
+    return PlannedValue(name=key, value=value, origin=origin)
+
+
+def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
+    """Return what the loss is made of."""
+    train = resolved.spec.train
+    terms = with_origins(resolved, "train", {"terms": train.terms})
+    if train.terms == "distill":
+        return (*terms, *_plan_distillation(resolved))
+    rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
+    if train.terms == "dpo":
+        return (*terms, *with_origins(resolved, "dpo", resolved.spec.dpo.model_dump()))
+    if not train.has_sft:
+        return (*terms, *rl)
+    weight = PlannedValue(
+        name="weight of a demonstrated token",
+        value="weight of its row / sum of weight x trained tokens over the step's rows",
+        origin="strop's own",
+    )
+    return (*terms, *rl, *with_origins(resolved, "sft", resolved.spec.sft.model_dump()), weight)
+
+
+def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
+    """Return what a teacher's term is made of; rewards take no part."""
+    spec = resolved.spec
+    is_sampled = spec.teacher.form == "sampled"
+    unread = {"divergence", "jsd_beta", "top_k", "rest"} if is_sampled else set()
+    teacher = with_origins(resolved, "teacher", spec.teacher.model_dump(exclude=unread))
+    cap = spec.algorithm.correction_cap or CORRECTIONS[spec.algorithm.correction].cap
+    return (
+        PlannedValue(
+            name="weight of a token",
+            value=_NORMALIZERS[Aggregation.TOKEN_MEAN].format(part=_part_of_step(spec.train)),
+            origin="strop's own",
+        ),
+        *teacher,
+        *(_plan_correction(resolved, CORRECTIONS[spec.algorithm.correction], cap) if is_sampled else ()),
+        *with_origins(resolved, "sampling", spec.sampling.model_dump()),
+    )
+
+
+def _plan_correction(resolved: ResolvedSpec, correction: Correction, cap: float) -> tuple[PlannedValue, ...]:
+    """Return the correction that is applied, and of its settings those that it reads."""
+    spec, name = resolved.spec.algorithm, "algorithm.correction"
+    if correction.name != spec.correction:
+        origin = "ratios start at the engine's own value (algorithm.mode = 'bypass')"
+        return (PlannedValue(name=name, value=correction.name, origin=origin),)
+    applied = with_origins(resolved, "algorithm", {"correction": correction.name})
+    if correction.name == "none":
+        return applied
+    if correction.level == "sum":
+        limit = {"max_sequence_tokens": spec.max_sequence_tokens}
+        applied = (*applied, *with_origins(resolved, "algorithm", limit))
+    return (*applied, _effective(resolved, f"{name}_cap", cap, f"{correction.name}'s own"))
+
+
+def list_optimizer(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
+    """Return how gradients move the weights."""
+    optimizer, train = resolved.spec.optimizer, resolved.spec.train
+    values = with_origins(resolved, "optimizer", optimizer.model_dump())
+    if optimizer.schedule == "constant":
+        return values
+    num = train.num_optimizer_steps
+    last = PlannedValue(
+        name="lr of the last optimizer step",
+        value=f"{lr_at(optimizer, num - 1, num):.3g}",
+        origin=f"number {num} of the run",
+    )
+    return (*values, last)
+
+
+def _part_of_step(train: TrainSpec) -> str:
+    return "step" if train.mini_batches == 1 else "mini-batch"
+
+
+def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
+    spec = resolved.spec
+    algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
+    own = f"{algorithm.name}'s own"
+    prompts = spec.train.prompts_per_step // spec.train.mini_batches
+    normalizer = _NORMALIZERS[algorithm.aggregation].format(
+        part=_part_of_step(spec.train),
+        rollouts=prompts * spec.train.rollouts_per_prompt,
+        limit=limit,
+        prompts=prompts,
+    )
+    advantage = PlannedValue(name="algorithm.advantage", value=_describe_advantage(algorithm), origin=own)
+    if spec.algorithm.advantage is not None:
+        advantage = replace(advantage, origin=resolved.origins.get(advantage.name, DEFAULT))
+    # What a loss without a range, or a run without the entry, has no use for is not said.
+    unused = set() if algorithm.loss.has_range else {"clip_low", "clip_high"}
+    unused |= {"overlong_buffer_tokens"} if algorithm.overlong != "shape" else set()
+    unused |= {"sapo_temperature_pos", "sapo_temperature_neg"} if spec.algorithm.name != "sapo" else set()
+    derived = [
+        PlannedValue(name="weight of a token", value=normalizer, origin=own),
+        advantage,
+        *(
+            _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
+            for name in ("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong")
+            if name not in unused
+        ),
+        *_plan_correction(resolved, algorithm.correction, algorithm.correction_cap),
+    ]
+    if algorithm.reward_kl_beta:
+        beta = resolved.origins.get("reference.kl_beta", DEFAULT)
+        penalty = f"{algorithm.reward_kl_beta:g} x log-ratio (k1), in the reward"
+        derived.append(PlannedValue(name="KL to the reference", value=penalty, origin=beta))
+    shown = {value.name for value in derived} | {f"algorithm.{name}" for name in (*unused, *_OF_CORRECTION)}
+    plain = with_origins(resolved, "algorithm", spec.algorithm.model_dump())
+    sampling = with_origins(resolved, "sampling", spec.sampling.model_dump())
+    return (*(value for value in plain if value.name not in shown), *derived, *sampling)
+
+
+def _describe_advantage(algorithm: Algorithm) -> str:
+    """Say what a rollout is compared with."""
+    behind = {
+        "none": "",
+        "spread": ", then over the spread of the batch",
+        "whiten": ", then whitened over all tokens of the batch",
+    }
+    return f"{algorithm.advantage.__name__}{behind[algorithm.over_batch]}"
+
+
+def with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:
+    """Return the values of a section with what wrote each of them."""
+    keys = {f"{section}.{name}": value for name, value in values.items()}
+    return tuple(
+        PlannedValue(name=key, value=value, origin=resolved.origins.get(key, DEFAULT))
+        for key, value in keys.items()
+    )

@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from strop.algorithm.idle import find_idle_settings
+from strop.algorithm.building import find_idle_settings
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
-from strop.hardware.efficiency import read_efficiency
+from strop.hardware.calibrate import read_efficiency
 from strop.hardware.number_format import AUTO, NumberFormat, settle_format
 from strop.plan.estimate import (
-    TimeEstimate,
     Work,
     estimate_time,
     list_assumptions,
     list_disk_parts,
     signal_frac,
 )
-from strop.plan.local_data import read_task_offline, require_trainable_here, training_examples_here
-from strop.plan.locate import find_model
-from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room, Schedule
-from strop.plan.roles import (
-    Part,
-    RoleMemory,
-    list_roles,
-    read_layout,
-    split_memory,
+from strop.plan.locate import find_model, read_task_offline, require_trainable_here, training_examples_here
+from strop.plan.plan import (
+    Plan,
+    PlannedPrompt,
+    PlannedValue,
+    Room,
+    Schedule,
+    list_limits,
+    list_optimizer,
+    list_terms,
 )
-from strop.plan.settings import list_limits, list_optimizer, list_terms
+from strop.plan.roles import Part, RoleMemory, list_roles, read_layout, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.policy.footprint import ModelSize, read_model_size
 from strop.record.prediction import Prediction
@@ -55,11 +55,11 @@ from strop.tasks import (
     resolve_prompt_format,
 )
 from strop.tokenizer import Tokenizer
-from strop.train.given import (
-    Given,
-    count_given_positions,
-    find_given,
-    read_given,
+from strop.train.data.offline import (
+    OfflineData,
+    count_offline_positions,
+    find_offline_source,
+    read_offline_data,
 )
 
 NUM_MEASURED_PROMPTS = 200
@@ -74,7 +74,7 @@ class _Known:
     size: ModelSize | None
     train: Sequence[Example] | None
     held_out: Sequence[Example] | None
-    given: Given | None
+    given: OfflineData | None
     unknown: tuple[str, ...]
     frozen: Mapping[str, ModelSize]
 
@@ -106,7 +106,7 @@ def make_plan(
     memory = disk = time = None
     roles: tuple[RoleMemory, ...] = ()
     if known.size is not None:
-        max_prompt, given = prompt.tokens_max if prompt else None, count_given_positions(spec, known.given)
+        max_prompt, given = prompt.tokens_max if prompt else None, count_offline_positions(spec, known.given)
         roles = _plan_roles(spec, known, speeds, limit, max_prompt, given)
         if speeds.is_processor:
             parts = split_memory(
@@ -114,9 +114,9 @@ def make_plan(
             )
             memory = _room(parts, machine.memory_bytes)
         checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
-        disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
+        disk = _room(checkpoints, free_disk_bytes(Path(spec.output.dir or spec.output.root)))
     if known.size is not None and prompt is not None and bool(schedule.given_per_step) == bool(known.given):
-        time = _plan_time(spec, prompt, known, schedule, speeds, limit)
+        time = estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
@@ -125,9 +125,7 @@ def make_plan(
         prompt=prompt,
         limits=(
             *list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
-            PlannedValue(
-                name="model.dtype", value=number_format.dtype, origin=_origin(resolved, number_format)
-            ),
+            _plan_dtype(resolved, number_format),
         ),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
@@ -157,17 +155,17 @@ def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelera
     return accelerator or (machine.gpus[0] if machine.gpus else None)
 
 
-def _origin(resolved: ResolvedSpec, number_format: NumberFormat) -> str:
-    """Say where the number format is from: the run file, or the hardware's own."""
+def _plan_dtype(resolved: ResolvedSpec, number_format: NumberFormat) -> PlannedValue:
     is_open = resolved.spec.model.dtype == AUTO
-    return number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
+    origin = number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
+    return PlannedValue(name="model.dtype", value=number_format.dtype, origin=origin)
 
 
 def predict_run(
     spec: RunSpec,
     task: Task,
     model_dir: Path,
-    given: Given | None,
+    given: OfflineData | None,
     *,
     cache_dir: Path | None = None,
     machine: Machine | None = None,
@@ -193,8 +191,8 @@ def predict_run(
         spec, machine or describe_machine(), read_calibration(cache_dir), read_efficiency(cache_dir)
     )
     limit = task.limits.max_reply_tokens
-    time = _plan_time(spec, prompt, known, _plan_schedule(spec, known), speeds, limit)
-    positions = count_given_positions(spec, known.given)
+    time = estimate_time(_plan_work(spec, prompt, known, _plan_schedule(spec, known), limit), speeds)
+    positions = count_offline_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.placement.kind == "ray"
     return Prediction(
@@ -237,10 +235,10 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
         require_trainable_here(task)
         train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
-    wanted, given = find_given(spec), None
+    wanted, given = find_offline_source(spec), None
     if wanted is not None and wanted.source is not None and model_path is not None:
         if Path(wanted.source).exists():
-            given = read_given(spec, task, model_path)
+            given = read_offline_data(spec, task, model_path)
         else:
             what = f"{wanted.setting}={wanted.source}"
             unknown.append(f"{wanted.kind} and time: {what} is not on this machine")
@@ -273,10 +271,6 @@ def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, Model
                 f" machine; `strop model get {named}` fetches it"
             )
     return sizes, lacking
-
-
-def _output_path(spec: RunSpec) -> Path:
-    return Path(spec.output.dir or spec.output.root)
 
 
 def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
@@ -320,7 +314,7 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
     train, every, found = spec.train, spec.eval.every, known.given
     num_prompts = train.prompts_per_step if train.has_rl else 0
     sampling_frac, given_frac = _step_shares(spec)
-    wanted = find_given(spec)
+    wanted = find_offline_source(spec)
     per_step = wanted.per_step if wanted else 0
     num_train = len(known.train) if known.train is not None else None
     # Before the first step, at every multiple, and after the last; once where two coincide.
@@ -348,36 +342,19 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
 
 
 def _plan_roles(
-    spec: RunSpec,
-    known: _Known,
-    speeds: Speeds,
-    limit: int,
-    max_prompt: int | None,
-    given_positions: int,
+    spec: RunSpec, known: _Known, speeds: Speeds, limit: int, max_prompt: int | None, given_positions: int
 ) -> tuple[RoleMemory, ...]:
     assert known.size is not None
-    layout = read_layout(spec, is_processor=speeds.is_processor)
     return list_roles(
         spec,
         known.size,
-        layout,
+        read_layout(spec, is_processor=speeds.is_processor),
         limit,
         max_prompt,
         given_positions=given_positions,
         frozen=known.frozen,
         device_bytes=speeds.memory_bytes,
     )
-
-
-def _plan_time(
-    spec: RunSpec,
-    prompt: PlannedPrompt,
-    known: _Known,
-    schedule: Schedule,
-    speeds: Speeds,
-    limit: int,
-) -> TimeEstimate:
-    return estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
 
 
 def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
@@ -435,11 +412,7 @@ def plan_work(
             )
         )
     speeds = choose_speeds(
-        spec,
-        machine,
-        read_calibration(cache_dir),
-        read_efficiency(cache_dir),
-        accelerator,
+        spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
     )
     work = _plan_work(spec, prompt, known, _plan_schedule(spec, known), task.limits.max_reply_tokens)
     return Planned(work=work, speeds=speeds, task=task, model_path=known.model_path)

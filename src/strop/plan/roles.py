@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from strop.engine.contract import default_rows
-from strop.engine.vllm.limits import CPU_KV_CACHE_BYTES, GPU_MEMORY_FRAC
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, GPU_MEMORY_FRAC
 from strop.policy.footprint import (
     COPY_BYTES,
     DEFAULT_MICRO_BATCH_POSITIONS,
@@ -31,7 +31,7 @@ from strop.policy.footprint import (
 )
 from strop.spec import RunSpec
 from strop.spec.engine import EngineSpec
-from strop.spec.judge_tasks import MAX_ANSWER_TOKENS
+from strop.spec.own_tasks import MAX_ANSWER_TOKENS
 from strop.spec.task import role_judges
 
 PROGRAM_BYTES = 400_000_000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strop.hardware import Calibration, Machine
 from strop.hardware.accelerators import Accelerator, match_gpu
-from strop.hardware.efficiency import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
+from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.spec import RunSpec
 
 # Where nothing is measured: half of what a core of a server reached in bf16, in float32, and in bf16 that it

@@ -16,17 +16,20 @@ Shapes: P groups, D items that are dealt out, B bins, M slots of a bin, Q pairs 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import ConfigError, explain_refusal
-from strop.policy.footprint import ModelSize
+from strop.errors import ConfigError, LearnerError, explain_refusal
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
 from strop.policy.packing import PackedGroup
+from strop.policy.ranks import Ranks
 
 GOAL_RATIO = 1.01
 """Largest over mean load of a micro-batch that is good enough."""
@@ -43,11 +46,12 @@ _MAX_EXTRA_MICRO_BATCHES = 3
 
 IndexArray = NDArray[np.int64]
 LoadArray = NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Effort:
-    """What a search may still do, in pairs of items that it compares."""
+    """The remaining budget of a search, in pairs of items that it compares."""
 
     num_left: int = MAX_COMPARED
 
@@ -59,7 +63,7 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionCost:
-    """What training a token costs, in units of one fed position's matrix products."""
+    """Cost of training a token, in units of one fed position's matrix products."""
 
     per_pair: float = 0.0
     """Of attention between two positions."""
@@ -90,7 +94,7 @@ class PositionCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """Who trains what, and when."""
+    """The micro-batches of each rank."""
 
     groups_W_K: tuple[tuple[tuple[PackedGroup, ...], ...], ...]
     """Groups of each micro-batch of each rank. A micro-batch may be empty where there is too little work."""
@@ -145,6 +149,75 @@ def plan_batch(
             break
     assert best is not None
     return _arrange(best, groups, num_ranks)
+
+
+def shard_groups(
+    groups: Sequence[PackedGroup],
+    num_ranks: int,
+    *,
+    max_positions: int = DEFAULT_MICRO_BATCH_POSITIONS,
+    cost: PositionCost | None = None,
+    keeps_groups: bool = False,
+) -> list[list[PackedGroup]]:
+    """Cut groups into one shard per rank, of about as much work each; a shard may be empty.
+
+    A large group is split between replies, unless `keeps_groups`, as the terms do whose scope is a group.
+    Weights of tokens are left as they are: they were fixed for the whole batch.
+    """
+    if keeps_groups:
+        sizes = np.array([group.num_positions for group in groups], dtype=np.float64)
+        bins = partition(sizes, num_ranks).tolist() if groups else []
+        return [
+            [group for group, chosen in zip(groups, bins, strict=True) if chosen == rank]
+            for rank in range(num_ranks)
+        ]
+    plan = plan_batch(groups, num_ranks=num_ranks, max_positions=max_positions, cost=cost)
+    return [[group for micro_batch in rank for group in micro_batch] for rank in plan.groups_W_K]
+
+
+def restore_order(
+    groups: Sequence[PackedGroup],
+    shards: Sequence[Sequence[PackedGroup]],
+    found: Sequence[Sequence[T]],
+) -> list[T]:
+    """Return what each rank found for the replies of its shard in the order of the groups' replies.
+
+    `shards` are those that `shard_groups` made of the same groups.
+    """
+    by_reply: dict[int, T] = {}
+    for shard, values in zip(shards, found, strict=True):
+        replies = [reply for group in shard for reply in group.replies]
+        by_reply |= {id(reply): value for reply, value in zip(replies, values, strict=True)}
+    return [by_reply[id(reply)] for group in groups for reply in group.replies]
+
+
+def require_disjoint(
+    ranks: Ranks, names: Sequence[str], shards: Sequence[Sequence[PackedGroup]], *, step: int
+) -> None:
+    """See that all ranks take the same step, each on its own shard. Every rank must call it.
+
+    `names` and `shards` are those of the step's terms. Compared are whole shards: a single rollout may
+    well have been sampled twice.
+
+    Raises: LearnerError, on every rank.
+    """
+    if ranks.num_ranks == 1:
+        return
+    own = _digest([group for shard in shards for group in shard])
+    given = ranks.gather((step, list(names), own))
+    plans = [(at, terms) for at, terms, _ in given]
+    if any(plan != plans[0] for plan in plans):
+        listed = "; ".join(f"rank {rank} step {at} of {terms}" for rank, (at, terms) in enumerate(plans))
+        raise LearnerError(f"ranks take different steps: {listed}. Nothing was trained.")
+    owner: dict[str, int] = {}
+    for rank, (_, _, digest) in enumerate(given):
+        if digest is not None and digest in owner:
+            raise LearnerError(
+                f"step {step} was given the same samples on ranks {owner[digest]} and {rank}."
+                " Nothing was trained."
+            )
+        if digest is not None:
+            owner[digest] = rank
 
 
 def partition(
@@ -220,7 +293,7 @@ def _exchange(
     order = np.argsort(loads_B, kind="stable")
     num_pairs = min(len(order) // 2, int((loads_B > goal).sum()))
     heavy_Q = order[::-1][:num_pairs]
-    # Other partners in each round: two bins that have nothing to exchange must not meet for ever.
+    # Other partners in each round: two bins that have nothing to exchange must not be paired for ever.
     light_Q = np.roll(order[: len(order) // 2], -index)[:num_pairs]
     num_slots = len(items_M_B)
     slots = np.unique((np.arange(min(num_slots, _MAX_OF_BIN)) + index * _MAX_OF_BIN) % num_slots)
@@ -330,7 +403,11 @@ def _cut(
     pieces: list[_Piece] = []
     for num_pieces in range(min(least, num_replies), num_replies + 1):
         shares = _share_out(reply_costs, num_pieces)
-        pieces = [_take(group, prompt_cost, reply_costs, share) for share in shares]
+        pieces = []
+        for share in shares:
+            part = replace(group, replies=tuple(group.replies[index] for index in share))
+            cost = prompt_cost + sum(reply_costs[index] for index in share)
+            pieces.append(_Piece(part, cost, part.num_positions))
         if all(one.num_positions <= max_positions for one in pieces):
             break
     yield from pieces
@@ -350,11 +427,6 @@ def _num_pieces(total: float, room: float) -> int:
     return math.ceil(total / room) if room > 0 and math.isfinite(total / room) else 2**31
 
 
-def _take(group: PackedGroup, prompt_cost: float, reply_costs: list[float], chosen: list[int]) -> _Piece:
-    part = replace(group, replies=tuple(group.replies[index] for index in chosen))
-    return _Piece(part, prompt_cost + sum(reply_costs[index] for index in chosen), part.num_positions)
-
-
 def _arrange(dealt: _Dealt, groups: Sequence[PackedGroup], num_ranks: int) -> BatchPlan:
     """Put bins of like load next to each other in time, and even the ranks out."""
     num_micro_batches = len(dealt.loads_B) // num_ranks
@@ -370,3 +442,16 @@ def _arrange(dealt: _Dealt, groups: Sequence[PackedGroup], num_ranks: int) -> Ba
         loads_W_K=dealt.loads_B[bins_K_W.T],
         num_repeated_positions=fed - sum(len(group.prompt_ids) for group in groups),
     )
+
+
+def _digest(groups: Sequence[PackedGroup]) -> str | None:
+    """Hash what a shard holds, None if it is empty."""
+    if not groups:
+        return None
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(group.prompt_ids.tobytes())
+        for reply in group.replies:
+            digest.update(reply.token_ids.tobytes())
+            digest.update(reply.engine_logprobs.tobytes())
+    return digest.hexdigest()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import UnfitRecord, explain_refusal
+from strop.errors import UnfitRecord
 from strop.policy.packing import PackedGroup, PackedReply
 
 MAGIC = b"stropB01"
@@ -187,9 +187,6 @@ def _read_columns(data: bytes | memoryview) -> Columns:
 
 def _unreadable(given: str) -> UnfitRecord:
     return UnfitRecord(
-        explain_refusal(
-            f"a batch for the learner cannot be read: {given}",
-            allowed="the bytes that `encode_groups` of the same version of strop wrote",
-            next_step="run the loop and all ranks from the same version of strop; nothing was trained on it",
-        )
+        f"a batch for the learner cannot be read: {given}. The loop and all ranks must run the same version"
+        " of strop; nothing was trained on it."
     )

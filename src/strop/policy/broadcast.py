@@ -2,7 +2,7 @@
 
 A publication is offered at a TCP store that the sender keeps: `tcp://host:port/name`. It says there what the
 tensors look like; each receiver draws a number and takes the tensors, in order of name, in a gloo group of
-its own with the sender. So a receiver that dies, or comes late, is nobody else's matter; the price is one
+its own with the sender. So a receiver that dies or comes late does not affect the others; the price is one
 copy through the sender's network for each receiver. What was received is proven by the caller, by its
 digest. Needs torch and nothing else.
 
@@ -28,17 +28,17 @@ from strop.errors import StoreError, WeightMismatch, explain_refusal
 distributed: Any = torch.distributed
 _log = logging.getLogger("strop.policy.broadcast")
 LIMIT_S = 300.0
-"""Both sides meet within this time, and each tensor arrives within it."""
+"""Limit of the rendezvous of both sides, and of each tensor's arrival."""
 CLOSE_LIMIT_S = 10.0
 """Threads of a sender that is closed end within it, but for those whose receiver hangs."""
 THREAD_NAME = "strop-send-weights"
 _POLL_S = 0.01
 _FAILURES = (RuntimeError, ValueError, OSError)
-"""What torch.distributed raises of lost members and addresses."""
+"""Errors of torch.distributed about lost peers and addresses."""
 
 
 class WeightSender:
-    """Keeps the place where receivers come to; one for each learner."""
+    """Keeps the TCP store that receivers connect to; one for each learner."""
 
     def __init__(self, host: str, *, limit_s: float = LIMIT_S) -> None:
         """Bind a free port of `host`, an address of this machine that the receivers reach.
@@ -64,7 +64,7 @@ class WeightSender:
     def offer(self, name: str, tensors: Mapping[str, torch.Tensor], num_receivers: int) -> None:
         """Begin to send, and return at once; the receivers of the offer before have come, or are lost.
 
-        Who does not come is warned of in the log: an engine says so by itself, in its answer.
+        Missing receivers are logged as a warning: an engine reports them itself, in its answer.
         """
         self._is_over.set()
         self._is_over = is_over = threading.Event()
@@ -138,7 +138,7 @@ class WeightSender:
         sends to a receiver that hangs cannot be ended, and comes back no more: it does no harm.
         """
         self._is_over.set()
-        # Whoever still waits to meet a receiver is told by the loss of this connection's other end.
+        # Closing the server breaks the connections of threads that still wait for a receiver.
         with self._connecting:
             self._server = None
         deadline = time.monotonic() + CLOSE_LIMIT_S
@@ -192,7 +192,7 @@ def receive_tensors(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torc
 
 
 def _join(store: Any, name: str, *, rank: int, limit: timedelta) -> Any:
-    """Meet the other side, sender 0 or receiver 1. Raises: RuntimeError if it does not come in time."""
+    """Join the group of both sides, sender 0 and receiver 1. Raises: RuntimeError after the limit."""
     return distributed.ProcessGroupGloo(distributed.PrefixStore(name, store), rank, 2, limit)
 
 

@@ -49,14 +49,14 @@ class DistillTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TeacherRows:
-    """What a teacher thinks at the scored positions."""
+    """A teacher's hidden states and head at the scored positions."""
 
     hidden_U_D: torch.Tensor
     head: Head
 
     def logprobs(self, rows: slice, temperature: float) -> torch.Tensor:
         """Return its distributions (nats) at some of the positions. Shapes: (C, V), fp32."""
-        return _logprobs(self.hidden_U_D[rows], self.head, temperature)
+        return _finish(self.head.project(self.hidden_U_D[rows]), self.head, temperature)
 
 
 @torch.no_grad()
@@ -128,10 +128,6 @@ def distill_and_gradients(
         # Else they would be held while the next chunk's are made.
         del projected, logp, grad, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)
-
-
-def _logprobs(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
-    return _finish(head.project(hidden), head, temperature)
 
 
 def _finish(projected: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:

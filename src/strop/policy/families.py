@@ -1,4 +1,4 @@
-"""How a family of models is run, as far as its config tells. Imports no torch, for `strop plan`.
+"""How a family of models is run, as far as its config shows. Imports no torch, for `strop plan`.
 
 What a model really does is proven when it is loaded (`proof`). This table says it beforehand, and holds
 what a short proof cannot see: layers that change only behind thousands of tokens. `docs/models.md` has the

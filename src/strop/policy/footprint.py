@@ -1,4 +1,4 @@
-"""What a model needs in bytes and FLOP, from its config alone. Imports no torch.
+"""Bytes and FLOP of a model, from its config alone. Imports no torch.
 
 Used before anything is loaded (`strop plan`) and by the gate. Formulas count matrix products and
 the tensors that autograd keeps; norms and elementwise work are not counted as FLOP.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.policy.families import read_max_positions, why_alone
-from strop.spec.lora import LoraSpec
+from strop.spec.model import LoraSpec
 from strop.store.model_files import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def must_recompute(
 def wants_recompute(
     spec: RunSpec, size: ModelSize, have_bytes: int | None, *, num_ranks: int, frozen: Iterable[ModelSize]
 ) -> bool:
-    """Whether a learner computes activations again: as the run file says, else as `must_recompute`.
+    """Whether a learner recomputes activations: as the run file says, else as `must_recompute`.
 
     `frozen` are the models beside the one that learns.
     """

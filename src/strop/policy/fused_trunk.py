@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.kernels.calls import LANES, can_run
 from strop.policy.attention import PLAIN, AttentionContext, ScoreRule
-from strop.policy.fused_layers import add_rms_norm, gate, project, rotate
+from strop.policy.layers import add_rms_norm, gate, project, rotate
 from strop.policy.lora import AdaptedLinear
 
 T = TypeVar("T")

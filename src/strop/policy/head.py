@@ -1,6 +1,8 @@
 """The LM head over scored positions only, in chunks, never holding all logits.
 
-A head is a matrix, and in some families a bias, a factor and a soft cap besides (`Head`).
+A head is a matrix, and in some families a bias, a factor and a soft cap besides (`Head`), each under names of
+its own. `find_head_form` finds them by asking: it runs the module's own forward with a ramp in place of the
+matrix's output, and what comes out of it is the function itself, at small values and at large ones.
 
 For losses that are separable over tokens, the gradient of a logit row needs only that row's own
 log-probability, so one pass computes log-probability, loss and gradient (6 FLOP per head parameter
@@ -11,7 +13,8 @@ Shapes: U scored positions, M scored tokens, D hidden width, V vocabulary; C row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,8 @@ import numpy as np
 import torch
 
 from strop.kernels import calls
-from strop.policy import plain_layers
+from strop.policy import layers
 from strop.policy.footprint import GPU_HEAD_BYTES, HEAD_CHUNK_ROWS
-from strop.policy.gradients import add_into
 from strop.policy.packing import PackedBatch
 
 _LOGIT_BYTES = 6
@@ -31,11 +33,15 @@ _MIN_LOGPROB = -1e4
 """Of what cannot be sampled: 0 times this is 0, and 0 times minus infinity is not a number."""
 TOP_RANKS = (20, 50, 100)
 """How many of the likeliest tokens samplers are often cut to."""
+_RAMP = 60.0
+"""Largest value on the ramp; caps are at 15 to 50."""
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Relative, by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenGradient:
-    """What a loss says about scored tokens. Shapes: both (m,), for the m tokens asked about."""
+    """Loss and gradient of scored tokens. Shapes: both (m,)."""
 
     loss_M: torch.Tensor
     """Weighted loss of each token; their sum over the whole batch is the loss."""
@@ -103,12 +109,12 @@ class HeadResult:
     """A scalar in fp64, on the device: reading it waits for everything before it."""
     grad_hidden_U_D: torch.Tensor
     entropy_M: torch.Tensor | None = None
-    """Of the distribution that each scored token was drawn from (nats); None where nobody asked."""
+    """Of the distribution that each scored token was drawn from (nats); None unless asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EntropyBonus:
-    """What is taken from the loss: `factor` times the entropy behind every scored token, as it is weighed."""
+    """Takes `factor` times the entropy behind every scored token, as it is weighed, from the loss."""
 
     factor: float
     term_weight: float = 1.0
@@ -186,7 +192,7 @@ class _FusedRows:
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
         self._logits = logits
         self._temperature = temperature
-        self._passes: Any = calls if logits.device.type == "cpu" else plain_layers
+        self._passes: Any = calls if logits.device.type == "cpu" else layers
         self._log_sums = self._passes.log_sum_exp(self._logits, temperature)
 
     def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -323,3 +329,119 @@ def loss_and_gradients(
         # Else they would be held while the next chunk's are made.
         del logits, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden, entropy_M=entropy_M)
+
+
+def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient of the compute type to an fp32 sum of the same shape. It may be sparse in rows."""
+    if gradient.is_sparse:
+        total.index_add_(0, gradient._indices()[0], gradient._values().to(total.dtype))
+        return
+    is_bf16_to_fp32 = gradient.dtype is torch.bfloat16 and total.dtype is torch.float32
+    is_dense = gradient.is_contiguous() and total.is_contiguous()
+    if is_bf16_to_fp32 and is_dense and calls.can_run(gradient.device, gradient.dtype):
+        calls.accumulate_(total, gradient)
+    else:
+        total.add_(gradient)
+
+
+class UnknownHead(Exception):
+    """The head is more than `Head` can express; says what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadForm:
+    """The factor and the cap of a `Head`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@torch.no_grad()
+def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadForm:
+    """Run a few tokens through a transformers causal LM and its trunk. Raises: UnknownHead."""
+    seen: dict[str, torch.Tensor] = {}
+    linear = module.get_output_embeddings()
+
+    def keep_input(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen["input"] = inputs[0].detach()
+
+    def ramp(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        values = torch.linspace(-_RAMP, _RAMP, output.shape[-1], dtype=output.dtype, device=output.device)
+        seen["ramp"] = values.expand(output.shape)
+        return seen["ramp"].clone()
+
+    def keep_hidden(_: Any, __: Any, output: Any) -> None:
+        seen["hidden"] = output[0].detach()
+
+    hooks = [linear.register_forward_pre_hook(keep_input), linear.register_forward_hook(ramp)]
+    hooks.append(trunk.register_forward_hook(keep_hidden))
+    try:
+        logits = module(input_ids=token_ids_T[None], use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "ramp" not in seen:
+        raise UnknownHead("its logits do not come from its output embeddings")
+    # Some call the trunk's inside.
+    if "hidden" not in seen:
+        seen["hidden"] = trunk(input_ids=token_ids_T[None], use_cache=False)[0]
+    tolerance = _TOLERANCE.get(logits.dtype, 1e-2)
+    before = _factor(seen["hidden"], seen["input"], tolerance)
+    if before is None:
+        raise UnknownHead("its head is more than a matrix")
+    if before != 1.0 and getattr(linear, "bias", None) is not None:
+        raise UnknownHead("its head scales before a bias")
+    if logits.shape != seen["ramp"].shape:
+        raise UnknownHead("its logits are fewer than its head's rows")
+    ramp_V, logits_V = seen["ramp"][0, 0].double(), logits[0, 0].double()
+    if before == _factor(ramp_V, logits_V, tolerance) == 1.0:
+        return HeadForm()
+    numbers = sorted(set(_positive(module.config.to_dict().values())))
+    form = _fit(ramp_V, logits_V, numbers, tolerance)
+    return HeadForm(scale=_snap(form.scale * before, numbers, tolerance), cap=form.cap)
+
+
+def _factor(given: torch.Tensor, found: torch.Tensor, tolerance: float) -> float | None:
+    """Return c where found = c * given, None where there is none."""
+    if given.shape != found.shape:
+        return None
+    given, found = given.double().flatten(), found.double().flatten()
+    factor = float(given @ found / (given @ given))
+    is_same = float((found - factor * given).norm()) <= tolerance * float(found.norm())
+    if not is_same:
+        return None
+    return 1.0 if abs(factor - 1.0) < tolerance else factor
+
+
+def _fit(
+    ramp_V: torch.Tensor, logits_V: torch.Tensor, numbers: Sequence[float], tolerance: float
+) -> HeadForm:
+    """Find the factor, and the cap where there is one: a number of the config."""
+    factor = _factor(ramp_V, logits_V, tolerance)
+    if factor is not None:
+        return HeadForm(scale=factor)
+    top, place = float(logits_V.abs().max()), int((ramp_V - 1.0).abs().argmin())
+    value, logit = float(ramp_V[place]), float(logits_V[place])
+    for cap in numbers:
+        if cap < top or abs(logit) >= cap:
+            continue
+        scale = _snap(cap * math.atanh(logit / cap) / value, numbers, tolerance)
+        gap = float((cap * torch.tanh(ramp_V * scale / cap) - logits_V).abs().max())
+        if gap <= tolerance * top:
+            return HeadForm(scale=scale, cap=cap)
+    raise UnknownHead("its head bends logits in a way of its own")
+
+
+def _snap(factor: float, numbers: Sequence[float], tolerance: float) -> float:
+    """Return the exact number that a measured one is: 1, one of the config's, or its inverse."""
+    exact = [1.0, *(form for number in numbers for form in (number, 1.0 / number))]
+    near = (number for number in exact if abs(factor / number - 1.0) <= tolerance)
+    return min(near, key=lambda number: abs(factor / number - 1.0), default=factor)
+
+
+def _positive(values: Iterable[Any]) -> Iterator[float]:
+    for value in values:
+        if isinstance(value, dict):
+            yield from _positive(value.values())
+        elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            yield float(value)

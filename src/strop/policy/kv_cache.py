@@ -22,8 +22,8 @@ import torch
 
 from strop.kernels import calls
 from strop.policy.attention import PLAIN, AttentionContext, ScoreRule, weigh
+from strop.policy.language_model import ModelShape
 from strop.policy.packing import to_device
-from strop.policy.structure import ModelShape
 
 
 class KVCache:

@@ -1,32 +1,37 @@
 """Loading a causal language model, and running its trunk over rollouts.
 
-Shapes: N tokens of the flat row, U scored positions, D hidden width, V vocabulary.
+Layers that carry a state from token to token, or whose attention is code of their own, know nothing of rows
+in which several sequences stand. They are given what they were made for (`read_alone`): a batch with one row
+per prompt and reply, padded behind. What stands behind a token changes nothing before it, which the proof at
+loading tries. In training a prompt is then computed once per reply.
+
+Shapes: N positions of the flat row, U scored positions, D hidden width, V vocabulary; R padded rows of T
+positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from strop.errors import ConfigError, explain_refusal
-from strop.policy.alone import read_alone
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
-from strop.policy.families import Layout
+from strop.policy.families import Layout, read_max_positions
 from strop.policy.fused_trunk import FusedTrunk, Products, recompute
-from strop.policy.head import Head
-from strop.policy.head_form import HeadForm
+from strop.policy.head import Head, HeadForm
 from strop.policy.lora import adapt_linears
-from strop.policy.packing import PackedBatch
-from strop.policy.proof import prove
+from strop.policy.packing import PackedBatch, PackedLayout, to_device
 from strop.policy.shared_attention import build_shared_attention
-from strop.policy.structure import ModelShape, decoder_layers, find_trunk, read_shape
-from strop.spec.lora import LoraSpec
+from strop.spec.model import LoraSpec
 
 # What an architecture's own code raises at a config that it does not expect may be anything.
 _LOADING_ERRORS = (
@@ -35,6 +40,30 @@ _LOADING_ERRORS = (
 )
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes that memory and caches are computed from, and how sequences are laid out."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    """Of queries and keys."""
+    value_width: int
+    hidden_width: int
+    vocab_size: int
+    max_positions: int
+    has_plain_scores: bool = True
+    """Whether values are as wide as keys, and scores are neither capped nor joined by sinks."""
+    alone_because: str | None = None
+    """Why each sequence is computed by itself; None where rows are packed."""
+
+    @property
+    def layout(self) -> Layout:
+        """How sequences are laid out for a forward."""
+        return Layout.PACKED if self.alone_because is None else Layout.ALONE
 
 
 class LanguageModel:
@@ -57,7 +86,7 @@ class LanguageModel:
         self.keeps_states = True
         """Whether generation goes on from states, or computes every sequence anew at each token."""
         self.adapters: LoraSpec | None = None
-        """What is trained beside frozen weights, None where the weights are trained."""
+        """The adapters that are trained beside frozen weights; None where the weights are trained."""
         self.recomputes = False
         """Whether only the inputs of layers are kept for a backward."""
         self._form = form or HeadForm()
@@ -74,6 +103,9 @@ class LanguageModel:
         Raises: ConfigError if files are missing or weights do not match the architecture, or if the
         architecture needs something that strop does not give it.
         """
+        # Proving runs models, so that it imports this.
+        from strop.policy.proof import prove
+
         return prove(cls, load_module(path, dtype).to(device), str(path), may_fuse=may_fuse)
 
     @property
@@ -224,3 +256,81 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
     if embeddings is not None:
         embeddings.padding_idx = None
     return module
+
+
+def read_alone(run: Callable[..., Any], batch: PackedBatch) -> torch.Tensor:
+    """Run a trunk over a batch, a row per sequence. Shapes: returns (U, D), scored positions alone."""
+    source_R_T, place_N = spread_rows(batch.layout)
+    device = batch.token_ids_N.device
+    token_ids = batch.token_ids_N[to_device(source_R_T, device)]
+    hidden = run(input_ids=token_ids, use_cache=False).last_hidden_state
+    places = to_device(place_N, device)[batch.scored_positions_U]
+    scored: torch.Tensor = hidden.flatten(0, 1).index_select(0, places)
+    return scored
+
+
+def spread_rows(layout: PackedLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return which packed position stands where in padded rows, and where each packed position is read.
+
+    A prompt is read in the first row of its group. Shapes: (R, T) and (N,).
+    """
+    prompt_starts, reply_starts = layout.prompt_starts_P.tolist(), layout.reply_starts_S.tolist()
+    fed = [reply for reply, length in enumerate(layout.reply_lens_S) if length > 0]
+    groups = [layout.group_of_S[reply] for reply in fed]
+    # Of a group whose replies feed nothing, the prompt alone.
+    rows: list[tuple[int, int | None]] = list(zip(groups, fed, strict=True))
+    rows += [(group, None) for group in sorted(set(range(len(layout.prompt_lens_P))) - set(groups))]
+    lens = [layout.prompt_lens_P[g] + (0 if r is None else layout.reply_lens_S[r]) for g, r in rows]
+    width = max(lens)
+    source_R_T = np.zeros((len(rows), width), dtype=np.int64)
+    place_N = np.zeros(layout.num_positions, dtype=np.int64)
+    for row, (group, reply) in reversed(list(enumerate(rows))):
+        length, start = layout.prompt_lens_P[group], prompt_starts[group]
+        source_R_T[row, :length] = np.arange(start, start + length)
+        place_N[start : start + length] = row * width + np.arange(length)
+        if reply is not None:
+            own = slice(reply_starts[reply], reply_starts[reply] + layout.reply_lens_S[reply])
+            source_R_T[row, length : lens[row]] = np.arange(own.start, own.stop)
+            place_N[own] = row * width + np.arange(length, lens[row])
+    return source_R_T, place_N
+
+
+def read_shape(module: Any) -> ModelShape:
+    """Read the sizes of a model, from its head and the text part of its config."""
+    text = module.config.get_text_config()
+    vocab_size, hidden_width = module.get_output_embeddings().weight.shape
+    num_heads = _read_size(text, "num_attention_heads") or 1
+    width = _read_size(text, "head_dim") or hidden_width // num_heads
+    return ModelShape(
+        num_layers=_read_size(text, "num_hidden_layers") or len(decoder_layers(module)),
+        num_heads=num_heads,
+        num_kv_heads=_read_size(text, "num_key_value_heads") or num_heads,
+        head_width=width,
+        value_width=width,
+        hidden_width=int(hidden_width),
+        vocab_size=int(vocab_size),
+        max_positions=read_max_positions(text.to_dict()),
+    )
+
+
+def _read_size(config: Any, name: str) -> int | None:
+    """Return a size, None where a config has none, or another one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        return None
+    return int(value) if isinstance(value, int) else None
+
+
+def find_trunk(module: Any) -> Any:
+    """Return the part of a causal LM without its head, None where there is none."""
+    trunk = module.base_model
+    return trunk if trunk is not module else getattr(module, "model", None)
+
+
+def decoder_layers(module: Any) -> list[torch.nn.Module]:
+    """Return the layers of a decoder: the list of modules that holds most of its weights."""
+    parts: list[torch.nn.Module] = list(find_trunk(module).modules())
+    lists: list[Any] = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
+    largest: Any = max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()))
+    return list(largest)

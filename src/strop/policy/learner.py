@@ -19,10 +19,8 @@ from pathlib import Path
 import torch
 
 from strop.errors import ConfigError, LearnerError, explain_refusal
-from strop.policy.adamw import MOMENTS, AdamW
-from strop.policy.digest import digest_each, tensors_digest
+from strop.policy.balancing import require_disjoint
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
-from strop.policy.frozen import FrozenModel
 from strop.policy.head import (
     EntropyBonus,
     HeadResult,
@@ -31,23 +29,20 @@ from strop.policy.head import (
     loss_and_gradients,
     token_logprobs,
 )
-from strop.policy.joint_file import write_jointly
 from strop.policy.language_model import LanguageModel
 from strop.policy.learning_rate import lr_at
 from strop.policy.lora import name_for_peft, without_adapters, write_adapter
-from strop.policy.masters import LocalMasters, Masters
-from strop.policy.micro_batch import default_positions
+from strop.policy.masters import MOMENTS, AdamW, LocalMasters, Masters
 from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
 from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
+from strop.policy.publication import digest_each, tensors_digest
 from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
-from strop.policy.scoring import Measure, score_share
-from strop.policy.shares import require_disjoint
-from strop.policy.state import load_tensors, save_tensors
-from strop.policy.step_report import StepPlan, StepReport, TermReport
-from strop.policy.tally import Tally, Total, add_up, join
+from strop.policy.scoring import FrozenModel, Measure, default_positions, score_shard
+from strop.policy.sharded_files import load_tensors, save_tensors, write_sharded_file
+from strop.policy.step_report import Accumulator, StepPlan, StepReport, TermReport, Total, add_up, join
 from strop.policy.weights import export_tensors, merged_tensors, publish_tensors
 from strop.rollout import FloatArray
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 
 _CHANGED_STRIDE = 997
 """Every so many parameters are compared to tell which share a step has changed."""
@@ -105,7 +100,7 @@ class Learner:
         self.version = 0
         """Batches that have moved the weights: what an engine serves is named by it."""
         self.teacher: FrozenModel | None = None
-        """What the terms of distillation compare with, of the policy's vocabulary."""
+        """The teacher of distillation terms, of the policy's vocabulary."""
         self._spec = spec
         self._ranks = ranks or SingleRank()
         self.max_positions = micro_batch_positions or default_positions(
@@ -141,36 +136,38 @@ class Learner:
         place = self._optimizer.num_steps if plan.place is None else plan.place
         names, shares = [term.name for term in terms], [term.groups for term in terms]
         require_disjoint(self._ranks, names, shares, step=place + 1)
-        own = Tally()
+        own = Accumulator()
         reports = self._accumulate_apart(terms, own)
-        tally = add_up(self._ranks.gather(own))
-        grad_norm = self._clip(tally.loss)
+        accumulator = add_up(self._ranks.gather(own))
+        grad_norm = self._clip(accumulator.loss)
         if len(terms) == 1:
-            reports = [TermReport(name=terms[0].name, loss=tally.loss, grad_norm=grad_norm, cosine=None)]
+            reports = [
+                TermReport(name=terms[0].name, loss=accumulator.loss, grad_norm=grad_norm, cosine=None)
+            ]
         moved, lr = _UNMOVED, lr_at(self._spec, place, self._num_steps)
-        distance = tally.totals.get(APPROX_KL, Total())
+        distance = accumulator.totals.get(APPROX_KL, Total())
         is_taken = plan.max_kl is None or not distance.count or distance.mean <= plan.max_kl
         if is_taken:
             moved = self._apply(lr)
             self.version = self.version + 1 if plan.version is None else plan.version
         self._zero_gradients()
         return StepReport(
-            loss=tally.loss,
+            loss=accumulator.loss,
             grad_norm=grad_norm,
             lr=lr,
             changed_frac=moved.changed_frac,
             master_changed_frac=moved.master_changed_frac,
             update_ratio=moved.ratio,
             is_taken=is_taken,
-            drift_M=join(tally.drifts),
-            num_positions=tally.num_positions,
-            num_micro_batches=tally.num_micro_batches,
+            drift_M=join(accumulator.drifts),
+            num_positions=accumulator.num_positions,
+            num_micro_batches=accumulator.num_micro_batches,
             terms=tuple(reports),
-            correction_M=join(tally.corrections),
-            log_ratio_M=join(tally.log_ratios),
-            sums=tally.sums,
-            totals=tally.totals,
-            ratio_M=join(tally.ratios),
+            correction_M=join(accumulator.corrections),
+            log_ratio_M=join(accumulator.log_ratios),
+            sums=accumulator.sums,
+            totals=accumulator.totals,
+            ratio_M=join(accumulator.ratios),
             compute_s=max(self._ranks.gather(time.perf_counter() - begun_at)),
         )
 
@@ -183,7 +180,7 @@ class Learner:
 
     def term_gradients(self, term: Term) -> dict[str, torch.Tensor]:
         """Return the gradient of one term by parameter name, and change nothing."""
-        self._accumulate_term(term, Tally())
+        self._accumulate_term(term, Accumulator())
         copies = {name: self._weights.whole(name, self._grad(name)).clone() for name in self._masters}
         self._zero_gradients()
         return copies
@@ -206,7 +203,7 @@ class Learner:
         under the weights that `hold` kept.
         """
         with self._held_weights() if is_held else nullcontext():
-            found = score_share(self.model, groups, temperature, self.max_positions, self._ranks, measure)
+            found = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
             self._weights.release()
         return found
 
@@ -239,7 +236,7 @@ class Learner:
         """
         model = self.model
         if self._ranks.num_ranks > 1 and model.adapters is None:
-            digest = write_jointly(list(self._weights.compute_rows()), path, self._ranks)
+            digest = write_sharded_file(list(self._weights.compute_shards()), path, self._ranks)
             if digest is not None:
                 return digest
         copies = self._collect_copies()
@@ -320,18 +317,18 @@ class Learner:
         assert grad is not None
         return grad
 
-    def _accumulate_apart(self, terms: Sequence[Term], tally: Tally) -> list[TermReport]:
+    def _accumulate_apart(self, terms: Sequence[Term], accumulator: Accumulator) -> list[TermReport]:
         """Add the gradients of all terms to the buffers; report each where there are several."""
         if len(terms) <= 1:
             for term in terms:
-                self._accumulate_term(term, tally)
+                self._accumulate_term(term, accumulator)
             return []
         grads = [self._grad(name) for name in self._masters]
         # Holds the sum of the terms before while the buffers hold one term alone.
         aside = [torch.zeros_like(grad) for grad in grads]
         reports = []
         for term in terms:
-            loss = sum(self._ranks.gather(self._accumulate_term(term, tally)))
+            loss = sum(self._ranks.gather(self._accumulate_term(term, accumulator)))
             norm, norm_aside = self._norm(grads), self._norm(aside)
             dot = sum(self._ranks.gather(_dot(grads, aside)))
             cosine = dot / (norm * norm_aside) if norm * norm_aside > 0.0 else None
@@ -341,7 +338,7 @@ class Learner:
         torch._foreach_copy_(grads, aside)
         return reports
 
-    def _accumulate_term(self, term: Term, tally: Tally) -> float:
+    def _accumulate_term(self, term: Term, accumulator: Accumulator) -> float:
         """Add one term's gradient, of all ranks, to the buffers. Returns this rank's share of its loss."""
         # Read when everything is under way: a GPU would idle between micro-batches otherwise.
         losses: list[torch.Tensor] = []
@@ -353,27 +350,27 @@ class Learner:
         num_empty = count_missing(self._ranks, len(micro_batches))
         for micro_batch in micro_batches:
             batch = PackedBatch.of_groups(micro_batch, self.model.device)
-            result = self._accumulate(batch, micro_batch, term, tally)
+            result = self._accumulate(batch, micro_batch, term, accumulator)
             losses.append(result.loss)
-            tally.num_positions += reduce(Load.plus, micro_batch, Load(is_alone=is_alone)).num_positions
-            tally.num_micro_batches += 1
+            accumulator.num_positions += reduce(Load.plus, micro_batch, Load(is_alone=is_alone)).num_positions
+            accumulator.num_micro_batches += 1
             gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
             # Selected by the engine's part alone: a trainer that is not finite must be seen.
             gaps.append((gap_M, ~batch.engine_logprob_M.isnan()))
         for _ in range(num_empty):
             batch = PackedBatch.of_groups([EMPTY_GROUP], self.model.device)
-            self._accumulate(batch, [EMPTY_GROUP], term, tally)
+            self._accumulate(batch, [EMPTY_GROUP], term, accumulator)
         self._weights.collect_gradients()
         if self.teacher is not None:
             self.teacher.release()
-        tally.read_terms()
-        tally.drifts += [gap_M[is_sampled].cpu().numpy() for gap_M, is_sampled in gaps]
+        accumulator.read_terms()
+        accumulator.drifts += [gap_M[is_sampled].cpu().numpy() for gap_M, is_sampled in gaps]
         loss = sum(term.weight * float(one) for one in losses)
-        tally.loss += loss
+        accumulator.loss += loss
         return loss
 
     def _accumulate(
-        self, batch: PackedBatch, groups: Sequence[PackedGroup], term: Term, tally: Tally
+        self, batch: PackedBatch, groups: Sequence[PackedGroup], term: Term, accumulator: Accumulator
     ) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
         # Before the policy's own forward: nothing of the two is then held together but hidden states.
@@ -390,12 +387,12 @@ class Learner:
                 head,
                 batch,
                 temperature=term.temperature,
-                rule=self._build_rule(scored.detach(), batch, term, tally),
+                rule=self._build_rule(scored.detach(), batch, term, accumulator),
                 into=into,
                 bonus=EntropyBonus(factor=eta, term_weight=term.weight) if eta else None,
             )
             if result.entropy_M is not None:
-                tally.add_values("policy_entropy_nats", result.entropy_M)
+                accumulator.add_values("policy_entropy_nats", result.entropy_M)
         scored.backward(result.grad_hidden_U_D)  # type: ignore[no-untyped-call]
         return result
 
@@ -413,7 +410,7 @@ class Learner:
         return self.teacher.model
 
     def _build_rule(
-        self, scored: torch.Tensor, batch: PackedBatch, term: LossTerm, tally: Tally
+        self, scored: torch.Tensor, batch: PackedBatch, term: LossTerm, accumulator: Accumulator
     ) -> TokenRule:
         """Return what the head asks about its tokens, the weights of tokens and term included."""
         known: TokenTerms | None = None
@@ -421,14 +418,14 @@ class Learner:
         if term.scope is not Scope.TOKEN and len(batch.target_M):
             logprob_M = token_logprobs(scored, self.model.head, batch, term.temperature)
             known = term.token_terms(batch.scored_tokens(logprob_M))
-            tally.add_terms(known, batch.weight_M)
+            accumulator.add_terms(known, batch.weight_M)
         given = batch.scored_tokens(batch.engine_logprob_M)
 
         def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
             weight = batch.weight_M[tokens]
             if known is None:
                 terms = term.token_terms(replace(given.part(tokens), logprob_M=logprob))
-                tally.add_terms(terms, weight)
+                accumulator.add_terms(terms, weight)
                 loss, grad = terms.loss_N, terms.grad_N
             else:
                 loss, grad = known.loss_N[tokens], known.grad_N[tokens]

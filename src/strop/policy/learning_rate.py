@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from strop.spec.optimizer import OptimizerSpec
+from strop.spec.train import OptimizerSpec
 
 
 def lr_at(spec: OptimizerSpec, place: int, num_places: int | None) -> float:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from strop.errors import ConfigError, StoreError, explain_refusal
-from strop.spec.lora import LoraSpec
+from strop.spec.model import LoraSpec
 
 PEFT_PREFIX = "base_model.model."
 """What peft puts before a parameter's name in its files."""
@@ -85,7 +85,7 @@ def _adapt(linear: torch.nn.Linear, rank: int, scaling: float, generator: torch.
         part = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
         part.weight = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
         made.append(part)
-    # In place: the layer keeps its name, its weight and everyone who holds it.
+    # In place: the layer keeps its name and weight, and references to it stay valid.
     linear.__class__ = AdaptedLinear
     linear.lora_A, linear.lora_B = made
     linear.scaling = scaling  # type: ignore[assignment]

@@ -1,20 +1,25 @@
-"""What an optimizer moves: fp32 masters with gradient buffers, and how a forward sees them.
+"""The optimizer: fp32 masters with gradient buffers, how a forward sees them, and AdamW.
 
-`LocalMasters` are those of one process; `sharded.masters` has those of one rank of many. Every tensor
+`LocalMasters` are those of one process; `sharded.ShardedMasters` those of one rank of many. Every tensor
 in `by_name` is a plain one: the part of a parameter that this rank moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from strop.policy.gradients import add_into
-from strop.policy.head import HeadGradients
-from strop.policy.joint_file import Rows
+from strop.policy.head import HeadGradients, add_into
 from strop.policy.language_model import LanguageModel
+from strop.policy.ranks import TensorShard
+from strop.spec.train import OptimizerSpec
+
+_BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Entries moved at once: on a CPU 4 MiB of masters, and as much of what they were, lie in the cache."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Masters(Protocol):
@@ -28,11 +33,11 @@ class Masters(Protocol):
         ...
 
     def collect_gradients(self) -> None:
-        """See that every rank's gradients are summed in `grad`. Every rank must call it."""
+        """Sum every rank's gradients in `grad`. Every rank must call it."""
         ...
 
     def refresh(self) -> None:
-        """Let the next forward read the masters as they are now."""
+        """Make the next forward read the current masters."""
         ...
 
     def release(self) -> None:
@@ -54,7 +59,7 @@ class Masters(Protocol):
         """
         ...
 
-    def compute_rows(self) -> Iterator[Rows]:
+    def compute_shards(self) -> Iterator[TensorShard]:
         """Yield what this rank keeps of every tensor, in the type computed with."""
         ...
 
@@ -104,10 +109,10 @@ class LocalMasters:
         """Yield the module's parameters."""
         yield from self._model.named_parameters()
 
-    def compute_rows(self) -> Iterator[Rows]:
+    def compute_shards(self) -> Iterator[TensorShard]:
         """Yield the module's parameters."""
         for name, copy in self._model.named_parameters():
-            yield Rows(name=name, part=copy, first=0, shape=tuple(copy.shape))
+            yield TensorShard(name=name, part=copy, first=0, shape=tuple(copy.shape))
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
         """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
@@ -125,3 +130,72 @@ class LocalMasters:
 
         copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]
         return master
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """How far one step has moved the weights of one rank: squares of L2 norms, which add up over ranks."""
+
+    change: float
+    weights: float
+    """Of the weights before the step."""
+
+
+class AdamW:
+    """Owns both moments of every master, which keeps its gradient in `grad`.
+
+    PyTorch's own fused kernel moves masters block by block. Between two blocks the masters of one lie in the
+    cache, so that telling how far a step has moved them costs no second way through memory and no copy.
+    """
+
+    def __init__(self, masters: Mapping[str, torch.Tensor], spec: OptimizerSpec) -> None:
+        self._masters = masters
+        self._spec = spec
+        self.num_steps = 0
+        """Optimizer steps taken, which the moments' bias follows from."""
+        self.moments = {
+            name: {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
+            for name, master in masters.items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Moved:
+        """Move every master along its gradient. Weight decay acts on matrices only, as is usual."""
+        self.num_steps += 1
+        sums: list[torch.Tensor] = []
+        for name, master in self._masters.items():
+            assert master.grad is not None
+            count = torch.tensor(float(self.num_steps), device=master.device)
+            decay = self._spec.weight_decay if master.dim() >= 2 else 0.0
+            tensors = (master, master.grad, *(self.moments[name][key] for key in MOMENTS))
+            size = _BLOCKS[master.device.type]
+            blocks = zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
+            sums += [self._move(block, count, lr, decay) for block in blocks if len(block[0])]
+        # Read at once: a GPU would idle between blocks otherwise.
+        change, weights = torch.stack(sums).sum(dim=0).tolist() if sums else (0.0, 0.0)
+        return Moved(change=change, weights=weights)
+
+    def _move(
+        self, block: tuple[torch.Tensor, ...], count: torch.Tensor, lr: float, decay: float
+    ) -> torch.Tensor:
+        """Move one block; return the squares of what it moved by and of what it was. Shapes: (2), fp64."""
+        master, grad, first, second = block
+        before = master.clone()
+        torch._fused_adamw_(
+            [master],
+            [grad],
+            [first],
+            [second],
+            [],
+            [count],
+            lr=lr,
+            beta1=self._spec.beta1,
+            beta2=self._spec.beta2,
+            weight_decay=decay,
+            eps=self._spec.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        weights = torch.linalg.vector_norm(before).double().square()
+        change = torch.linalg.vector_norm(before.sub_(master)).double().square()
+        return torch.stack((change, weights))

@@ -1,4 +1,4 @@
-"""What a loss is asked and what it answers, and how much of a batch it must see at once.
+"""The interface of losses: their input, their output, and how much of a batch they must see at once.
 
 A loss is any function from scored tokens to their terms that can be pickled: learner ranks may live in other
 processes. So it is a function of a module or a frozen dataclass with `__call__`, never a closure.
@@ -23,7 +23,7 @@ APPROX_KL = "approx_kl_nats"
 
 
 class Scope(StrEnum):
-    """What must lie in one call for a loss to be exact."""
+    """What one call must contain for a loss to be exact."""
 
     TOKEN = "token"
     """Nothing but the token: the head asks chunk by chunk, in its only pass."""
@@ -36,7 +36,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredTokens:
-    """What is known about some scored tokens. Log-probabilities in nats; NaN where nobody gave one."""
+    """Input of a loss: some scored tokens. Log-probabilities in nats; NaN where unknown."""
 
     logprob_M: Tensor
     """Under the weights being trained. Constants: a loss returns its gradient in closed form."""
@@ -56,7 +56,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenTerms:
-    """What a loss says about each token, before its aggregation weight. Shapes: all (m,)."""
+    """Output of a loss for each token, before its aggregation weight. Shapes: all (m,)."""
 
     loss_N: Tensor
     """Correction times loss; nats times advantage units."""

@@ -37,13 +37,13 @@ def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | No
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedReply:
-    """What follows a group's shared prompt in one rollout, with its share of the loss."""
+    """The tokens of one rollout after its group's shared prompt, with their part in the loss."""
 
     token_ids: IntArray
     is_scored: BoolArray
     """True where the policy sampled the token; from stored turns, never from token values."""
     engine_logprobs: FloatArray
-    """Behaviour log-probabilities (nats) of the scored tokens only, in order; NaN for a token that nobody
+    """The engine's log-probabilities (nats) of the scored tokens only, in order; NaN for a token that was not
     sampled, so that a loss which asks for it is not finite, and is refused."""
     advantage: float
     weight: float
@@ -62,21 +62,11 @@ class PackedReply:
         streams = {f"{name} log-probabilities": getattr(self, f"{name}_logprobs") for name in SIDE_STREAMS}
         for name, stream in {**streams, "advantages": self.token_advantages}.items():
             if stream is not None and len(stream) != num_scored:
-                raise LengthMismatch(
-                    explain_refusal(
-                        f"a reply has {num_scored} scored tokens and {len(stream)} {name}",
-                        allowed="streams of equal length; where one ends follows from no token's value",
-                        next_step=f"read where the {name} come from; nothing was trained on this reply",
-                    )
-                )
+                raise LengthMismatch(f"a reply has {num_scored} scored tokens and {len(stream)} {name}")
         if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
             raise UnfitRecord(
-                explain_refusal(
-                    f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of "
-                    f"them scored, and {len(self.engine_logprobs)} log-probabilities",
-                    allowed="one mark per token and one log-probability per scored token",
-                    next_step="read the engine's log; nothing was trained on this reply",
-                )
+                f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of them"
+                f" scored, and {len(self.engine_logprobs)} log-probabilities"
             )
 
 
@@ -87,7 +77,7 @@ class PackedGroup:
     prompt_ids: IntArray
     replies: tuple[PackedReply, ...]
     teacher_prompt_ids: IntArray | None = None
-    """What a teacher reads in place of the prompt; None: the same."""
+    """The teacher's prompt; None: the same."""
 
     @property
     def num_positions(self) -> int:
@@ -181,7 +171,7 @@ class PackedBatch:
     reply_M: NDArray[np.int64]
     """Which reply of the micro-batch each scored token belongs to."""
     host_row_M: NDArray[np.int64]
-    """`row_M` once more, for whoever cuts the batch and must not wait for a GPU."""
+    """`row_M` on the host: cutting the batch must not wait for a GPU."""
     side_logprob_M: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """By name of `SIDE_STREAMS`; NaN where a reply has none. A stream that no reply has is absent."""
 
@@ -322,7 +312,7 @@ def with_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a forward of some groups computes."""
+    """The size of a forward of some groups."""
 
     is_alone: bool = False
     """Whether every reply is a row with its prompt, and rows are padded to the longest."""

@@ -1,4 +1,4 @@
-"""What a model is proven with, and the three ways of asking it: its own, a learner's, an engine's.
+"""Inputs of the proof at loading, and three ways to run them: the module's own, a learner's, an engine's.
 
 Two prompts of different lengths with two replies each, one of which feeds nothing and one of which outlives
 the others.
@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from strop.policy.head import HeadGradients, TokenGradient, loss_and_gradients
+from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.rows import open_rows
 from strop.rollout import IntArray
-
-if TYPE_CHECKING:
-    # A model is proven when it is loaded.
-    from strop.policy.language_model import LanguageModel
 
 _PROMPT_LENS = (9, 6)
 _REPLY_LENS = ((4, 2), (1, 3))
@@ -33,7 +30,7 @@ _REPLY_WEIGHTS = (1.0, -0.7, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a forward says about the probe."""
+    """Log-probabilities and gradients of one forward over the probe."""
 
     logprob_M: torch.Tensor
     """Reply by reply."""
@@ -52,19 +49,17 @@ def make_groups(module: Any, shift: int) -> tuple[PackedGroup, ...]:
         replies = []
         for length in reply_lens:
             reply, start = token_ids[start : start + length], start + length
-            replies.append(_make_reply(reply, next(weights)))
+            replies.append(
+                PackedReply(
+                    token_ids=reply,
+                    is_scored=np.ones(length, dtype=np.bool_),
+                    engine_logprobs=np.zeros(length, dtype=np.float32),
+                    advantage=1.0,
+                    weight=next(weights),
+                )
+            )
         groups.append(PackedGroup(prompt_ids=prompt, replies=tuple(replies)))
     return tuple(groups)
-
-
-def _make_reply(token_ids: IntArray, weight: float) -> PackedReply:
-    return PackedReply(
-        token_ids=token_ids,
-        is_scored=np.ones(len(token_ids), dtype=np.bool_),
-        engine_logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        advantage=1.0,
-        weight=weight,
-    )
 
 
 def spread_token_ids(module: Any, num: int, *, shift: int) -> IntArray:
@@ -82,11 +77,6 @@ def spread_token_ids(module: Any, num: int, *, shift: int) -> IntArray:
 def _sequences(groups: Sequence[PackedGroup]) -> list[tuple[IntArray, IntArray]]:
     """Return each prompt with each of its replies."""
     return [(group.prompt_ids, reply.token_ids) for group in groups for reply in group.replies]
-
-
-def _distinct(groups: Sequence[PackedGroup]) -> np.ndarray:
-    """Return all ids of the groups once, in order."""
-    return np.unique(np.concatenate([part for pair in _sequences(groups) for part in pair])).astype(np.int64)
 
 
 def ask_module(module: Any, groups: Sequence[PackedGroup], change: float, *, has_gradient: bool) -> Answer:
@@ -154,7 +144,7 @@ def ask_engine(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Ten
 
 
 class _Embeddings:
-    """What stands between token ids and the layers of a forward, to be asked for gradients."""
+    """The embeddings of a forward, whose gradients are asked for."""
 
     def __init__(self, table: torch.Tensor | None, change: float) -> None:
         self._table = table
@@ -182,7 +172,8 @@ class _Embeddings:
             pairs = [
                 (ids, grad) for (ids, _), grad in zip(self._read, grads, strict=True) if grad is not None
             ]
-        known = torch.from_numpy(_distinct(groups)).to(output.device)
+        distinct = np.unique(np.concatenate([part for pair in _sequences(groups) for part in pair]))
+        known = torch.from_numpy(distinct.astype(np.int64)).to(output.device)
         total = torch.zeros(len(known), pairs[0][1].shape[-1], dtype=torch.float64, device=output.device)
         for ids, grad in pairs:
             places = torch.searchsorted(known, ids.reshape(-1)).clamp(max=len(known) - 1)

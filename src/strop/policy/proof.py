@@ -21,25 +21,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware import free_memory_bytes
-from strop.policy.attention import PLAIN, ScoreRule
+from strop.policy.attention import PLAIN, PrefixSharedAttention, ScoreRule
 from strop.policy.families import say_alone, why_alone
 from strop.policy.fused_trunk import build_fused_trunk
-from strop.policy.head_form import HeadForm, UnknownHead, find_head_form
+from strop.policy.head import HeadForm, UnknownHead, find_head_form
+from strop.policy.language_model import LanguageModel, ModelShape, find_trunk, read_shape
 from strop.policy.packing import PackedGroup, PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.probe import Answer, ask_engine, ask_learner, ask_module, make_groups, spread_token_ids
-from strop.policy.structure import ModelShape, find_trunk, read_shape
-
-if TYPE_CHECKING:
-    from strop.policy.language_model import LanguageModel
-
-    MakeModel = Callable[..., LanguageModel]
 
 _NARROW = 4
 """Positions that windows see during the proof; prompts and replies go beyond."""
@@ -87,18 +81,18 @@ class _Probe:
     """Returns by how much (nats) log-probabilities change with a fraction of the embeddings."""
 
 
-Way = Callable[[str], "LanguageModel | None"]
+Way = Callable[[str], LanguageModel | None]
 """Builds a model that runs a module in one way, told the flaw of the way before; None where there is none."""
 
 
-def prove(make: MakeModel, module: Any, given: str, *, may_fuse: bool) -> LanguageModel:
+def prove(kind: type[LanguageModel], module: Any, given: str, *, may_fuse: bool) -> LanguageModel:
     """Return a model that runs a transformers module in the first way that is right.
 
     Raises: ConfigError saying what the model needs, if none is.
     """
     try:
         with _frozen(module):
-            model = _choose(make, module, may_fuse=may_fuse)
+            model = _choose(kind, module, may_fuse=may_fuse)
     except _Flaw as flaw:
         raise ConfigError(
             explain_refusal(
@@ -112,7 +106,7 @@ def prove(make: MakeModel, module: Any, given: str, *, may_fuse: bool) -> Langua
     return model
 
 
-def _choose(make: MakeModel, module: Any, *, may_fuse: bool) -> LanguageModel:
+def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> LanguageModel:
     """Try the ways of running a module in turn, in float32 and then as it is."""
     head = module.get_output_embeddings()
     if head is None or find_trunk(module) is None or module.get_input_embeddings() is None:
@@ -121,7 +115,7 @@ def _choose(make: MakeModel, module: Any, *, may_fuse: bool) -> LanguageModel:
     with _narrowed(module):
         with _widened(module) as is_exact:
             probes = _Probes(module, has_gradients=True)
-            ways = _ways(make, module, _read_head(module), may_fuse=may_fuse)
+            ways = _ways(kind, module, _read_head(module), may_fuse=may_fuse)
             try:
                 model, place, flaw = _first_right(ways, probes, "", is_exact=is_exact)
             except _Flaw:
@@ -204,12 +198,12 @@ class _Probes:
             self._module.set_attn_implementation(previous)
 
 
-def _ways(make: MakeModel, module: Any, form: HeadForm, *, may_fuse: bool) -> list[Way]:
+def _ways(kind: type[LanguageModel], module: Any, form: HeadForm, *, may_fuse: bool) -> list[Way]:
     """List the ways of running a module, the fastest first."""
     shape, because = None, why_alone(module.config.to_dict())
     if because is None:
         try:
-            shape = _observe(make, module, form)
+            shape = _observe(kind, module, form)
         except _Flaw as flaw:
             because = str(flaw)
 
@@ -217,7 +211,7 @@ def _ways(make: MakeModel, module: Any, form: HeadForm, *, may_fuse: bool) -> li
         fused = build_fused_trunk(module) if is_fused else None
         if is_fused and fused is None:
             return None
-        model = make(module, shape=shape, form=form)
+        model = kind(module, shape=shape, form=form)
         model.fused = fused
         return model
 
@@ -227,7 +221,7 @@ def _ways(make: MakeModel, module: Any, form: HeadForm, *, may_fuse: bool) -> li
         except _FAILURES:
             return None
         why = because or f"in packed rows {flaw}"
-        model = make(module, shape=replace(read_shape(module), alone_because=why), form=form)
+        model = kind(module, shape=replace(read_shape(module), alone_because=why), form=form)
         model.keeps_states = keeps_states
         return model
 
@@ -269,7 +263,7 @@ class _Observer:
 
 
 @torch.no_grad()
-def _observe(make: MakeModel, module: Any, form: HeadForm) -> ModelShape:
+def _observe(kind: type[LanguageModel], module: Any, form: HeadForm) -> ModelShape:
     """Return the sizes of a model whose layers all attend through strop.
 
     Raises: _Flaw saying what it does instead.
@@ -279,7 +273,7 @@ def _observe(make: MakeModel, module: Any, form: HeadForm) -> ModelShape:
     observer = _Observer(PackedLayout.of_prompts([2]), device)
     try:
         shape = read_shape(module)
-        model = make(module, shape=shape, form=form)
+        model = kind(module, shape=shape, form=form)
         model.trunk(torch.from_numpy(token_ids).long().to(device), torch.arange(2, device=device), observer)
     except _FAILURES as error:
         is_told = isinstance(error, NotImplementedError)
@@ -329,7 +323,8 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
             return f"{doing} is off by {size:.2g} nats"
     if trained.gradient_I_D is None or own.gradient_I_D is None:
         return None
-    cosine = _cosine(trained.gradient_I_D, own.gradient_I_D)
+    one, other = trained.gradient_I_D, own.gradient_I_D
+    cosine = float((one * other).sum() / (one.norm() * other.norm()))
     if not 1.0 - cosine <= (_EXACT_COSINE_GAP if is_exact else _ROUNDED_COSINE_GAP):
         return f"its gradient has a cosine of {cosine:.3g} to the right one"
     return None
@@ -372,7 +367,8 @@ def _widened(module: Any) -> Iterator[bool]:
     tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}.values()
     narrow = [one for one in tensors if one.is_floating_point() and one.dtype.itemsize < 4]
     missing = sum(one.numel() * (4 - one.dtype.itemsize) for one in narrow)
-    free = _free_bytes(module.get_output_embeddings().weight.device)
+    device = module.get_output_embeddings().weight.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
     if free is not None and _SPARE * missing > free:
         yield False
         return
@@ -384,14 +380,6 @@ def _widened(module: Any) -> Iterator[bool]:
     finally:
         for one, dtype in kept:
             one.data = one.data.to(dtype)
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
-
-
-def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one * other).sum() / (one.norm() * other.norm()))
 
 
 def _said(error: BaseException) -> str:

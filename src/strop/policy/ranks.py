@@ -1,4 +1,4 @@
-"""The processes that share a learner's work, as far as one step must know about them.
+"""The ranks that share a learner's work, as far as one step must know about them.
 
 Everything that is not a gradient or a weight crosses ranks as a plain value, and every rank computes
 the same result from the same list of them; so all ranks report, refuse and go on alike.
@@ -7,9 +7,13 @@ the same result from the same list of them; so all ranks report, refuse and go o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.errors import StropError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -39,15 +43,15 @@ class SingleRank:
 def count_missing(ranks: Ranks, num_forwards: int) -> int:
     """Return how many empty forwards this rank must add to its own. Every rank must call it.
 
-    Every forward is a meeting of all ranks, and so is its backward: all run as many as the busiest.
+    Every forward and backward is a collective of all ranks: all run as many as the busiest.
     """
     return max(ranks.gather(num_forwards)) - num_forwards
 
 
 def run_alike(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """Let every rank do its part of a work, and return what each made of it.
+    """Run a function on every rank, and return all results.
 
-    Raises: on every rank, what the work raised on the first that failed.
+    Raises: on every rank, the error of the first rank that failed.
     """
     given: T | StropError
     try:
@@ -63,9 +67,22 @@ def run_alike(ranks: Ranks, work: Callable[[], T]) -> list[T]:
 
 
 def run_on_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Let the first rank do a work while the others wait, and return its result on all of them.
+    """Run a function on the first rank while the others wait, and return its result on all of them.
 
-    Raises: on every rank, what the work raised.
+    Raises: on every rank, what the function raised.
     """
     made = run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])
     return made[0][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorShard:
+    """A rank's rows of a tensor."""
+
+    name: str
+    part: Tensor
+    """A run of rows of it, in the type to be written; none of them on a rank that has no share."""
+    first: int
+    """Index of the first one."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under the current weights, without gradients."""
+"""Log-probabilities of given tokens without gradients, under current weights or those of a frozen model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, gpu_positions, size_of_config
 from strop.policy.head import Head, token_logprobs
 from strop.policy.language_model import LanguageModel
+from strop.policy.masters import Masters
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply, cut_groups
-from strop.policy.ranks import Ranks, count_missing
+from strop.policy.publication import digest_each
+from strop.policy.ranks import Ranks, SingleRank, count_missing
 from strop.rollout import FloatArray, IntArray
 
 Measure = Callable[[torch.Tensor, Head, PackedBatch, float], torch.Tensor]
@@ -43,7 +46,7 @@ def score_groups(
     return score_parts(model, cut_groups(groups, max_positions, is_alone=model.is_alone), temperature)
 
 
-def score_share(
+def score_shard(
     model: LanguageModel,
     groups: Sequence[PackedGroup],
     temperature: float,
@@ -51,7 +54,7 @@ def score_share(
     ranks: Ranks,
     measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
-    """Score this rank's share, which may be empty, like `score_groups`. Every rank must call it."""
+    """Score this rank's shard, which may be empty, like `score_groups`. Every rank must call it."""
     parts = list(cut_groups(groups, max_positions, is_alone=model.is_alone))
     parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
     return score_parts(model, parts, temperature, measure)
@@ -103,3 +106,63 @@ def score_replies(
 ) -> list[FloatArray]:
     """Score several replies to one prompt, which is fed once. Shapes: (T,) each, like the replies."""
     return score_groups(model, [pack_given(prompt_ids, replies)], temperature)
+
+
+class FrozenModel:
+    """A model that never learns, or one rank's rows of it: the reference and the teacher."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_positions: int | None = None,
+        weights: Masters | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Take the whole model, or with `weights` and `ranks` this rank's rows of it."""
+        self.model = model
+        self._max_positions = max_positions or default_positions(model)
+        self._weights = weights
+        self._ranks = ranks or SingleRank()
+
+    def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
+
+        The groups are this rank's share, which may be empty. Every rank must call it.
+        """
+        found = score_shard(self.model, groups, temperature, self._max_positions, self._ranks)
+        self.release()
+        return found
+
+    def digest_tensors(self) -> dict[str, str]:
+        """Return the digest of each tensor; on the first rank only. Every rank must call it."""
+        tensors = self.model.named_parameters() if self._weights is None else self._weights.compute_copies()
+        return digest_each(tensors, is_kept=self._ranks.index == 0)
+
+    def release(self) -> None:
+        """Drop what a forward gathered of other ranks' rows."""
+        if self._weights is not None:
+            self._weights.release()
+
+
+def default_positions(model: LanguageModel, *, num_ranks: int = 1) -> int:
+    """Return how many positions a learner forwards at once where its run does not say.
+
+    With `num_ranks`, each of them keeps a share of the model.
+
+    On a GPU it follows from the device's size and the model's, not from what happens to be free, so that a
+    run that goes on later is cut the same way.
+    """
+    if model.device.type != "cuda":
+        return DEFAULT_MICRO_BATCH_POSITIONS
+    adapters = None
+    if model.adapters is not None:
+        adapters = sum(parameter.numel() for _, parameter in model.trained_parameters())
+    return gpu_positions(
+        torch.cuda.get_device_properties(model.device).total_memory,
+        size_of_config(model.module.config.to_dict()),
+        str(model.dtype).removeprefix("torch."),
+        num_ranks=num_ranks,
+        num_trained=adapters,
+        is_recomputed=model.recomputes,
+    )

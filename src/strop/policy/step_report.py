@@ -1,19 +1,20 @@
-"""What an optimizer step is within a run, and what it did."""
+"""An optimizer step: its plan, its report, and the sums that the report is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from strop.policy.tally import Total
+from strop.policy.objective import TokenTerms
 from strop.rollout import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What an optimizer step is within a run."""
+    """Where an optimizer step stands in a run."""
 
     version: int | None = None
     """Which version the weights are after it; None: the next. The steps of one batch make one version."""
@@ -26,7 +27,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TermReport:
-    """What one term gave to a step, its weight included."""
+    """The part of one term in a step, its weight included."""
 
     name: str
     loss: float
@@ -39,7 +40,7 @@ class TermReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepReport:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     loss: float
     """Sum of the weighted terms."""
@@ -74,3 +75,98 @@ class StepReport:
     """Whether the weights were moved; False where the policy was too far from where it began."""
     compute_s: float = 0.0
     """Wall time of the step where it was computed; of the slowest rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Total:
+    """Sum and count of a mean, so that means of parts can be joined."""
+
+    sum: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Total) -> Total:
+        return Total(sum=self.sum + other.sum, count=self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """The mean of what was counted, of which there must be something."""
+        return self.sum / self.count
+
+
+def join_totals(parts: Iterable[Mapping[str, Total]]) -> dict[str, Total]:
+    """Add up totals by name, those of names that count nothing left out."""
+    joined: dict[str, Total] = {}
+    for part in parts:
+        for name, total in part.items():
+            joined[name] = joined.get(name, Total()) + total
+    return {name: joined[name] for name in sorted(joined) if joined[name].count}
+
+
+@dataclass(kw_only=True, slots=True)
+class Accumulator:
+    """Sums of a step over the micro-batches of all terms, read from the device at its end."""
+
+    loss: float = 0.0
+    num_positions: int = 0
+    num_micro_batches: int = 0
+    drifts: list[FloatArray] = field(default_factory=list)
+    corrections: list[FloatArray] = field(default_factory=list)
+    log_ratios: list[FloatArray] = field(default_factory=list)
+    ratios: list[FloatArray] = field(default_factory=list)
+
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the shares that a loss reports, weighted as it is."""
+    totals: dict[str, Total] = field(default_factory=dict)
+    """Of what a loss reports the mean over tokens of."""
+
+    unread: list[tuple[list[FloatArray], torch.Tensor]] = field(default_factory=list)
+    """Values of tokens that are still on the device, where reading them would wait, and where they belong."""
+    unread_sums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    unread_totals: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+
+    def add_terms(self, terms: TokenTerms, weight_N: torch.Tensor) -> None:
+        """Keep the corrections and ratios of some tokens, and sum up what else is said of them."""
+        if terms.correction_N is not None and terms.log_ratio_N is not None:
+            self.unread += [(self.corrections, terms.correction_N), (self.log_ratios, terms.log_ratio_N)]
+        if terms.ratio_N is not None:
+            self.unread.append((self.ratios, terms.ratio_N))
+        self.unread_sums += [(name, (weight_N * share_N).sum()) for name, share_N in terms.shares.items()]
+        for name, values_N in terms.means.items():
+            self.add_values(name, values_N)
+
+    def add_values(self, name: str, values_N: torch.Tensor) -> None:
+        """Sum up a metric that is the mean over tokens or positions."""
+        self.unread_totals.append((name, values_N.sum(dtype=torch.float64), len(values_N)))
+
+    def read_terms(self) -> None:
+        """Fetch what was kept, when everything is under way."""
+        for kept, values in self.unread:
+            kept.append(values.float().cpu().numpy())
+        for name, value in self.unread_sums:
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value, count in self.unread_totals:
+            self.totals[name] = self.totals.get(name, Total()) + Total(sum=float(value), count=count)
+        self.unread, self.unread_sums, self.unread_totals = [], [], []
+
+
+def join(parts: Sequence[FloatArray]) -> FloatArray:
+    """Return what all micro-batches noted in a row."""
+    return np.concatenate([np.zeros(0, dtype=np.float32), *parts])
+
+
+def add_up(parts: Sequence[Accumulator]) -> Accumulator:
+    """Return the sums over all ranks."""
+    return Accumulator(
+        loss=sum(one.loss for one in parts),
+        num_positions=sum(one.num_positions for one in parts),
+        num_micro_batches=sum(one.num_micro_batches for one in parts),
+        drifts=[array for one in parts for array in one.drifts],
+        corrections=[array for one in parts for array in one.corrections],
+        log_ratios=[array for one in parts for array in one.log_ratios],
+        ratios=[array for one in parts for array in one.ratios],
+        totals=join_totals(one.totals for one in parts),
+        sums={
+            name: sum(one.sums.get(name, 0.0) for one in parts)
+            for name in sorted({name for one in parts for name in one.sums})
+        },
+    )

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from strop.errors import StoreError, explain_refusal
-from strop.policy.digest import digest_each, find_difference, tensors_digest
 from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.lora import find_merge_flaw, merge_adapters
-from strop.policy.published import read_published, unfit
+from strop.policy.publication import digest_each, find_difference, read_published, tensors_digest, unfit
 from strop.tokenizer import Tokenizer
 
 # Besides the tokenizer's: the stop settings, verbatim, so that the export ends where the policy did.
@@ -49,13 +48,7 @@ def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) ->
     merged = merge_adapters(tensors, model.adapters)
     flaw = find_merge_flaw(model.module, tensors, merged)
     if flaw is not None:
-        raise StoreError(
-            explain_refusal(
-                f"the merged weights are not the live policy: {flaw}",
-                allowed="weights that say what base and adapters say together",
-                next_step="report it; the previous checkpoint is intact",
-            )
-        )
+        raise StoreError(f"the merged weights are not the live policy: {flaw}")
     return merged
 
 

@@ -6,8 +6,7 @@ Rollouts as Parquet live in `strop.record.rollouts`, which needs pyarrow and is 
 Not here: checkpoints' content (policy), reports (view), other places than this disk (store).
 """
 
-from strop.record.events import Event, EventKind, EventLog
-from strop.record.metrics import MetricsLog
+from strop.record.events import Event, EventKind, EventLog, MetricsLog
 from strop.record.run_dir import Attempt, RunDir, RunState, find_resumable, list_runs, point_latest
 
 __all__ = [

@@ -1,9 +1,9 @@
 """Which attempt of a run may write: the highest that has begun.
 
-A node that was lost may go on computing while its job already lives again elsewhere; locks of shared file
-systems may not see it. So every attempt sets a mark with its own number, and one that finds a higher number
-writes nothing more. Each number has a file of its own: whoever wakes up in the middle of setting a mark
-cannot take away a higher one.
+A node that was lost may go on computing while its job was requeued elsewhere, and the locks of shared file
+systems may not exclude it. So every attempt writes a file with its own number, and one that finds a higher
+number writes nothing more. Each number has a file of its own, so that a process that was suspended while it
+wrote its mark cannot remove a higher one.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def read_fence(run_path: Path) -> tuple[int, str] | None:
 
 
 def require_unfenced(run_path: Path, number: int | None = None) -> None:
-    """Refuse to go on where a later attempt has begun. None: the attempt that a launcher said this is.
+    """Refuse to go on where a later attempt has begun. None: the attempt number that a launcher set.
 
     Raises: CheckRefused; StoreError if the run directory does not answer.
     """
-    mine = _own_number() if number is None else number
+    text = os.environ.get(NUMBER_VARIABLE, "")
+    mine = int(text) if number is None and text.isdigit() else number
     found = read_fence(run_path)
     if found is None or mine is None or found[0] <= mine:
         return
@@ -87,6 +88,13 @@ def require_unfenced(run_path: Path, number: int | None = None) -> None:
     )
 
 
-def _own_number() -> int | None:
-    text = os.environ.get(NUMBER_VARIABLE, "")
-    return int(text) if text.isdigit() else None
+# Where the first node of an attempt leaves what its other nodes need to join it. Nodes that share a disk
+# read this very file; where they share none, the job's hosts copy it to each of them.
+
+ROLES_FOLDER = "roles"
+"""Of a run's directory: what its roles keep there."""
+
+
+def meeting_path(work_dir: Path, attempt: str) -> Path:
+    """Return the head's file of an attempt, in a folder of that attempt alone. `work_dir`: `<run>/roles`."""
+    return work_dir / f"ray-{attempt}" / "head.json"

@@ -1,11 +1,14 @@
-"""What a run is made of: digests of its parts, in run.json and each checkpoint, compared when it goes on.
+"""Digests of the inputs of a run, in run.json and each checkpoint, compared when the run is resumed.
 
-A curve over two models, two data sets or two references says nothing of either. The names are words for
-people: they stand in the refusal.
+A curve over two models, two data sets or two references describes neither. The names of the parts are words
+for people: the refusal shows them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+import sys
 from collections.abc import Mapping
 
 from strop.errors import CheckRefused, explain_refusal
@@ -38,3 +41,33 @@ def require_same_parts(place: object, before: Mapping[str, str], now: Mapping[st
             next_step="restore what has changed, or start a new run with --new",
         )
     )
+
+
+# Versions of the installed software. No environment variables, which may hold secrets.
+
+_COMPUTING = ("strop", "torch", "transformers", "tokenizers", "numpy", "vllm")
+"""Distributions of which another version may round otherwise, or render another prompt."""
+
+
+def list_changes(before: str) -> list[str]:
+    """Return which software that computes has another version than a text of `describe_environment` says."""
+    then, now = (_versions(text) for text in (before, describe_environment()))
+    return [
+        f"{name} {then.get(name, 'none')} is now {now.get(name, 'none')}"
+        for name in _COMPUTING
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _versions(text: str) -> dict[str, str]:
+    pairs = (line.partition("==") for line in text.splitlines() if not line.startswith("#"))
+    return {name.lower(): version for name, _, version in pairs}
+
+
+def describe_environment() -> str:
+    """Return Python, platform and every installed distribution with its version, one per line."""
+    packages = sorted(
+        {f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower
+    )
+    lines = [f"# python {platform.python_version()} at {sys.executable}", f"# platform {platform.platform()}"]
+    return "\n".join([*lines, *packages]) + "\n"

@@ -66,7 +66,7 @@ def write_prediction(run_path: Path, prediction: Prediction) -> None:
 
 
 def read_prediction(run_path: Path) -> Prediction | None:
-    """Return what was predicted for a run, or None where nobody did.
+    """Return the prediction of a run, or None where there is none.
 
     Raises: CorruptRecord if the file is no prediction.
     """

@@ -111,7 +111,10 @@ def write_rollouts(
     table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT, _SEAL_KEY: _UNSEALED})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_bytes_atomically(path, _seal(sink.getvalue().to_pybytes()))
+    data = sink.getvalue().to_pybytes()
+    start = _find_seal(data)
+    sealed = b"".join([data[:start], _digest(data, start), data[start + len(_UNSEALED) :]])
+    write_bytes_atomically(path, sealed)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -151,11 +154,6 @@ def read_facts(path: Path) -> dict[str, str]:
         return {name.decode(): value.decode() for name, value in metadata.items()}
     except (ValueError, OSError, pa.ArrowException) as error:
         raise _no_rollouts(path, error) from error
-
-
-def _seal(data: bytes) -> bytes:
-    start = _find_seal(data)
-    return b"".join([data[:start], _digest(data, start), data[start + len(_UNSEALED) :]])
 
 
 def _open_sealed(data: bytes) -> pq.ParquetFile:

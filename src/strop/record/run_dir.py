@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
@@ -34,10 +33,9 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
-from strop.record.environment_facts import describe_environment
-from strop.record.events import EventLog
+from strop.record.events import EventLog, MetricsLog
 from strop.record.fence import ATTEMPT_VARIABLE, require_unfenced
-from strop.record.metrics import MetricsLog
+from strop.record.parts import describe_environment
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
@@ -67,7 +65,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One process life of a run."""
+    """One process of a run, from its start to its end."""
 
     index: int
     """From 1."""
@@ -114,7 +112,7 @@ class RunDir:
         try:
             root.mkdir(parents=True, exist_ok=True)
             partial_path.mkdir()
-            # Locked before it has its name: nobody can find it unlocked.
+            # Locked before it has its name, so that no process finds it unlocked.
             lock.acquire()
             for folder in _FOLDERS:
                 (partial_path / folder).mkdir()
@@ -255,12 +253,7 @@ class RunDir:
             self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the lock back."""
         self.release()
 
@@ -269,7 +262,7 @@ class RunDir:
         return self._attempt_of(self.state.num_attempts + 1)
 
     def _attempt_of(self, index: int) -> Attempt:
-        # A launcher has named the folder of the life that this process is part of.
+        # A launcher names the folder of the attempt that this process is part of.
         name = os.environ.get(ATTEMPT_VARIABLE) or str(index)
         return Attempt(index=index, path=self.path / "attempts" / name)
 

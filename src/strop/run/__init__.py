@@ -1,6 +1,7 @@
-"""How a run is put together on this machine: training, evaluation, sampling, judging stored replies anew.
+"""How a run is put together on this machine: training, evaluation, sampling, judging stored replies again.
 
-Each module composes one of them from the rooms below: `training`, `evaluation`, `inference`, `rescoring`,
-`following` (evaluate a run's checkpoints while it goes on), `harness`, `audit`, `stage`, `doctor`.
-`from_python` is `strop.train`. Not here: what it would take (plan), other machines (launch).
+`training` composes a training, in the directory and on the GPUs that `claim` takes; `inference` asks a model;
+`evaluation` evaluates one, also by a foreign harness, or judges its kept replies again; `following` evaluates
+a run's checkpoints while it trains. `from_python` is `strop.train`. Not here: what a run would take (plan),
+other machines (launch).
 """

@@ -1,4 +1,4 @@
-"""Auditing tasks on this machine, one or all that there are, and keeping what was found."""
+"""Auditing tasks on this machine, one or all that there are, and comparing judges with people."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from strop.audit import (
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Message, Split
 from strop.run.inference import read_asking
-from strop.spec import load_spec
-from strop.spec.task import TaskSpec
+from strop.spec import RunSpec, load_spec
+from strop.spec.task import TaskSpec, judge_sections
 from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, self_test, task_builder
 from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, open_judge
+from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.traits import describe_counts
 
 _GENERATED = ("arithmetic", "reverse-text")
@@ -50,7 +51,10 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
     task's name, such as `gsm8k.source=folder`.
     Raises: ConfigError if reasoning-gym is not installed, or a word is for no task.
     """
-    own = {name: _words_of(name, words) for name in TASK_SUMMARIES}
+    own = {
+        name: tuple(word.removeprefix(f"{name}.") for word in words if word.startswith(f"{name}."))
+        for name in TASK_SUMMARIES
+    }
     lost = [word for word in words if word.partition(".")[0] not in own]
     if lost:
         raise ConfigError(
@@ -71,10 +75,6 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
             has_files = any(word.startswith(("source=", "parts")) for word in mine)
             source = () if has_files else _INSTALLED.get(name, ())
             yield name, read_task(name, (*source, *mine)) if has_files or source else None
-
-
-def _words_of(task: str, words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word.removeprefix(f"{task}.") for word in words if word.startswith(f"{task}."))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,3 +154,22 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
     for path in filter(None, [stored_audit_path(report.task, report.task_version), out]):
         write_audit(report, path)
     return report
+
+
+def check_judges_here(spec: RunSpec) -> list[JudgeReport]:
+    """Check every judge of a run against its calibration file.
+
+    Raises: ConfigError if the run has no judge with such a file; DataError for a malformed file.
+    """
+    named = [
+        (judge, judge.calibration) for judge in judge_sections(spec.task) if judge.calibration is not None
+    ]
+    if not named:
+        raise ConfigError(
+            explain_refusal(
+                f"a check of the judges of task {spec.task.name}, which names no labelled replies",
+                allowed="a task llm-judge, or a part that is one, with task.calibration",
+                next_step="name a file of labelled replies in task.calibration",
+            )
+        )
+    return [asyncio.run(check_calibration(judge, file)) for judge, file in named]

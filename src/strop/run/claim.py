@@ -1,24 +1,38 @@
-"""What a training on this machine holds while it runs: its lease, its GPU, and a clean place to start from.
+"""What a training on this machine holds while it runs: its GPUs under a lease, and its directory.
 
-Under an agent all of this is the agent's, whose lease the training inherits.
+Under an agent the lease is the agent's, and the training inherits it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
+from strop.errors import CheckRefused, explain_refusal
 from strop.hardware import clear_leftovers, find_inherited
 from strop.hardware.allocation import Allocation, GpuRequest, lease_gpus
 from strop.hardware.findings import Finding, Severity, require_none
-from strop.hardware.gpus import read_gpus
+from strop.hardware.gpus import read_gpus, read_torch_build
 from strop.hardware.preflight import PreflightRequest, run_preflight
-from strop.hardware.torch_build import read_torch_build
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.io import user_cache_dir
 from strop.io.variables import set_variables
+from strop.record import RunDir, find_resumable
+from strop.record.parts import PARTS_FACT, require_same_parts
+from strop.record.run_dir import STATE_NAME
+from strop.rollout import Split
+from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.spec.task import judge_sections
+from strop.store import ModelHandle
+from strop.store.data_files import locate_named
+from strop.store.model_files import digest_parts
+from strop.tasks import Task
+from strop.user_code import CodeRef, hash_sources, is_code
 
 _ROLE = "train"
 """Learner and engine together."""
@@ -94,3 +108,102 @@ def _device_variables(allocation: Allocation) -> dict[str, str]:
     if variables and "infer" in roles:
         variables[INFER_DEVICES] = roles["infer"].visible.text or ""
     return variables
+
+
+def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    """Return the run's directory with its lock held: an unfinished one, or a new one.
+
+    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
+    nothing.
+
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
+        would go on has trained with other parts, naming them.
+    """
+    run_dir = _open_run(resolved, facts, is_new=is_new)
+    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
+    try:
+        require_same_parts(run_dir.path, before, now)
+    except CheckRefused:
+        run_dir.release()
+        if resolved.spec.output.dir is None and not run_dir.metrics.read():
+            return _open_run(resolved, facts, is_new=True)
+        raise
+    return run_dir
+
+
+def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    spec, digest = resolved.spec, spec_digest(resolved.spec)
+    if spec.output.dir is not None:
+        path = Path(spec.output.dir)
+        if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
+            # A launcher has prepared the folder, and no run has begun in it.
+            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
+        if path.exists():
+            return _open_named_run(path, digest, is_new=is_new)
+        run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+        run_dir.move_to(path)
+        return run_dir
+    root = Path(spec.output.root)
+    resumable = None if is_new else find_resumable(root, spec.name, digest)
+    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
+
+
+def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
+    """Open the run in a directory that the run file names."""
+    if is_new:
+        raise CheckRefused(
+            explain_refusal(
+                f"a new run was asked for, and output.dir={path} is there already",
+                allowed="a directory that does not exist yet",
+                next_step="choose another output.dir, or leave --new out to continue the run in it",
+            )
+        )
+    run_dir = RunDir.open(path)
+    run_dir.acquire()
+    if run_dir.state.spec_digest == digest and not run_dir.is_finished:
+        return run_dir
+    run_dir.release()
+    given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+    raise CheckRefused(
+        explain_refusal(
+            f"output.dir={path} {given}; nothing is left to do there",
+            allowed="a new directory, or the unfinished run of this very spec",
+            next_step="choose another output.dir, or remove it to get a dated directory",
+        )
+    )
+
+
+def list_parts(
+    spec: RunSpec, task: Task, models: Mapping[str, ModelHandle], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digest of every part of a training by a name that a person understands.
+
+    They are recorded in run.json and compared whenever a run goes on; see `strop.record.parts`.
+
+    `models` are those that take part, by their role; `given` the digests of other data that is learned from.
+
+    Raises: DataError, StoreError or CorruptRecord if a part cannot be read.
+    """
+    found = {"version of its task": task.version, "set of examples": _digest_examples(spec, task), **given}
+    for role, model in models.items():
+        parts = digest_parts(model.path, user_cache_dir() / "digests")
+        found |= {f"{role} ({part})": digest for part, digest in parts.items()}
+    if is_code(spec.algorithm.name):
+        found["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
+    return found | dict(_calibrations(spec))
+
+
+def _digest_examples(spec: RunSpec, task: Task) -> str:
+    """Hash the ids of all examples, which are hashes of what is asked and answered, in their order."""
+    digest = hashlib.sha256()
+    for split in [Split.TRAIN, Split.HELD_OUT] if spec.train.has_rl else [Split.HELD_OUT]:
+        digest.update("\n".join([split, *(one.example_id for one in task.examples(split))]).encode())
+    return digest.hexdigest()
+
+
+def _calibrations(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    for section in judge_sections(spec.task):
+        path = None if section.calibration is None else locate_named(section.calibration)
+        # One that is missing is refused where it is read.
+        if path is not None and path.is_file():
+            yield f"calibration of {section.judge_model}", hashlib.sha256(path.read_bytes()).hexdigest()

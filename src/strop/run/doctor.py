@@ -1,26 +1,52 @@
 """Whether this machine is ready, and how fast it is: facts, disks, packages, GPUs, and who has them.
 
-The speeds that are measured here are kept in the user's cache and used by `plan` from then on.
+The speeds that are measured here, of the machine and of the run's own model, are kept in the user's cache and
+used by `plan` from then on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from strop.engine.contract import GenerationRequest
 from strop.hardware import Calibration, Machine, calibrate_machine, describe_machine, free_disk_bytes
+from strop.hardware.calibrate import Efficiency, write_efficiency
 from strop.hardware.disks import Disk, describe_disk
 from strop.hardware.inventory import Device, read_inventory
 from strop.hardware.leases import Lease, LeaseState, find_leases, state_of
 from strop.hardware.leftovers import find_processes, find_strays
+from strop.hardware.number_format import settle_format
 from strop.hardware.ports import ListeningPort, read_listening_ports
 from strop.io import user_cache_dir
 from strop.kernels import kernel_status
 from strop.plan.locate import find_model
+from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
+    ModelSize,
+    decode_flop,
+    learn_flop,
+    prefill_flop,
+    read_model_size,
+    state_bytes,
+)
+from strop.rollout import Sampling
 from strop.run.training import set_threads
-from strop.spec import ModelSpec
+from strop.spec import ModelSpec, RunSpec
+from strop.spec.train import OptimizerSpec
 from strop.store import list_models
+
+if TYPE_CHECKING:
+    from strop.engine.native import NativeEngine
+    from strop.policy.learner import Learner
+    from strop.policy.packing import PackedGroup
 
 EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
@@ -160,3 +186,170 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+# Generation and learning with the run's own model, two sizes of each: their difference is the work, what is
+# left over is the overhead. Takes some ten seconds on two cores with 135M parameters, and imports torch.
+PROMPT_TOKENS = 16
+REPLY_TOKENS = 24
+FEW_ROWS, MANY_ROWS = 8, 64
+NUM_TRIES = 1
+"""Tries of each size after one that warms up; the shortest counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Seconds of the four pieces of work."""
+
+    few_rows_s: float
+    many_rows_s: float
+    small_step_s: float
+    large_step_s: float
+    num_small: int
+    """Positions of the smaller step, all but the prompts' scored."""
+    num_large: int
+
+
+def measure_machine(
+    spec: RunSpec, model_dir: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5
+) -> Efficiency:
+    """Measure this machine and its efficiency with a model, and remember both.
+
+    Raises: ConfigError if the model cannot be loaded; StoreError if the cache cannot be written.
+    """
+    calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
+    spec, _ = settle_format(spec, describe_machine(), None)
+    is_bf16 = spec.model.dtype == "bfloat16"
+    size = read_model_size(model_dir)
+    found = derive_efficiency(
+        time_work(spec, model_dir),
+        size,
+        dtype=spec.model.dtype,
+        gflops=calibration.gemm_bf16_gflops if is_bf16 else calibration.gemm_fp32_gflops,
+        copy_gb_per_s=calibration.copy_gb_per_s,
+        cpu_name=calibration.cpu_name,
+        source=f"measured here with {spec.model.uri} in {spec.model.dtype},"
+        f" {calibration.num_threads} threads",
+    )
+    write_efficiency(found, cache_dir)
+    return found
+
+
+def derive_efficiency(
+    timings: Timings,
+    size: ModelSize,
+    *,
+    dtype: str,
+    gflops: float,
+    copy_gb_per_s: float,
+    cpu_name: str | None,
+    source: str,
+) -> Efficiency:
+    """Turn timings into shares: the difference of two sizes is work, the rest overhead.
+
+    A share is at most 1 and an overhead at least 0: timings of a busy machine may say otherwise.
+    """
+    extra_rows = MANY_ROWS - FEW_ROWS
+    decode = decode_flop(size, extra_rows * REPLY_TOKENS)
+    per_row_s = max((timings.many_rows_s - timings.few_rows_s) / extra_rows, 1e-9)
+    prefill_s = prefill_flop(size, PROMPT_TOKENS) / (gflops * 1e9)
+    decode_step_s = max(timings.few_rows_s - FEW_ROWS * per_row_s - prefill_s, 0.0) / REPLY_TOKENS
+    extra = timings.num_large - timings.num_small
+    learn_s = max(timings.large_step_s - timings.small_step_s, 1e-9)
+    rate = learn_flop(size, extra, extra) / learn_s
+    small_s = learn_flop(size, timings.num_small, timings.num_small) / rate
+    update_s = max(timings.small_step_s - small_s, 1e-9)
+    return Efficiency(
+        learn_frac=min(rate / (gflops * 1e9), 1.0),
+        decode_frac=min(decode / (per_row_s * extra_rows) / (gflops * 1e9), 1.0),
+        decode_layer_s=decode_step_s / size.num_layers,
+        update_frac=min(state_bytes(size, dtype) / (update_s * copy_gb_per_s * 1e9), 1.0),
+        cpu_name=cpu_name,
+        source=source,
+        is_measured=True,
+    )
+
+
+def time_work(spec: RunSpec, model_dir: Path) -> Timings:
+    """Generate for few and many rows, and learn a quarter of a micro-batch and a full one."""
+    from strop.engine.native import NativeEngine
+    from strop.policy.language_model import DTYPES, LanguageModel
+    from strop.policy.learner import Learner
+    from strop.tokenizer import Tokenizer
+
+    model = LanguageModel.load(model_dir, dtype=DTYPES[spec.model.dtype])
+    engine = NativeEngine(model, Tokenizer.load(model_dir), max_rows=MANY_ROWS)
+    # So small a rate that no weight moves: the measurement must not change what it measures.
+    learner = Learner(model, OptimizerSpec(lr=1e-12))
+    full = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    small = make_groups(max(full // 4 // (REPLY_TOKENS * 8), 1), model.shape.vocab_size)
+    large = make_groups(max(full // (REPLY_TOKENS * 8), 2), model.shape.vocab_size)
+    vocab_size = model.shape.vocab_size
+    timings = Timings(
+        few_rows_s=shortest_s(lambda: asyncio.run(_generate(engine, FEW_ROWS, vocab_size))),
+        many_rows_s=shortest_s(lambda: asyncio.run(_generate(engine, MANY_ROWS, vocab_size))),
+        small_step_s=shortest_s(lambda: _learn(learner, small)),
+        large_step_s=shortest_s(lambda: _learn(learner, large)),
+        num_small=sum(group.num_positions for group in small),
+        num_large=sum(group.num_positions for group in large),
+    )
+    asyncio.run(engine.close())
+    return timings
+
+
+def shortest_s(work: Callable[[], object], num_tries: int = NUM_TRIES) -> float:
+    """Return the shortest of several tries, after one that warms up."""
+    work()
+    tries = []
+    for _ in range(num_tries):
+        started_at = time.perf_counter()
+        work()
+        tries.append(time.perf_counter() - started_at)
+    return min(tries)
+
+
+def make_groups(num_groups: int, vocab_size: int) -> list[PackedGroup]:
+    """Return groups of eight replies to one token each, so that nearly all positions are scored."""
+    from strop.policy.packing import PackedGroup, PackedReply
+
+    rng = np.random.default_rng(0)
+    replies = [
+        PackedReply(
+            token_ids=rng.integers(0, vocab_size, REPLY_TOKENS, dtype=np.int32),
+            is_scored=np.ones(REPLY_TOKENS, dtype=bool),
+            engine_logprobs=np.full(REPLY_TOKENS, -1.0, dtype=np.float32),
+            advantage=1.0,
+            weight=1.0 / (8 * num_groups * REPLY_TOKENS),
+        )
+        for _ in range(8 * num_groups)
+    ]
+    prompt_ids = np.zeros(1, dtype=np.int32)
+    return [
+        PackedGroup(prompt_ids=prompt_ids, replies=tuple(replies[8 * index : 8 * index + 8]))
+        for index in range(num_groups)
+    ]
+
+
+async def _generate(engine: NativeEngine, num_rows: int, vocab_size: int) -> None:
+    prompt_ids = np.arange(1, PROMPT_TOKENS + 1, dtype=np.int32) % np.int32(vocab_size)
+    await asyncio.gather(
+        *(
+            engine.generate(
+                GenerationRequest(
+                    prompt_ids=prompt_ids,
+                    seed=row,
+                    sampling=Sampling(),
+                    max_tokens=REPLY_TOKENS,
+                    # No terminator: every row decodes to its limit.
+                    stop_token_ids=frozenset(),
+                )
+            )
+            for row in range(num_rows)
+        )
+    )
+
+
+def _learn(learner: Learner, groups: list[PackedGroup]) -> None:
+    from strop.train.terms import cross_entropy
+
+    learner.step(groups, temperature=1.0, token_terms=cross_entropy)

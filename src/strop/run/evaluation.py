@@ -1,4 +1,4 @@
-"""Evaluating a model on this machine, on one task or several, with its replies kept.
+"""Evaluating a model on this machine, judging kept replies again, evaluating by a foreign harness.
 
 Everything is checked before the model is loaded: the tasks' examples, the settings, and what is in the
 folders already. The same command again goes on where a killed one stopped; where nothing is left to
@@ -8,29 +8,42 @@ generate, no model is loaded at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from strop.engine.contract import Engine
-from strop.errors import ConfigError
+from strop.errors import ConfigError, StoreError, explain_refusal
 from strop.evaluate import (
     EvalPlan,
     EvalResult,
     EvalSettings,
     PlannedCanary,
     PlannedEvaluation,
+    Rescored,
     ShardFolder,
     plan_canary,
     plan_evaluation,
     read_result,
     require_baseline,
+    rescore,
     result_name,
     run_evaluation,
     write_result,
 )
-from strop.evaluate.shards import refuse_other_plan
+from strop.evaluate.accuracy import refuse_trained
+from strop.evaluate.harness import (
+    LM_EVAL,
+    HarnessJob,
+    HarnessResult,
+    find_protocol,
+    refuse_small_model,
+    refuse_unconfirmed_code,
+    run_harness,
+)
+from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings, refuse_other_plan
 from strop.hardware import describe_machine
 from strop.hardware.number_format import compute_device, settle_format
 from strop.policy.footprint import read_model_size
@@ -42,17 +55,21 @@ from strop.run.inference import (
     OpenedModel,
     hold_judge,
     read_asking,
+    read_askings,
     read_trained_ids,
     serve_model,
 )
-from strop.run.rescoring import read_kept_asking
 from strop.spec import RunSpec, load_spec
+from strop.spec.display import dotted, format_value, walk_values
 from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.sources import parse_override
+from strop.spec.task import TaskSpec
+from strop.store.python_environment import ensure_environment
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 
 EVALS_ROOT = Path("evals")
-"""Where results and replies go if nobody says; names there hold the plan's digest."""
+"""Default folder of results and replies; names there hold the plan's digest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +119,7 @@ def evaluate_here(
 ) -> list[StoredResult]:
     """Evaluate a model on tasks, one after another; each result is written when it is there.
 
-    `say` is told what is read from before and where results are.
+    `say` gets a line for what is read from before and where results are.
     Raises: CheckRefused if examples called held-out were trained on, a folder holds another evaluation,
         or the canary does not come out as it was; ConfigError for settings that a task or the model
         cannot follow.
@@ -253,3 +270,160 @@ async def _ask_canary(
         f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
         f" {expected.low:.1%} to {expected.high:.1%}"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRescored:
+    """Replies judged anew, and the file of the new result."""
+
+    rescored: Rescored
+    path: Path
+
+
+def find_kept(place: Path) -> list[Path]:
+    """Return the folders of replies that a path means: a result, a shard, or a folder around them.
+
+    Raises: StoreError if there is none.
+    """
+    if place.is_file():
+        folder = place.with_suffix("") if place.suffix == ".json" else place.parent
+        folders = [folder] if list_shards(folder) else []
+    elif place.is_dir():
+        candidates = [place, *(path for path in place.rglob("*") if path.is_dir())]
+        folders = sorted(path for path in candidates if list_shards(path))
+    else:
+        folders = []
+    if not folders:
+        raise StoreError(
+            explain_refusal(
+                f"{place} holds no replies of an evaluation",
+                allowed="a result that `strop eval` wrote with its folder beside it, or a folder of such",
+                next_step="evaluate a model with `strop eval`, whose replies are kept",
+            )
+        )
+    return folders
+
+
+def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
+    """Judge the replies in a folder with the task that they answer, some of its settings changed.
+
+    The result is written beside the old one, under a name with the new version of the task.
+    Raises: StoreError if replies are missing; CorruptRecord if they are damaged; ConfigError for
+        settings that the task lacks; CheckRefused if the examples are not the task's any more.
+    """
+    plan, rollouts = read_all_shards(folder)
+    asking = read_kept_asking(folder, words)
+    task = build_task(asking.spec.task)
+    old_path = folder.with_name(f"{folder.name}.json")
+    pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
+
+    async def judge_all() -> Rescored:
+        async with hold_judge(asking.spec, task) as judge:
+            return await rescore(plan, rollouts, task, judge=judge, pass_at=pass_at)
+
+    rescored = asyncio.run(judge_all())
+    path = folder.with_name(f"{folder.name}-rescored-{task.version[:8]}.json")
+    write_result(rescored.result, path)
+    return StoredRescored(rescored=rescored, path=path)
+
+
+def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
+    """Return how the replies in a folder were asked for, some settings of the task changed.
+
+    Raises: CorruptRecord if the first shard is damaged; ConfigError for settings that the task lacks.
+    """
+    shard = list_shards(folder)[0]
+    plan = read_plan(shard)
+    settings = read_task_settings(shard)
+    # Of a task of the user's the settings say where it is; the plan has the name of its class.
+    name = str(settings.get("name", plan.task))
+    return read_asking(name, _merge(settings, words), Split(plan.split))
+
+
+def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Return the stored settings of a task as `key=value` words, without those that new words replace."""
+    given = [word if word.startswith("task.") else f"task.{word}" for word in words]
+    replaced = [parse_override(word)[0] for word in given]
+    kept = [
+        f"{dotted(path)}={format_value(value)}"
+        for path, value in walk_values(stored, ("task",))
+        if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
+    ]
+    return kept + given
+
+
+def evaluate_by_harness(
+    names: Sequence[str],
+    words: Sequence[str],
+    split: Split,
+    model: OpenedModel,
+    wish: EvalWish,
+    *,
+    may_run_code: bool = False,
+    say: Callable[[str], None],
+) -> list[HarnessResult]:
+    """Run lm-eval on tasks by the harness's names; its environment is made on first use.
+
+    `words` are settings of our tasks behind them, as `read_askings` takes them. `may_run_code`: the user
+    accepts that the harness runs what the model wrote in no sandbox.
+    Raises: ConfigError for what the pinned protocol does not take, and for code that was not confirmed;
+        CheckRefused if the examples were trained on, or the model is too small; StoreError if the
+        environment cannot be made; EngineError if the harness fails.
+    """
+    if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
+        raise ConfigError(
+            explain_refusal(
+                "--harness lm-eval with samples, pass@k, a threshold or the training split",
+                allowed="its pinned protocol: greedy replies to held-out examples",
+                next_step="leave them out, or leave --harness out",
+            )
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            explain_refusal(
+                f"a task is named twice in {','.join(names)}",
+                allowed="each task once",
+                next_step="name it once: its result is one file",
+            )
+        )
+    protocols = [find_protocol(name) for name in names]
+    for protocol in protocols:
+        refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
+    own_tasks = list(dict.fromkeys(protocol.own_task for protocol in protocols))
+    askings = dict(zip(own_tasks, read_askings(own_tasks, words, split), strict=True))
+    jobs = []
+    trained_ids = read_trained_ids(model.run_path)
+    for protocol in protocols:
+        asking = askings[protocol.own_task]
+        _refuse_prompting(asking.spec.task)
+        task = build_task(asking.spec.task.model_copy(update=dict(protocol.own_settings)))
+        refuse_trained(task, split, task.examples(split), trained_ids)
+        jobs.append(
+            HarnessJob(
+                protocol=protocol,
+                task=task,
+                model_path=model.path,
+                model_digest=model.digest,
+                step=model.step,
+                dtype=asking.spec.model.dtype,
+                max_positions=read_model_size(model.path).max_positions,
+                num_examples=wish.num_examples,
+            )
+        )
+    for job in jobs:
+        refuse_small_model(job)
+    python = ensure_environment(LM_EVAL, say=say)
+    out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
+    return [run_harness(job, Path(out_dir), python=python) for job in jobs]
+
+
+def _refuse_prompting(task: TaskSpec) -> None:
+    """Refuse settings that the harness, which asks in its own words, would not hear of."""
+    if task.prompting:
+        raise ConfigError(
+            explain_refusal(
+                f"--harness lm-eval with {' and '.join(f'task.{name}' for name in task.prompting)}",
+                allowed="its pinned protocol, which has prompts and stop strings of its own",
+                next_step="leave the settings out, or leave --harness out",
+            )
+        )

@@ -4,7 +4,7 @@ Each is evaluated by a process of its own (`strop eval CHECKPOINT --config FILE`
 afterwards, and its death concerns one checkpoint. A result is a file in the run's `eval/` that appears when
 it is complete; what has none counts as not evaluated, so that nothing else is remembered across lives.
 
-Not waited for: checkpoints that the trainer prunes meanwhile, which are told and left out.
+Checkpoints that the trainer prunes meanwhile are skipped with a notice.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _Follower:
             )
 
     def _mirror(self, path: Path) -> None:
-        """Send a result to the run's mirror: after the trainer's end nobody else does."""
+        """Send a result to the run's mirror: after the trainer's end no other process does."""
         with follow_store(self.spec.store):
             root = find_mirror_root(self.spec.store)
             if root is None:

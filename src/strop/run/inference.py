@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from strop.engine import Completion, GenerationRequest
-from strop.environments import RolloutPlan, SingleTurn, run_rollout
+from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.hardware import describe_machine, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
@@ -32,9 +32,8 @@ from strop.record.run_dir import WEIGHTS_FACT
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.run.training import set_threads
 from strop.spec import RunSpec, SamplingSpec, load_spec
-from strop.spec.display import dotted
-from strop.spec.overrides import parse_override
-from strop.spec.schema import NULL_WORD
+from strop.spec.display import NULL_WORD, dotted
+from strop.spec.sources import parse_override
 from strop.store import follow_store, get_model
 from strop.tasks import Task, build_task, limits_of, problem_of, render_prompt, task_builder
 from strop.tasks.judging import Judge, open_judge
@@ -295,6 +294,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
     async def sample() -> list[Rollout]:
         async with serve_model(spec, model) as (engine, tokenizer), hold_judge(spec, task) as judge:
             attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
+            make_environment = choose_environment(task, judge)
             plans = [
                 RolloutPlan(
                     example=example,
@@ -307,9 +307,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
                 )
                 for example in examples[:num_examples]
             ]
-            return list(
-                await asyncio.gather(*(attempt(SingleTurn(task, judge), plan=plan) for plan in plans))
-            )
+            return list(await asyncio.gather(*(attempt(make_environment(), plan=plan) for plan in plans)))
 
     return asyncio.run(sample())
 

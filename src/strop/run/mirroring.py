@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError, explain_refusal
 from strop.hardware import ChildProcess, spawn, terminate
-from strop.hardware.priority import MAX_NICENESS, step_back
+from strop.hardware.process import MAX_NICENESS, step_back
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import GRACE_VARIABLE
 from strop.record.mirror.claim import RunIdentity, claim_mirror
@@ -90,7 +90,7 @@ def probe_mirror(spec: StoreSpec) -> None:
 
 
 class Mirroring:
-    """An observer that passes on what it is told, and looks after the uploader meanwhile.
+    """An observer that forwards every call, and supervises the uploader meanwhile.
 
     Use it in `with`: leaving the block waits for what is still to be sent, within the limits.
     """

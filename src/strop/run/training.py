@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from strop.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    CheckRefused,
     RunStopped,
     StropError,
     explain_refusal,
@@ -43,29 +42,26 @@ from strop.kernels import kernel_status
 from strop.plan.planning import predict_run
 from strop.plan.roles import split_memory
 from strop.policy.footprint import read_model_size
-from strop.record import Event, EventKind, RunDir, find_resumable
-from strop.record.environment_facts import list_changes
-from strop.record.parts import PARTS_FACT, require_same_parts
+from strop.record import Event, EventKind, RunDir
+from strop.record.parts import PARTS_FACT, list_changes
 from strop.record.prediction import Prediction, write_prediction
-from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
-from strop.run.claim import claim_machine
+from strop.run.claim import claim_machine, list_parts, open_run
 from strop.run.mirroring import Mirroring, probe_mirror
-from strop.run.run_parts import list_parts
-from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.task import role_judges
 from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import list_names, require_written
+from strop.train.data.offline import read_demonstrations
 from strop.train.observer import EvalSummary, Observer
-from strop.train.sft_source import read_demonstrations
 
 if TYPE_CHECKING:
     from strop.cluster import ModelSource, Roles
-    from strop.train.demonstrations import Demonstrations
-    from strop.train.preferences import Preferences
+    from strop.train.data.demonstrations import Demonstrations
+    from strop.train.data.preferences import Preferences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +83,7 @@ def train_here(
 ) -> TrainOutcome:
     """Train a run on this machine, from its last checkpoint if it has one.
 
-    `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
+    `is_new` starts a new run even where an unfinished one could go on. `on_run` gets the run
     directory once it is locked, before anything heavy happens; `on_trained` the outcome, while what it
     writes there still reaches the run's mirror.
 
@@ -154,11 +150,11 @@ def _train_resolved(
         ):
             with _NotedAttempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
-                told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
-                told += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
+                notices = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
+                notices += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
                 if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
-                    told += (f"model.dtype: {number_format}",)
-                for notice in (*resolved.notices, *told):
+                    notices += (f"model.dtype: {number_format}",)
+                for notice in (*resolved.notices, *notices):
                     event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                     run_dir.events.append(event)
                     observer.on_event(event)
@@ -177,7 +173,7 @@ def _read_preferences(spec: RunSpec, task: Task, model: ModelHandle) -> Preferen
     if spec.train.terms != "dpo":
         return None
     # Here: packing them takes torch, whose threads are fixed by now.
-    from strop.train.preferences import read_preferences
+    from strop.train.data.preferences import read_preferences
 
     return read_preferences(spec, task, model.path)
 
@@ -264,73 +260,6 @@ def set_threads(wanted: int | None) -> int:
     return threads
 
 
-def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    """Return the run's directory with its lock held: an unfinished one, or a new one.
-
-    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
-    nothing.
-
-    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
-        would go on has trained with other parts, naming them.
-    """
-    run_dir = _open_run(resolved, facts, is_new=is_new)
-    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
-    try:
-        require_same_parts(run_dir.path, before, now)
-    except CheckRefused:
-        run_dir.release()
-        if resolved.spec.output.dir is None and not run_dir.metrics.read():
-            return _open_run(resolved, facts, is_new=True)
-        raise
-    return run_dir
-
-
-def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    spec, digest = resolved.spec, spec_digest(resolved.spec)
-    if spec.output.dir is not None:
-        path = Path(spec.output.dir)
-        if is_prepared(path):
-            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
-        if path.exists():
-            return _open_named_run(path, digest, is_new=is_new)
-        run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
-        run_dir.move_to(path)
-        return run_dir
-    root = Path(spec.output.root)
-    resumable = None if is_new else find_resumable(root, spec.name, digest)
-    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
-
-
-def is_prepared(path: Path) -> bool:
-    """Whether a launcher has prepared a folder for a run that has not begun in it."""
-    return (path / "attempts").is_dir() and not (path / STATE_NAME).exists()
-
-
-def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
-    """Open the run in a directory that the run file names."""
-    if is_new:
-        raise CheckRefused(
-            explain_refusal(
-                f"a new run was asked for, and output.dir={path} is there already",
-                allowed="a directory that does not exist yet",
-                next_step="choose another output.dir, or leave --new out to continue the run in it",
-            )
-        )
-    run_dir = RunDir.open(path)
-    run_dir.acquire()
-    if run_dir.state.spec_digest == digest and not run_dir.is_finished:
-        return run_dir
-    run_dir.release()
-    given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
-    raise CheckRefused(
-        explain_refusal(
-            f"output.dir={path} {given}; nothing is left to do there",
-            allowed="a new directory, or the unfinished run of this very spec",
-            next_step="choose another output.dir, or remove it to get a dated directory",
-        )
-    )
-
-
 async def _train(
     spec: RunSpec,
     task: Task,
@@ -342,8 +271,7 @@ async def _train(
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
     from strop.cluster import ModelSource
-    from strop.cluster.build import build_placement
-    from strop.cluster.frozen import with_frozen
+    from strop.cluster.build import build_placement, with_frozen
     from strop.cluster.judge_role import JudgeRoles
     from strop.train.loop import TrainInput, TrainLoop
 
@@ -353,7 +281,7 @@ async def _train(
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, task_builder(spec.task))
     try:
-        # First: whoever judges inherits where they are.
+        # First: the judging processes inherit the addresses.
         await judges.start()
         roles = await with_frozen(await placement.start(), spec, source, _fetch)
         evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)

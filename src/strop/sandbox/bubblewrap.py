@@ -1,7 +1,7 @@
 """Backend `bubblewrap`: own user, process, mount, network, IPC and host-name namespaces, made by bwrap.
 
 bwrap starts with an empty environment and, as host root, as a user of the sandbox's own: inside a user
-namespace the host's root would still be who may read every file. The root directory holds /usr, the
+namespace the host's root could still read every file. The root directory holds /usr, the
 links into it, /proc, a small /dev and what the spec mounts, all read-only; /tmp and /dev/shm are in
 memory and bounded. `cat` is process 1, which nothing inside can kill; commands join it from outside
 in about 2 ms each.
@@ -100,7 +100,7 @@ class BubblewrapPlace:
         info_r, info_w = os.pipe()
         ends = (cat_in_r, cat_out_w, error_w, info_w)
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
-        # Inside a user namespace the host's root would still be who may read every file.
+        # Inside a user namespace the host's root could still read every file.
         with acting_as(self._uid):
             # Not a fork, which copies the page tables of an interpreter for a program that needs none.
             bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)

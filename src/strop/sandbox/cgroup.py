@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
             _set_limit(path, controller, limits)
         except OSError:
             if path not in group.dirs.values():
-                _remove_empty(path)
+                with suppress(OSError):
+                    path.rmdir()
             continue
         group.dirs[controller.name] = path
         group.version = controller.version
@@ -140,10 +142,3 @@ def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
     write_file(path / limit, str(limits.memory_bytes))
     if (path / swap).exists():
         write_file(path / swap, str(limits.memory_bytes) if controller.version == 1 else "0")
-
-
-def _remove_empty(path: Path) -> None:
-    try:
-        path.rmdir()
-    except OSError:
-        return

@@ -1,4 +1,4 @@
-"""Which backend this host gets: by trying, never by asking what is installed."""
+"""Chooses the backend for this host by trying it, not by looking at what is installed."""
 
 from __future__ import annotations
 

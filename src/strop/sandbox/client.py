@@ -1,4 +1,4 @@
-"""A sandbox from the side that asks: one connection to its supervisor, requests by number.
+"""The client side of a sandbox: one connection to its supervisor, requests by number.
 
 Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
 never wrong.
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, explain_refusal
@@ -136,13 +135,7 @@ class KeeperSandbox:
         """Return the sandbox."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop it."""
         await self.stop()
 
@@ -248,7 +241,7 @@ async def _start(
         "limits": asdict(spec.limits),
         "min_level": int(spec.min_level),
         "network": spec.network,
-        "binds": _python_binds() + [_as_bind(mount) for mount in spec.mounts] if bwrap_path else [],
+        "binds": _binds(spec) if bwrap_path else [],
         "bwrap_path": bwrap_path,
     }
     reader, writer = await asyncio.open_unix_connection(
@@ -321,14 +314,13 @@ def find_program(name: str, package: str) -> str:
     return path
 
 
-def _python_binds() -> list[tuple[str, str, bool]]:
+def _binds(spec: SandboxSpec) -> list[tuple[str, str, bool]]:
+    """Return host path, path inside and read-only of all mounts, this Python's own among them."""
     prefix = os.path.realpath(sys.base_prefix)
     is_there = prefix == "/usr" or prefix.startswith("/usr/")
-    return [] if is_there else [(prefix, prefix, True)]
-
-
-def _as_bind(mount: Any) -> tuple[str, str, bool]:
-    return os.path.realpath(mount.host_path), mount.inside_path, mount.read_only
+    python = [] if is_there else [(prefix, prefix, True)]
+    mounts = [(os.path.realpath(one.host_path), one.inside_path, one.read_only) for one in spec.mounts]
+    return python + mounts
 
 
 def _as_result(header: dict[str, Any], output: bytes) -> ExecResult:

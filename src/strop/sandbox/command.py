@@ -104,7 +104,7 @@ class Started:
 
 
 def as_record(flat: Any) -> dict[str, Any]:
-    """Return the fields of a data class with slots. Not `asdict`, which copies what is below them too."""
+    """Return the fields of a data class with slots. Not `asdict`, which copies nested values too."""
     return {name: getattr(flat, name) for name in flat.__slots__}
 
 
@@ -154,7 +154,7 @@ class _Program:
 
     def prepare(self, control: socket.socket) -> None:
         """Keep only the descriptors of this command, and join its place."""
-        # Whoever waits for the end of another command's input waits for all that hold its other end.
+        # A reader of another command's input sees its end only when all copies of the other end are closed.
         kept = {0, 1, 2, *self._streams, self._orders, control.fileno(), self.place.holder}
         close_all_but({descriptor for descriptor in kept if descriptor is not None})
         # From before the change of root.
@@ -176,7 +176,11 @@ class _Program:
             for target, descriptor in enumerate(self._streams):
                 os.dup2(descriptor, target)
             close_all_but((0, 1, 2, error_w, self._orders))
-            _give_up(self.place)
+            os.umask(0o022)
+            forbid_privileges()
+            if self.place.user is not None:
+                become(*self.place.user)
+            drop_capabilities()
             self._run(self._request or self._await_request(), error_w)
         except (OSError, ValueError, MemoryError) as error:
             os.write(error_w, str(error).encode(errors="replace"))
@@ -187,7 +191,7 @@ class _Program:
         facts = measure_self()
         os.write(self._orders, json.dumps(facts).encode())
         if facts["nested_userns"]:
-            # It is in that namespace now, and no program's like any more.
+            # It has entered a user namespace, so it can no longer stand for an ordinary program.
             os._exit(0)
         parts = []
         while part := os.read(self._orders, 1 << 16):
@@ -220,7 +224,7 @@ def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
         open_to_tracers()
         os.environ.update(env)
         sys.argv = ["-c"]
-        # What has led here takes nothing of the depth that a program expects.
+        # The frames below this one do not count against the depth that a program expects.
         sys.setrecursionlimit(sys.getrecursionlimit() + len(list(traceback.walk_stack(None))))
         main()
         exit_code = 0
@@ -337,7 +341,7 @@ class _Runner:
             poll.unregister(self._control)
 
     def _look(self) -> None:
-        """Find breaches of limits that nobody enforces."""
+        """Find breaches of limits that the kernel does not enforce."""
         watch = self._place.watch
         pids = find_descendants(self._pid)
         if watch.memory_bytes is not None and memory_bytes(pids, watch.memory_bytes) > watch.memory_bytes:
@@ -380,14 +384,6 @@ def _list_entries(path: str) -> list[os.DirEntry[str]]:
     except OSError:
         # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
         return []
-
-
-def _give_up(place: Place) -> None:
-    os.umask(0o022)
-    forbid_privileges()
-    if place.user is not None:
-        become(*place.user)
-    drop_capabilities()
 
 
 def _limit_resources(place: Place, wall_limit_s: float) -> None:

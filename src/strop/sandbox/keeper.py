@@ -76,7 +76,7 @@ class _Keeper:
         self._control = control
         self._parent = parent
         self._ground = _prepare_ground()
-        # Held open for as long as this process lives; each sandbox watches the other end.
+        # Held open while this process runs; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
         self._pythons: dict[int, LoadedPython] = {}
@@ -101,7 +101,7 @@ class _Keeper:
         if wake_r in descriptors:
             with suppress(BlockingIOError):
                 os.read(wake_r, 4096)
-            self._bury()
+            self._reap()
         if self._parent in descriptors:
             return False
         return self._control.fileno() not in descriptors or self._take_order()
@@ -132,7 +132,7 @@ class _Keeper:
     def _load(self, number: int, source: str | None) -> LoadedPython:
         """Load what sandboxes run in a fork of this interpreter; each source once."""
         if source is not None:
-            names: dict[str, Any] = {"__name__": "loaded", "main": _do_nothing}
+            names: dict[str, Any] = {"__name__": "loaded", "main": lambda: None}
             exec(compile(source, "<python_source>", "exec"), names)
             self._pythons[number] = LoadedPython(source=source, main=names["main"])
             gc.freeze()
@@ -156,7 +156,7 @@ class _Keeper:
         bind(host_path, str(target))
         staged[host_path] = str(target)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -185,7 +185,7 @@ class _Keeper:
         os.close(self._alive_w)
         deadline = time.monotonic() + _END_LIMIT_S
         while self._supervisors and time.monotonic() < deadline:
-            self._bury()
+            self._reap()
             time.sleep(0.005)
         signal_descendants(os.getpid(), signal.SIGKILL)
         for target in self._ground.staged.values():
@@ -196,10 +196,6 @@ class _Keeper:
                 detach_mount(self._ground.runtime_dir)
         with suppress(OSError):
             os.rmdir(self._ground.runtime_dir)
-
-
-def _do_nothing() -> None:
-    """Stand for the `main` of a sandbox without a Python source."""
 
 
 def _become_supervisor(
@@ -218,7 +214,7 @@ def _become_supervisor(
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:
-            # Whoever started the keeper sees it on standard error; its sandbox is told of by the closed line.
+            # For the keeper's standard error; the client of this sandbox sees its connection close.
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
@@ -250,7 +246,7 @@ def _prepare_ground() -> Ground:
     runtime_dir = f"{base}/{_PREFIX}{os.urandom(8).hex()}"
     os.mkdir(runtime_dir, 0o711)
     os.chmod(runtime_dir, 0o711)
-    # Held by this process and its sandboxes for as long as one of them lives.
+    # Held until this process and all of its sandboxes have ended.
     _lock(runtime_dir)
     can_mount = False
     if is_root:

@@ -1,4 +1,4 @@
-"""The keeper from outside: started on first use, told what to make, ended with this process."""
+"""The client side of the keeper: starts it on first use, sends it orders, ends it with this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,14 @@ class KeeperHandle:
                 return self._send(order, python_source)
             except OSError as error:
                 self.close()
-                raise _no_keeper(error) from error
+                raise SandboxRefused(
+                    explain_refusal(
+                        f"the process that makes sandboxes does not start on {platform.node()}: {error}",
+                        allowed="a host with free processes and descriptors",
+                        next_step="look at its limits, then try again",
+                    ),
+                    kind="host",
+                ) from error
 
     def _send(self, order: dict[str, Any], source: str) -> socket.socket:
         number = self._sources.get(source, len(self._sources))
@@ -146,14 +153,3 @@ def keeper_of(own_pid: int) -> KeeperHandle:
 def _close_own(keeper: KeeperHandle, own_pid: int) -> None:
     if os.getpid() == own_pid:
         keeper.close()
-
-
-def _no_keeper(error: OSError) -> SandboxRefused:
-    return SandboxRefused(
-        explain_refusal(
-            f"the process that makes sandboxes does not start on {platform.node()}: {error}",
-            allowed="a host with free processes and descriptors",
-            next_step="look at its limits, then try again",
-        ),
-        kind="host",
-    )

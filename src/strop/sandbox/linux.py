@@ -1,4 +1,4 @@
-"""The system calls of Linux that Python 3.11 does not offer, and who a program may be.
+"""The system calls of Linux that Python 3.11 does not offer, and the users that programs run as.
 
 Only what the keeper and its supervisors need; nothing here imports more than the standard library.
 """
@@ -75,7 +75,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 def read_file(path: str | Path) -> str:
     """Return what the kernel says in a file. Raises: OSError.
 
-    Not `Path.read_text`, which asks five questions of a file before it reads it.
+    Not `Path.read_text`, which makes five more system calls.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

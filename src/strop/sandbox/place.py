@@ -1,4 +1,4 @@
-"""What a supervisor needs to know of the place its commands run in, whatever made that place."""
+"""The interface between a supervisor and the place that its commands run in, whatever backend made it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ground:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """What nobody enforces, so that the process above a command looks at it; None is not watched."""
+    """Limits that the kernel does not enforce and the runner of a command checks; None is not checked."""
 
     memory_bytes: int | None = None
     max_processes: int | None = None
@@ -70,7 +70,7 @@ class Place(Protocol):
     user: tuple[int, int] | None
     """User and group that a program changes to, as they are called inside; None if it is them already."""
     max_user_processes: int | None
-    """What the kernel is told to allow this user; None if it would count others' processes too."""
+    """The kernel's limit for this user; None if it would count other programs' processes too."""
     cgroup: Cgroup
     watch: Watch
     has_own_pids: bool

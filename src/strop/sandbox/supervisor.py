@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.sandbox.capture import Capture
 from strop.sandbox.command import ASK, KILL, Request, Started, as_record, start_command
 from strop.sandbox.contract import KIB, ExecKind, IsolationLevel
 from strop.sandbox.family import signal_descendants
@@ -27,7 +26,7 @@ from strop.sandbox.frames import pack, unpack
 from strop.sandbox.place import LoadedPython, Place, clean_env
 
 DETACH_S = 0.2
-"""How long output is awaited from a pipe that somebody still holds after a command."""
+"""How long output is awaited from a pipe that a process still holds after a command."""
 _CHUNK_BYTES = 1 << 16
 _NAMESPACE_KILL_S = 0.05
 _STUCK_S = 5.0
@@ -74,9 +73,13 @@ class Supervisor:
         """Measure the place, then take requests until the end."""
         self._connection.setblocking(False)
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_connection)
-        self._selector.register(self._keeper_end, selectors.EVENT_READ, self._on_keeper_gone)
+        self._selector.register(self._keeper_end, selectors.EVENT_READ, lambda: self._lose("infra"))
         if self._place.holder is not None:
-            self._selector.register(self._place.holder, selectors.EVENT_READ, self._on_holder_gone)
+            self._selector.register(
+                self._place.holder,
+                selectors.EVENT_READ,
+                lambda: self._lose("from_inside" if self._running else "infra"),
+            )
         self._measure(min_level)
         while not self._is_ending:
             self._turn()
@@ -105,7 +108,7 @@ class Supervisor:
         self._send({"ready": as_record(isolation), "scratch": self._place.scratch})
 
     def refuse(self, kind: str, why: str) -> None:
-        """Tell why there is no sandbox, and end."""
+        """Report why there is no sandbox, and end."""
         self._send({"refused": kind, "why": why})
         self._is_ending = True
 
@@ -243,7 +246,7 @@ class Supervisor:
         if text:
             running.report = json.loads(text)
         else:
-            # Whoever killed it did so from inside; what it was above cannot be told from the rest any more.
+            # It was killed from inside; its descendants can no longer be told from the others.
             running.is_lost = True
             self._lose("from_inside")
         running.next_at = time.monotonic() + DETACH_S
@@ -277,7 +280,7 @@ class Supervisor:
         del self._running[command_id]
         _collect_children()
         if self._is_ending and self._lost_kind != "from_inside":
-            # Killed by nobody's fault inside: that is no result, and the closed connection says so.
+            # Killed from outside: that is no result of the program, and the closed connection shows it.
             return
         stdout, stderr = running.stdout.kept(), running.stderr.kept()
         self._send({"id": command_id, **self._describe_end(running, stdout)}, stdout + stderr)
@@ -314,18 +317,12 @@ class Supervisor:
 
     # The end.
 
-    def _on_keeper_gone(self) -> None:
-        self._lose("infra")
-
-    def _on_holder_gone(self) -> None:
-        self._lose("from_inside" if self._running else "infra")
-
     def _lose(self, kind: str) -> None:
         self._lost_kind = self._lost_kind or kind
         self._is_ending = True
 
     def _end(self) -> None:
-        """Kill everything, tell the results that are still awaited, remove the place."""
+        """Kill everything, report the results that are still awaited, remove the place."""
         self._kill_all()
         give_up_at = time.monotonic() + 2 * DETACH_S
         # All processes are dead, so every pipe has an end.
@@ -346,7 +343,7 @@ class Supervisor:
                 self._selector.unregister(self._place.holder)
         self._place.kill()
         now = time.monotonic()
-        # Where the kernel kills all with process 1, nobody need be looked for.
+        # Where the kernel kills all with process 1, there is nothing to search for.
         look_at = now if self._place.holder is None else now + _NAMESPACE_KILL_S
         while now < look_at + _STUCK_S:
             if now >= look_at:
@@ -372,7 +369,7 @@ class Supervisor:
         except BlockingIOError:
             pass
         except OSError:
-            # Nobody listens any more.
+            # The client has gone.
             self._outgoing.clear()
             self._is_ending = True
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
@@ -380,7 +377,7 @@ class Supervisor:
 
 
 def _collect_children() -> bool:
-    """Bury the dead; return whether a child lives."""
+    """Reap children that have ended; return whether one still runs."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -388,3 +385,37 @@ def _collect_children() -> bool:
             return False
         if pid == 0:
             return True
+
+
+class Capture:
+    """Keeps `head_bytes` of the beginning and `tail_bytes` of the end of what is fed to it."""
+
+    def __init__(self, head_bytes: int, tail_bytes: int) -> None:
+        self._head_bytes = head_bytes
+        self._tail_bytes = tail_bytes
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.total = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        self.total += len(data)
+        room = self._head_bytes - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            # Cut seldom: each cut moves the whole tail.
+            if len(self._tail) > 2 * self._tail_bytes + (1 << 16):
+                self._cut()
+
+    def kept(self) -> bytes:
+        """Return head and tail; all of the stream if it fits."""
+        self._cut()
+        return bytes(self._head + self._tail)
+
+    def _cut(self) -> None:
+        surplus = len(self._tail) - self._tail_bytes
+        if surplus > 0:
+            del self._tail[:surplus]

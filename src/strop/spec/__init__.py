@@ -1,26 +1,21 @@
 """What was asked for: the typed run spec, its reader, its writer and its explanations.
 
-One file per section (`model.py`, `task.py`, ...), each setting with its meaning, unit and special
-values. `load_spec` reads a run file with everything that it extends and overrides; every value
-keeps its origin. Importing this room reads no file and imports nothing heavy: no torch, no numpy.
+Each setting is documented where it is defined: meaning, unit and special values. `load_spec` reads a run file
+with everything that it extends and overrides; every value keeps its origin. Importing this room reads no file
+and imports nothing heavy: no torch, no numpy.
 Not here: building the things that a section names; that is the business of the room behind it.
 """
 
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
-from strop.spec.engine import EngineSpec
-from strop.spec.eval import EvalSpec
+from strop.spec.engine import EngineSpec, PlacementSpec, SamplingSpec
 from strop.spec.explain import Explanation, explain
 from strop.spec.model import ModelSpec
-from strop.spec.optimizer import OptimizerSpec
-from strop.spec.output import OutputSpec
-from strop.spec.placement import PlacementSpec
+from strop.spec.offline import SftSpec
 from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
-from strop.spec.sampling import SamplingSpec
 from strop.spec.schema import all_keys
-from strop.spec.sft import SftSpec
-from strop.spec.store import StoreSpec
+from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import (
     AimeSpec,
     AppsSpec,
@@ -46,8 +41,7 @@ from strop.spec.task import (
     SftJsonlSpec,
     TaskSpec,
 )
-from strop.spec.train import TrainSpec
-from strop.spec.tripwires import TripwireSpec
+from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.spec.writer import spec_digest, write_spec
 
 __all__ = [

@@ -5,13 +5,15 @@ Not for reading files (`reader.py`) and not for wording of single settings (thei
 
 from __future__ import annotations
 
+import datetime as dt
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from strop.errors import explain_refusal
-from strop.spec.display import show_value
+from strop.spec.display import KeyPath, dotted, show_value
 
 DEFAULT = "default"
 """Origin of a value that no source gave."""
@@ -60,3 +62,44 @@ def _conflict_message(
     ]
     listed = " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
     return explain_refusal(f"{listed}: {why}", allowed=allowed, next_step=next_step)
+
+
+# Tables that strop hands on without knowing their keys: `task.config`, `task.parts`.
+MAX_DEPTH = 16
+"""Tables and lists inside each other, at most; far above any real data set."""
+MAX_INTEGER_BITS = 63
+"""Beside the sign; what every reader of TOML and JSON can hold."""
+
+
+def check_free_table(path: KeyPath, value: Any) -> None:
+    """Refuse values that a TOML file could not give back: null, odd numbers, dates, other objects.
+
+    `path` is the table, then the key at fault; what is nested deeper is refused under that key.
+    Raises: SpecConflict naming the key.
+    """
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_free_table((*path, str(name))[:3], item)
+    elif isinstance(value, list):
+        for item in value:
+            check_free_table(path, item)
+    elif not _is_plain(value):
+        advice = "correct the value"
+        if value is None:
+            advice = "leave the key out to get the data set's own default"
+        elif isinstance(value, dt.date | dt.time):
+            advice = "write the date in quotes"
+        raise SpecConflict(
+            {dotted(path): value},
+            "this value cannot be handed on",
+            allowed="texts, finite numbers, integers of 63 bits, true, false, lists and tables",
+            next_step=advice,
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= MAX_INTEGER_BITS
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str)

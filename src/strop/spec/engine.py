@@ -1,4 +1,4 @@
-"""How rollouts are generated."""
+"""How rollouts are generated: the engine, sampling, and the processes that the roles run in."""
 
 from __future__ import annotations
 
@@ -87,5 +87,140 @@ class EngineSpec(Section):
                 "only vLLM reads the setting",
                 allowed=f"{', '.join(given)} with engine.kind = 'vllm'",
                 next_step="set engine.kind to 'vllm', or remove the setting",
+            )
+        return self
+
+
+class SamplingSpec(Section):
+    """How tokens are drawn. A run that trains takes the whole vocabulary at a temperature above 0."""
+
+    temperature: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=100.0,
+        description="Logits are divided by it; the trainer divides by the same. 0 = greedy, for evaluation"
+        " only.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Keep the most probable tokens up to this probability mass, in (0, 1]. 1 = all. Less"
+        " than 1 is for evaluation and sampling only.",
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Keep this many most probable tokens. none = all. A number is for evaluation and"
+        " sampling only.",
+    )
+
+
+class PlacementSpec(Section):
+    """Which processes a run has."""
+
+    kind: Literal["inline", "process", "ray"] = Field(
+        default="inline",
+        description="'inline' runs everything in one process, where the engine uses the policy's own"
+        " weights; 'process' puts the engine in a second process that is sent weights by file; 'ray' makes"
+        " every role an actor on Ray, on this machine or on all nodes of the job.",
+    )
+    learners: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="With 'ray': ranks that share the learner's weights. none = one for each GPU for"
+        " learning, else one.",
+    )
+    engines: int = Field(
+        default=1, ge=1, le=4096, description="With 'ray': engines, all of the same weights."
+    )
+    rollout_workers: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="With 'ray': processes that attempt and judge examples. 0 = the run's own process does.",
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Compute threads. Bit-equal resume needs the same count. none = physical cores.",
+    )
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> PlacementSpec:
+        counts = {"learners": self.learners or 1, "engines": self.engines}
+        several = {name: count for name, count in counts.items() if count > 1}
+        if self.rollout_workers:
+            several["rollout_workers"] = self.rollout_workers
+        if self.kind != "ray" and several:
+            raise SpecConflict(
+                {"placement.kind": self.kind, **{f"placement.{name}": n for name, n in several.items()}},
+                "only Ray starts several processes of a role, or processes for rollouts",
+                allowed="placement.kind = 'ray', or one learner, one engine and no rollout workers",
+                next_step="set placement.kind to 'ray', or leave the counts out",
+            )
+        if self.rollout_workers % self.engines:
+            raise SpecConflict(
+                {"placement.rollout_workers": self.rollout_workers, "placement.engines": self.engines},
+                "some engines would have fewer workers than others",
+                allowed="a multiple of placement.engines, or 0",
+                next_step="change one of the two",
+            )
+        return self
+
+
+MAX_PORT = 65_535
+
+
+class RaySpec(Section):
+    """Settings of Ray's own processes; read only with placement.kind = "ray"."""
+
+    temp_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of each node for Ray's sockets and logs, 30 bytes long at most; what is made"
+        " there goes with the run. none = the user's own folder below /tmp.",
+    )
+    object_store_bytes: int | None = Field(
+        default=None,
+        ge=75 << 20,
+        description="Shared memory of each node for what passes through Ray. Steps and rollouts do,"
+        " weights do not. none = 256 MiB.",
+    )
+    port: int | None = Field(
+        default=None,
+        ge=1024,
+        le=MAX_PORT,
+        description="Port of the first node that the others join. none = any that is free.",
+    )
+    ports: str | None = Field(
+        default=None,
+        pattern=r"^\d{4,5}-\d{4,5}$",
+        description="Range for all other ports of Ray on each node, '20000-20099', where a firewall asks for"
+        " one. none = any that are free.",
+    )
+    join_limit_s: float = Field(
+        default=300.0, gt=0.0, description="Seconds within which all nodes of a job must have joined."
+    )
+
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """First and last port; zeros for any."""
+        if self.ports is None:
+            return 0, 0
+        first, _, last = self.ports.partition("-")
+        return int(first), int(last)
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> RaySpec:
+        first, last = self.port_range
+        if self.ports is not None and not (1024 <= first < last <= MAX_PORT):
+            raise SpecConflict(
+                {"ray.ports": self.ports},
+                "it is no range of ports that a user may open",
+                allowed=f"first and last, 1024 to {MAX_PORT}, the smaller first",
+                next_step="correct it, or leave it out",
             )
         return self

@@ -20,10 +20,10 @@ from strop.errors import ConfigError, explain_refusal
 from strop.spec import RunSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, format_value, show_path, show_value
-from strop.spec.eval import EvalSpec
 from strop.spec.reader import merge_sources
 from strop.spec.run import last_name
 from strop.spec.sources import read_sources
+from strop.spec.train import EvalSpec
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _OF_FILE = re.compile(r"[a-z0-9-]+\.(.+)-step-\d{6,}\.json")
@@ -98,7 +98,8 @@ def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
     values = {place: leaf.value for place, leaf in given.items()}
-    name = str(values.pop(("name",), _name_of(Path(path))))
+    own_name = re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")[:40] or DEFAULT
+    name = str(values.pop(("name",), own_name))
     task = values.pop(("task", "name"), None)
     counts = {key: values.pop(("eval", key)) for key in _COUNTS if ("eval", key) in values}
     model_uri = values.pop(_MODEL_URI, None)
@@ -136,10 +137,6 @@ def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
 def is_of_file(path: Path) -> bool:
     """Whether a result in a run's `eval/` is of an evaluation that a file described, not the run's own."""
     return _OF_FILE.fullmatch(path.name) is not None
-
-
-def _name_of(path: Path) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:40] or DEFAULT
 
 
 def _wrong(given: str, allowed: str, next_step: str) -> ConfigError:

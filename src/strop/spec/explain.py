@@ -9,7 +9,7 @@ from typing import Any
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, show_text
-from strop.spec.overrides import parse_override
+from strop.spec.own_tasks import UserTaskSpec
 from strop.spec.reader import ResolvedSpec
 from strop.spec.schema import (
     EXTENDS,
@@ -25,8 +25,8 @@ from strop.spec.schema import (
     settings_of,
     valid_names,
 )
-from strop.spec.sites import SECTIONS, SITES_TABLE
-from strop.spec.user_task import UserTaskSpec
+from strop.spec.site import SECTIONS, SITES_TABLE
+from strop.spec.sources import parse_override
 from strop.spec.writer import value_of
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.durations import DURATION_HELP, parse_duration_s
 
 GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
 """One group: once a flag gives one of them, all of them come from flags and defaults."""
 MAX_SPLIT_GPUS = 8
+DURATION_HELP = "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"
 
 
 class JobSpec(Section):
@@ -183,3 +184,32 @@ class JobSpec(Section):
     def gpus_per_node(self) -> int:
         """GPUs that a node of the main part must have."""
         return sum(self.gpu_roles.values()) + self.eval_gpus
+
+
+# Lengths of time: `90s`, `30m`, `2h`, `5d`, `2:30:00`, `1-12:00:00`.
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+DURATION_PATTERN = rf"^(?:{_WITH_UNIT.pattern}|{_CLOCK.pattern})$"
+
+
+def parse_duration_s(text: str) -> float:
+    """Return the seconds that a text names.
+
+    A bare number is refused: for one program it is minutes, for another seconds, and 10:00 likewise.
+    Raises: ValueError if it is of no such form.
+    """
+    if match := _WITH_UNIT.fullmatch(text):
+        return float(match[1]) * _UNITS_S[match[2]]
+    if match := _CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+    raise ValueError(f"{text!r} is no length of time; allowed: {DURATION_HELP}")
+
+
+def format_duration(duration_s: float) -> str:
+    """Return whole seconds, rounded up, as D-HH:MM:SS or HH:MM:SS, the form of schedulers."""
+    whole = -int(-duration_s // 1)
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock

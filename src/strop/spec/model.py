@@ -1,12 +1,13 @@
-"""Which model is trained. Loading it is `policy`'s business."""
+"""The models that take part: the one that is trained, its adapters, the reference, the teacher."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.spec.base import Section
+from strop.spec.template import refuse_malformed
 
 
 class ModelSpec(Section):
@@ -32,3 +33,145 @@ class ModelSpec(Section):
         description="How messages become a prompt. 'chat' uses the model's chat template, 'base' plain text;"
         " 'auto' is 'chat' where the model has a template and 'base' where it has none.",
     )
+
+
+DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
+class LoraSpec(Section):
+    """Low-rank adapters (LoRA), in the form that peft and vLLM load. They have no dropout."""
+
+    rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Width of the adapters; the model's own weights stay as they are. none = no adapters, all"
+        " weights are trained.",
+    )
+    alpha: float = Field(
+        default=32.0,
+        gt=0.0,
+        le=10**4,
+        description="What the adapters say is multiplied by alpha / rank.",
+    )
+    targets: str = Field(
+        default=DEFAULT_TARGETS,
+        pattern=r"^\w+(,\w+)*$",
+        description="Names of the layers that get an adapter, separated by commas.",
+    )
+
+    @property
+    def scaling(self) -> float:
+        """Factor of what an adapter adds. Only where there are adapters."""
+        assert self.rank is not None
+        return self.alpha / self.rank
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets, one by one."""
+        return tuple(self.targets.split(","))
+
+
+class ReferenceSpec(Section):
+    """A frozen model, and the penalty on the distance from it."""
+
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the reference model comes from, like model.uri. none = the weights that the run"
+        " starts from. It is loaded only if something asks for it.",
+    )
+    kl_beta: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1e6,
+        description="Factor of the KL divergence from the reference in the loss. 0 = no penalty, and no"
+        " reference model is loaded for it.",
+    )
+    kl_estimator: Literal["k2", "k3", "k3+"] = Field(
+        default="k3+",
+        description="How the divergence is estimated from sampled tokens. 'k2' and 'k3+' have the gradient"
+        " of KL(policy || reference), 'k3' that of KL(reference || policy). 'k1' is not offered: as a loss"
+        " its gradient is zero on average.",
+    )
+    is_corrected: bool | None = Field(
+        default=None,
+        description="Whether the penalty is weighed by the probability ratio of the policy to the engine."
+        " none = where rollouts may be older than the weights that they train.",
+    )
+
+
+class TeacherSpec(Section):
+    """A teacher, and how the policy is made to answer like it."""
+
+    source: Literal["none", "model", "initial", "current"] = Field(
+        default="none",
+        description="Who teaches: 'model' the one of teacher.model, 'initial' the weights that the run starts"
+        " from, 'current' the weights being trained, without gradient. 'none' = nobody.",
+    )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the teacher comes from, like model.uri; its vocabulary must be the policy's. none"
+        " = only where teacher.source is not 'model'.",
+    )
+    context: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What the teacher reads behind the last message of the prompt and the policy does not;"
+        " {answer} stands for the example's answer, {NAME} for its field of that name. none = the same"
+        " prompt.",
+    )
+    form: Literal["exact", "sampled"] = Field(
+        default="exact",
+        description="'exact' compares whole distributions at every position of a reply; 'sampled' makes the"
+        " teacher's log-probability of each sampled token, minus the policy's, its advantage.",
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        default="jsd",
+        description="Of 'exact': KL(teacher || policy), KL(policy || teacher), or the Jensen-Shannon"
+        " divergence between both.",
+    )
+    jsd_beta: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the teacher in the mixture of 'jsd'. 0 is defined as the forward KL, 1 as the"
+        " reverse one.",
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="Compare only this many of the teacher's most likely tokens. none = all.",
+    )
+    rest: Literal["tail", "renorm"] = Field(
+        default="tail",
+        description="What becomes of the others under top_k: 'tail' compares what is left of both in one"
+        " bucket, 'renorm' scales both up to 1.",
+    )
+    student_frac: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of steps on the policy's own replies; the other steps take the demonstrations of"
+        " sft.source.",
+    )
+    rows: Literal["all", "unsolved"] = Field(
+        default="all",
+        description="Which of the policy's own replies are taught: all, or those that did not solve the"
+        " task.",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1e6,
+        description="Factor of the term; beside rewards (train.terms = 'rl') that of the teacher's part of"
+        " the advantage.",
+    )
+
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        if self.context is not None:
+            refuse_malformed("teacher.context", self.context)
+        return self

@@ -30,7 +30,7 @@ def choose_mode(wanted: Mode, train: TrainSpec) -> Mode:
 
 
 def require_acting_settings(spec: RunSpec) -> None:
-    """Refuse settings of the algorithm that it has no use for. Raises: SpecConflict."""
+    """Refuse settings of the algorithm that have no effect. Raises: SpecConflict."""
     chosen, terms = spec.algorithm, spec.train.terms
     named = {"algorithm.name": chosen.name}
     if chosen.name == "sapo":
@@ -171,7 +171,7 @@ def require_short_sequences(spec: RunSpec) -> None:
 
 
 def require_teacher(spec: RunSpec) -> None:
-    """Refuse to distill without a teacher, and a teacher that has nothing to do. Raises: SpecConflict."""
+    """Refuse distillation without a teacher, and a teacher without effect. Raises: SpecConflict."""
     teacher, terms = spec.teacher, spec.train.terms
     if terms == "distill" and teacher.source == "none":
         raise SpecConflict(
@@ -240,7 +240,7 @@ def require_read_settings(spec: RunSpec) -> None:
 
 
 def require_pairs(spec: RunSpec) -> None:
-    """Refuse to prefer without pairs, and pairs that nobody looks at. Raises: SpecConflict."""
+    """Refuse DPO without pairs, and pairs that are not used. Raises: SpecConflict."""
     terms, chosen = spec.train.terms, spec.dpo
     if (terms == "dpo") != (chosen.source is not None):
         raise SpecConflict(

@@ -8,7 +8,7 @@ starts the `task` table anew; where an override does that, a notice says what it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +17,29 @@ from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.base import DEFAULT, SpecConflict
-from strop.spec.display import KeyPath, dotted, format_value, show_value
-from strop.spec.flags import Conflict, Flag, apply_flags
-from strop.spec.overrides import OVERRIDE
-from strop.spec.paths import PATH_SETTINGS, absolute_path
+from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
+from strop.spec.job import GPU_SPLIT
+from strop.spec.own_tasks import BUILT_IN, USER_TASK
 from strop.spec.run import RunSpec
 from strop.spec.schema import (
     FREE_TABLES,
-    NULL_WORD,
+    Setting,
     find_settings,
     near_keys,
     settings,
     settings_of,
     variant_of,
 )
-from strop.spec.sources import SELECTORS, Leaves, is_part_setting, read_sources
-from strop.spec.unused import note_unused
-from strop.spec.user_task import BUILT_IN, USER_TASK
+from strop.spec.sources import (
+    OVERRIDE,
+    PATH_SETTINGS,
+    SELECTORS,
+    Leaf,
+    Leaves,
+    absolute_path,
+    is_part_setting,
+    read_sources,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +58,7 @@ class ResolvedSpec:
 def load_spec(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] = (), flags: Sequence[Flag] = ()
 ) -> ResolvedSpec:
-    """Read a TOML or YAML run file with everything that it extends, and apply overrides and flags.
+    """Read a TOML run file with everything that it extends, and apply overrides and flags.
 
     `path` None: there is no file, the overrides say everything.
 
@@ -64,9 +70,10 @@ def load_spec(
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
     notices += note_unused(spec, origins)
+    every = {setting.key: origins.get(setting.key, DEFAULT) for setting in settings_of(spec)}
     return ResolvedSpec(
         spec=spec,
-        origins=_all_origins(spec, origins),
+        origins=every | origins,
         notices=tuple(notices),
         conflicts=tuple(conflicts),
     )
@@ -133,14 +140,8 @@ def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
         tree.setdefault(path[0], {})[path[1]] = absolute
 
 
-def _all_origins(spec: RunSpec, origins: Mapping[str, str]) -> dict[str, str]:
-    """Return an origin for every setting that this spec has."""
-    complete = {setting.key: origins.get(setting.key, DEFAULT) for setting in settings_of(spec)}
-    return complete | dict(origins)
-
-
 def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str, str]) -> str:
-    """Turn one finding of the models into a message of this house."""
+    """Turn one pydantic error into a three-part message."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SpecConflict):
         return cause.located(origins)
@@ -204,7 +205,7 @@ def _wrong_value(path: KeyPath, value: Any, task: str | None, origins: Mapping[s
 
 
 def _advice(path: KeyPath, value: Any, task: str | None) -> str:
-    """Propose a change that works for this value, as far as one can be told."""
+    """Propose a change that works for this value, where one is known."""
     found = find_settings(path, task)
     key = dotted(path)
     if isinstance(value, str) and found and found[0].type_text.startswith(("integer", "number")):
@@ -214,3 +215,152 @@ def _advice(path: KeyPath, value: Any, task: str | None) -> str:
     if found and found[0].default_text != "required":
         return f"correct it, or remove it for the default {format_value(found[0].info.default)}"
     return f"correct it; `strop explain {key}` says what it means"
+
+
+# Settings that were given and play no part, because the run's terms do not ask for them.
+_SIZES_OF_RL: tuple[KeyPath, ...] = (("train", "prompts_per_step"), ("train", "rollouts_per_prompt"))
+_TERMS_OF: Mapping[str, set[str]] = {
+    "algorithm": {"rl", "rl+sft"},
+    "dpo": {"dpo"},
+    "teacher": {"rl", "rl+sft", "distill"},
+    "reference": {"rl", "rl+sft", "dpo"},
+}
+"""Section, and the terms that it has a part in."""
+
+
+def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
+    """Return a notice for every setting that was changed from its default and is not used.
+
+    A file that is extended, or the record of another run, may well hold them: no reason to refuse.
+    """
+    notices = []
+    for setting in _without_part(spec):
+        value = getattr(getattr(spec, setting.path[0]), setting.path[1])
+        origin = origins.get(setting.key, DEFAULT)
+        if origin != DEFAULT and value != setting.info.default:
+            notices.append(
+                f"{setting.key}={show_value(value)} ({origin}) is not used: train.terms={spec.train.terms!r}"
+                f" ({origins.get('train.terms', DEFAULT)})"
+            )
+    return notices
+
+
+def _without_part(spec: RunSpec) -> Iterable[Setting]:
+    for setting in settings():
+        section = setting.path[0]
+        is_unread = (
+            (not spec.train.has_rl and setting.path in _SIZES_OF_RL)
+            or (not spec.has_demonstrations and section == "sft")
+            or spec.train.terms not in _TERMS_OF.get(section, {spec.train.terms})
+        )
+        if is_unread:
+            yield setting
+
+
+# The launcher's flags, stronger than overrides. The GPUs of a job are one group: once a flag gives one of
+# them, all come from flags and defaults, never a mixture. A value that lost against another one is reported:
+# a launcher that dropped it silently would start another run than the one that was asked for.
+OWNED_SECTIONS = ("job", "output")
+"""The sections whose settings flags may give."""
+_GROUP: tuple[KeyPath, ...] = tuple(("job", name) for name in GPU_SPLIT)
+_SPLIT: tuple[KeyPath, ...] = (("job", "train_gpus"), ("job", "infer_gpus"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """A setting that an option of the command line gives."""
+
+    key: str
+    """Dotted, for example `job.train_gpus`."""
+    value: Any
+    name: str
+    """How it was typed: `--train-gpus`."""
+
+    @property
+    def path(self) -> KeyPath:
+        """The key's parts."""
+        return tuple(self.key.split("."))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conflict:
+    """A value that a launcher uses, and the ones that it does not."""
+
+    key: str
+    value: Any
+    source: str
+    ignored: tuple[tuple[Any, str], ...]
+    """Value and source of each."""
+    has_flag: bool
+    """Whether a flag won: then `--strict` refuses."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        losers = " and ".join(f"{show_value(value)} ({source})" for value, source in self.ignored)
+        return f"conflict: {self.key}: using {show_value(self.value)} ({self.source}), ignoring {losers}"
+
+
+def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[Leaves], list[Conflict]]:
+    """Add flags as the strongest source; return all sources and what lost.
+
+    `sources`: those of files, weakest first, and the overrides as the last one.
+    """
+    *files, overrides = sources
+    given = {flag.path: Leaf(path=flag.path, value=flag.value, origin=flag.name) for flag in flags}
+    completed = given | _complete_group(given)
+    in_files: Leaves = {path: leaf for source in files for path, leaf in source.items()}
+    layers = (in_files, overrides, completed)
+    owned = sorted({path for layer in layers for path in layer if path[0] in OWNED_SECTIONS})
+    has_split = any(path in given for path in _SPLIT)
+    conflicts = [
+        conflict for path in owned if (conflict := _find_conflict(path, layers, has_split=has_split))
+    ]
+    return [*sources, completed], conflicts
+
+
+def _complete_group(given: Leaves) -> Leaves:
+    """Return defaults for the rest of the GPU group, where a flag gives a part of it."""
+    named = [given[path].origin for path in _GROUP if path in given]
+    if not named:
+        return {}
+    origin = f"{DEFAULT} beside {', '.join(named)}"
+    return {
+        path: Leaf(path=path, value=find_settings(path)[0].info.default, origin=origin)
+        for path in _GROUP
+        if path not in given
+    }
+
+
+def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) -> Conflict | None:
+    found = [layer[path] for layer in layers if path in layer]
+    winner = found[-1]
+    # Where a flag gives one half of the split, the other half defaults to one GPU.
+    value = 1 if has_split and path in _SPLIT and winner.value is None else winner.value
+    ignored = tuple((leaf.value, leaf.origin) for leaf in reversed(found[:-1]) if leaf.value != value)
+    if not ignored:
+        return None
+    return Conflict(
+        key=dotted(path),
+        value=value,
+        source=winner.origin,
+        ignored=ignored,
+        has_flag=path in layers[-1],
+    )
+
+
+def require_sft(resolved: ResolvedSpec) -> None:
+    """Refuse a run file that asks for more than imitation.
+
+    Raises: ConfigError naming what it asks for, and where that was written.
+    """
+    terms = resolved.spec.train.terms
+    if terms == "sft":
+        return
+    origin = resolved.origins.get("train.terms", DEFAULT)
+    raise ConfigError(
+        explain_refusal(
+            f"`strop sft` was given a run file with train.terms={terms!r} ({origin})",
+            allowed="train.terms = 'sft' here; `strop train` runs any run file",
+            next_step="set train.terms and sft.source, or use `strop train`",
+        )
+    )

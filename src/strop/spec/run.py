@@ -6,12 +6,9 @@ from pydantic import Field, model_validator
 
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
-from strop.spec.dpo import DpoSpec
-from strop.spec.engine import EngineSpec
-from strop.spec.eval import EvalSpec
+from strop.spec.engine import EngineSpec, PlacementSpec, RaySpec, SamplingSpec
 from strop.spec.job import JobSpec
-from strop.spec.lora import LoraSpec
-from strop.spec.model import ModelSpec
+from strop.spec.model import LoraSpec, ModelSpec, ReferenceSpec, TeacherSpec
 from strop.spec.objectives import (
     Mode,
     choose_mode,
@@ -22,14 +19,8 @@ from strop.spec.objectives import (
     require_short_sequences,
     require_teacher,
 )
-from strop.spec.optimizer import OptimizerSpec
-from strop.spec.output import OutputSpec
-from strop.spec.placement import PlacementSpec
-from strop.spec.ray import RaySpec
-from strop.spec.reference import ReferenceSpec
-from strop.spec.sampling import SamplingSpec
-from strop.spec.sft import SftSpec
-from strop.spec.store import StoreSpec
+from strop.spec.offline import DpoSpec, SftSpec
+from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import (
     RowsSpec,
     TaskSpec,
@@ -37,9 +28,7 @@ from strop.spec.task import (
     judge_sections,
     plain_sections,
 )
-from strop.spec.teacher import TeacherSpec
-from strop.spec.train import TrainSpec
-from strop.spec.tripwires import TripwireSpec
+from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.user_code import CodeRef, is_code
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as at
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from strop.spec.base import Section
-from strop.spec.display import KeyPath, dotted, format_value
-from strop.spec.json_schema import to_field
+from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
+from strop.spec.own_tasks import USER_TASK
 from strop.spec.run import RunSpec
 from strop.spec.task import TaskSpec, UserTaskSpec
-from strop.spec.user_task import USER_TASK
 from strop.user_code import find_task
 
 EXTENDS = "extends"
@@ -34,8 +34,6 @@ CONFIG_TABLE: KeyPath = ("task", "config")
 PARTS_TABLE: KeyPath = ("task", "parts")
 FREE_TABLES = (CONFIG_TABLE, PARTS_TABLE)
 """Tables whose keys are not settings: a data set's own, and the labels of a mixture's parts."""
-NULL_WORD = "none"
-"""Stands for 'no value' in TOML and overrides, which have no null."""
 _VOWELS = "aeiou"
 _LIMITS: tuple[tuple[type, str, str], ...] = (
     (at.Ge, "ge", "at least {}"),
@@ -97,17 +95,14 @@ class Setting:
         """Which values it takes, in words."""
         words = self.type_text.removesuffix(" or none")
         article = "an" if words[0] in _VOWELS else "a"
+        # Beside the choices: code of the user's.
+        further = ["FILE.py:NAME"] if str in _kinds(self.info.annotation)[1:] else []
         text = (
-            ", ".join([*map(repr, self.choices), *self._further])
+            ", ".join([*map(repr, self.choices), *further])
             if self.choices
             else f"{article} {words}{self._limits_text()}"
         )
         return f'{text}; or "{NULL_WORD}"' if self.is_nullable else text
-
-    @property
-    def _further(self) -> tuple[str, ...]:
-        """What is allowed beside the choices, in words."""
-        return ("FILE.py:NAME",) if str in _kinds(self.info.annotation)[1:] else ()
 
     def _limits_text(self) -> str:
         limits = {type(limit): limit for limit in self.info.metadata}
@@ -172,7 +167,7 @@ def _walk() -> Iterator[Setting]:
 
 
 def _walk_variants(section: str, models: list[type[Section]]) -> Iterator[Setting]:
-    """Yield the settings of a section that is one of several, told apart by `name`."""
+    """Yield the settings of a tagged union of sections, whose tag is `name`."""
     named = [get_args(model.model_fields["name"].annotation) for model in models]
     variants = {names[0] if names else USER_TASK: model for names, model in zip(named, models, strict=True)}
     # Each model allows its own name only; a user chooses among all.
@@ -254,3 +249,46 @@ def near_keys(path: KeyPath) -> list[str]:
     if not near:
         near = [key for key in keys if difflib.get_close_matches(path[-1], [by_name[key]], cutoff=0.75)]
     return list(dict.fromkeys(near))[:3]
+
+
+_JSON_TYPES: Mapping[str, Any] = {"integer": int, "number": float, "string": str, "boolean": bool}
+_JSON_LIMITS: Mapping[str, Any] = {
+    "minimum": at.Ge,
+    "exclusiveMinimum": at.Gt,
+    "maximum": at.Le,
+    "exclusiveMaximum": at.Lt,
+    "minLength": at.MinLen,
+    "maxLength": at.MaxLen,
+}
+
+
+def to_field(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> FieldInfo:
+    """Return a setting as the sections of strop's own have it: type, limits, default, meaning."""
+    choices = [_resolve(one, definitions) for one in schema.get("anyOf", [schema])]
+    kinds = [one for one in choices if one.get("type") != "null"]
+    kind = kinds[0] if kinds else {}
+    annotation = _to_type(kind)
+    if len(kinds) < len(choices):
+        annotation = annotation | None
+    info = FieldInfo(
+        annotation=annotation,
+        default=schema.get("default", PydanticUndefined),
+        description=schema.get("description", ""),
+    )
+    info.metadata = [limit(kind[name]) for name, limit in _JSON_LIMITS.items() if name in kind]
+    return info
+
+
+def _resolve(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    found: Mapping[str, Any] = definitions.get(name, schema)
+    return found
+
+
+def _to_type(kind: Mapping[str, Any]) -> Any:
+    if "enum" in kind or "const" in kind:
+        return Literal[tuple(kind.get("enum", [kind.get("const")]))]
+    if kind.get("type") == "array":
+        is_numbers = kind.get("items", {}).get("type") in ("number", "integer")
+        return tuple[float, ...] if is_numbers else tuple[str, ...]
+    return _JSON_TYPES.get(kind.get("type", ""), dict[str, Any])

@@ -6,22 +6,30 @@ that no setting can have, credentials. Types are the models' business.
 
 from __future__ import annotations
 
+import datetime as dt
 import os
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
-from strop.spec.credentials import credential_form, is_credential_name
-from strop.spec.display import KeyPath, dotted, show_path, show_text, show_value
-from strop.spec.free_values import MAX_DEPTH
-from strop.spec.overrides import OVERRIDE, join_words, parse_override
-from strop.spec.paths import absolute_path
+from strop.spec.base import MAX_DEPTH
+from strop.spec.display import (
+    NULL_WORD,
+    KeyPath,
+    credential_form,
+    dotted,
+    is_credential_name,
+    show_path,
+    show_text,
+    show_value,
+)
+from strop.spec.offline import is_data_file
 from strop.spec.schema import (
     CONFIG_TABLE,
     EXTENDS,
     FREE_TABLES,
-    NULL_WORD,
     PARTS_TABLE,
     find_settings,
     free_table,
@@ -30,7 +38,7 @@ from strop.spec.schema import (
     valid_names,
 )
 from strop.spec.tree import Tree, read_tree
-from strop.user_code import find_task
+from strop.user_code import find_task, is_code
 
 SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
 """A setting that picks what a table is about, and the table that starts anew with it."""
@@ -57,7 +65,11 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
     Raises: ConfigError, with one line per mistake of the first source that has any.
     """
     trees = _read_chain(path) if path is not None else []
-    found = [(_leaves_of(tree), tree.folder) for tree in reversed(trees)]
+    found: list[tuple[list[Leaf], str]] = []
+    for tree in reversed(trees):
+        given = {key: value for key, value in tree.values.items() if key != EXTENDS}
+        leaves = [Leaf(path=at, value=value, origin=tree.origin(at)) for at, value in _flatten(given, ())]
+        found.append((leaves, tree.folder))
     found.append((_read_overrides(overrides), os.getcwd()))
     # Which settings a class of the user's takes is its own business.
     is_open = any(_names_code(leaf) for leaves, _ in found for leaf in leaves)
@@ -116,11 +128,6 @@ def _extended_path(path: str, tree: Tree) -> str | None:
             )
         )
     return extended
-
-
-def _leaves_of(tree: Tree) -> list[Leaf]:
-    given = {key: value for key, value in tree.values.items() if key != EXTENDS}
-    return [Leaf(path=path, value=value, origin=tree.origin(path)) for path, value in _flatten(given, ())]
 
 
 def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
@@ -215,9 +222,11 @@ def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
             next_step="remove it, withdraw it if the file was shared, and set it in the environment",
         )
     if is_table(leaf.path):
+        is_free = leaf.path[:2] in FREE_TABLES
+        names = "" if is_free else ": " + ", ".join(valid_names((*leaf.path, "")))
         return explain_refusal(
             f"{_shown(leaf)} is no table",
-            allowed="a table of settings" + _names_text(leaf.path),
+            allowed="a table of settings" + names,
             next_step=f"write [{dotted(leaf.path)}] with its settings below",
         )
     is_users = is_open and leaf.path[0] == "task" and len(leaf.path) == 2
@@ -228,10 +237,6 @@ def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
 
 def _shown(leaf: Leaf) -> str:
     return f"{dotted(leaf.path)}={show_value(leaf.value)} ({leaf.origin})"
-
-
-def _names_text(path: KeyPath) -> str:
-    return "" if path[:2] in FREE_TABLES else ": " + ", ".join(valid_names((*path, "")))
 
 
 def _unknown_key(leaf: Leaf) -> str:
@@ -287,3 +292,149 @@ def _is_same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_is_same, one, other))
     # A NaN is not even equal to itself.
     return bool(one == other) or (one != one and other != other)
+
+
+# Overrides, `key=value`: the key is dotted; the value is read as TOML and, where it is none, taken as text.
+# Forms of other launchers are understood too: `--key value`, `--key=value`, dashes for underscores, null.
+_OTHER_NULL_WORD = "null"
+OVERRIDE = "override"
+"""Origin of a value that an override set."""
+
+
+def join_words(words: Sequence[str]) -> list[str]:
+    """Return overrides as `key=value`, whatever form each was given in: `--a.b-c 1` is `a.b_c=1`.
+
+    Raises: ConfigError if a flag has no value.
+    """
+    overrides, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            overrides.append(word)
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not equals and not left:
+            raise _malformed(word)
+        overrides.append(f"{key.replace('-', '_')}={value if equals else left.pop(0)}")
+    return overrides
+
+
+def parse_override(text: str) -> tuple[KeyPath, Any]:
+    """Split one override into its path and value.
+
+    Raises: ConfigError if there is no '=', the key is no dotted key, or the text is not Unicode.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or any("\ud800" <= character <= "\udfff" for character in text):
+        raise _malformed(text)
+    path = _parse_key(key.strip())
+    if path is None:
+        raise _malformed(text)
+    return path, NULL_WORD if value.strip() == _OTHER_NULL_WORD else _parse_value(value.strip())
+
+
+def _parse_key(key: str) -> KeyPath | None:
+    if "\n" in key or "\r" in key:
+        return None
+    try:
+        node: Any = tomllib.loads(f"{key} = 0")
+    except (ValueError, RecursionError):
+        return None
+    path: KeyPath = ()
+    while isinstance(node, dict):
+        if len(node) != 1:
+            return None
+        ((part, node),) = node.items()
+        path = (*path, part)
+    return path
+
+
+def _parse_value(value: str) -> Any:
+    try:
+        values = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        return value
+    # A value with a line break could smuggle in further keys; it is a text then. No setting is a
+    # date, so that what looks like one is a text too.
+    if list(values) != ["value"] or isinstance(values["value"], dt.date | dt.time):
+        return value
+    return values["value"]
+
+
+def _malformed(text: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(
+            f"override {show_text(text)} is not understood",
+            allowed="key=value with a dotted key, for example train.steps=10",
+            next_step="correct it; `strop explain train` lists the settings of a section",
+        )
+    )
+
+
+# Paths become absolute when a run file is read, because workers start in other folders. Whether one exists is
+# not asked here: a run file is valid on a machine that does not have its data yet.
+
+
+def _is_marked_path(text: str) -> bool:
+    return text.startswith(("/", "~", "."))
+
+
+def _is_data_path(text: str) -> bool:
+    # s3://bucket/train.jsonl is no path.
+    return _is_marked_path(text) or (is_data_file(text) and "://" not in text)
+
+
+def _is_rubric_path(text: str) -> bool:
+    return _is_marked_path(text) or (text.lower().endswith((".txt", ".md")) and "://" not in text)
+
+
+def _is_any_text(text: str) -> bool:
+    return True
+
+
+def _is_no_address(text: str) -> bool:
+    return "://" not in text
+
+
+_PART_DEPTH = 4
+"""Keys down to a setting of a mixture's part: task.parts.LABEL.source."""
+PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
+    ("model", "uri"): _is_marked_path,
+    ("reference", "model"): _is_marked_path,
+    ("teacher", "model"): _is_marked_path,
+    ("algorithm", "name"): is_code,
+    ("task", "name"): is_code,
+    ("task", "source"): _is_data_path,
+    ("task", "reward"): is_code,
+    ("task", "judge_model"): _is_marked_path,
+    ("task", "order_file"): _is_no_address,
+    ("task", "rubric"): _is_rubric_path,
+    ("task", "calibration"): _is_data_path,
+    ("sft", "source"): _is_no_address,
+    ("dpo", "source"): _is_no_address,
+    ("output", "root"): _is_any_text,
+    ("output", "dir"): _is_any_text,
+    ("store", "uri"): _is_marked_path,
+    ("job", "eval_config"): _is_any_text,
+}
+"""Setting, and whether a text of it is a path (or else the id of something remote)."""
+
+
+def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
+    """Return the text of a setting, made absolute against `folder` where it is a path.
+
+    An empty text is left to the model's own check.
+    Raises: ConfigError if a path holds control characters.
+    """
+    path = ("task", path[-1]) if path[:2] == ("task", "parts") and len(path) == _PART_DEPTH else path
+    if not text or path not in PATH_SETTINGS or not PATH_SETTINGS[path](text):
+        return text
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise ConfigError(
+            explain_refusal(
+                f"{dotted(path)}={show_text(text)} ({origin}) holds a control character",
+                allowed="a path of printable characters",
+                next_step="correct the path",
+            )
+        )
+    return os.path.abspath(os.path.join(folder, os.path.expanduser(text)))

@@ -1,4 +1,4 @@
-"""Which store a run's models and data come from, and what of the run is mirrored there."""
+"""Where a run is written, which store its models and data come from, and what is mirrored there."""
 
 from __future__ import annotations
 
@@ -69,4 +69,21 @@ class StoreSpec(Section):
         default=60.0,
         ge=0.0,
         description="Longest wait for the mirror after a signal: the newest checkpoint first.",
+    )
+
+
+class OutputSpec(Section):
+    """Folders of the run. Not part of what was asked: they do not enter the spec's digest."""
+
+    root: str = Field(
+        default="runs",
+        min_length=1,
+        description="Folder that new run folders are made in. Relative to the file that names it; the"
+        " default and an override are relative to the current folder.",
+    )
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The run's own folder. Relative as for output.root; a folder called none is written"
+        " './none'. none = a new folder under output.root, named after the run and the time.",
     )

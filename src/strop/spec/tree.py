@@ -1,7 +1,4 @@
-"""One run file as a tree of values, with the line of every key. Knows no settings.
-
-TOML and YAML are told apart by the suffix. Duplicate keys are refused in both.
-"""
+"""One TOML file as a tree of values, with the line of every key. Knows no settings."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ import difflib
 import os
 import re
 import tomllib
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.display import KeyPath, show_path
-from strop.spec.toml_lines import locate_keys
 
 MAX_FILE_BYTES = 256 * 1024
 """A run file is written by a person; anything larger is another kind of file."""
-SUFFIXES = (".toml", ".yaml", ".yml")
+SUFFIX = ".toml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,23 +41,24 @@ class Tree:
 def read_tree(path: str) -> Tree:
     """Read one file.
 
-    Raises: ConfigError if the file is missing, unreadable, too large, not UTF-8, or no valid TOML
-        or YAML. Its `extends` is not followed here.
+    Raises: ConfigError if the file is missing, unreadable, too large, not UTF-8, or no valid TOML.
+        Its `extends` is not followed here.
     """
     shown = show_path(path)
     suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
+    if suffix != SUFFIX:
         raise ConfigError(
             explain_refusal(
                 f"run file {shown} has the suffix {suffix or '(none)'}",
-                allowed="a file that ends in " + ", ".join(SUFFIXES),
-                next_step="name the run file first, then key=value overrides",
+                allowed=f"a TOML file, which ends in {SUFFIX}",
+                next_step="write it as TOML"
+                if suffix in (".yaml", ".yml")
+                else "name the run file first, then key=value overrides",
             )
         )
     text = _read_text(path, shown)
     folder = os.path.dirname(os.path.abspath(path))
-    values, lines = _parse_toml(text, shown) if suffix == ".toml" else _parse_yaml(text, shown)
-    return Tree(shown=shown, folder=folder, values=values, lines=lines)
+    return Tree(shown=shown, folder=folder, values=_parse_toml(text, shown), lines=locate_keys(text))
 
 
 def _read_text(path: str, shown: str) -> str:
@@ -78,9 +76,10 @@ def _read_text(path: str, shown: str) -> str:
     except FileNotFoundError as error:
         raise _missing_file(path, shown) from error
     except (OSError, ValueError) as error:
+        reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
         raise ConfigError(
             explain_refusal(
-                f"run file {shown} cannot be read ({_reason(error)})",
+                f"run file {shown} cannot be read ({reason})",
                 allowed="a readable file",
                 next_step="check the path and its permissions",
             )
@@ -104,14 +103,10 @@ def _read_text(path: str, shown: str) -> str:
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
-
-
 def _missing_file(path: str, shown: str) -> ConfigError:
     folder = os.path.dirname(path) or "."
     try:
-        names = [name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)]
+        names = [name for name in os.listdir(folder) if name.lower().endswith(SUFFIX)]
     except OSError:
         names = []
     # Compared without the suffix, which is alike in all of them.
@@ -124,42 +119,157 @@ def _missing_file(path: str, shown: str) -> ConfigError:
     )
 
 
-def _parse_toml(text: str, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def _parse_toml(text: str, shown: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
-        return values, locate_keys(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", str(error), re.DOTALL)
         line = int(match.group(2)) if match else text.count("\n") + 1
         reason = match.group(1) if match else str(error)
         if re.match("Cannot (overwrite|declare|mutate)|Duplicate", reason):
             reason = "a key or table is written twice"
-        raise _unparsable(shown, "TOML", reason, line) from error
+        raise _unparsable(shown, reason, line) from error
     except (ValueError, RecursionError) as error:
         # The standard library lets two through: integers of thousands of digits, and deep nesting.
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
-        raise _unparsable(shown, "TOML", reason, None) from error
+        raise _unparsable(shown, reason, None) from error
 
 
-def _parse_yaml(text: str, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    # Late, because most run files are TOML.
-    from strop.spec.yaml_tree import YamlRefused, parse_yaml
-
-    try:
-        return parse_yaml(text)
-    except YamlRefused as error:
-        raise _unparsable(shown, "YAML", str(error), error.line) from error
-    except (ValueError, OverflowError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else "an escape is invalid"
-        raise _unparsable(shown, "YAML", reason, None) from error
-
-
-def _unparsable(shown: str, language: str, reason: str, line: int | None) -> ConfigError:
+def _unparsable(shown: str, reason: str, line: int | None) -> ConfigError:
     where = shown if line is None else f"{shown}:{line}"
     return ConfigError(
         explain_refusal(
-            f"run file {where} cannot be read as {language}: {show_path(reason)}",
-            allowed=f"valid {language} in which every key is written once",
+            f"run file {where} cannot be read as TOML: {show_path(reason)}",
+            allowed="valid TOML in which every key is written once",
             next_step="correct that line" if line is not None else "correct the file",
         )
     )
+
+
+# The line of every key, which `tomllib` does not tell. Only for texts that it has accepted: nothing is
+# validated here, and a value is skipped by its brackets and quotes alone.
+_BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
+_SPACE = re.compile(r"[ \t]*")
+_BARE = re.compile(r"[^\s\[\]{},#=]+")
+_KEY_PART = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
+_STRING = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}(?!")' + r"|'''.*?'{3,5}(?!')" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'",
+    re.DOTALL,
+)
+_REST = re.compile(r"[^\n]*")
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)")
+_ESCAPES = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", '"': '"', "\\": "\\"}
+
+
+def locate_keys(text: str) -> dict[KeyPath, int]:
+    """Return the line (from 1) of every key and table header; the first one if there are several.
+
+    Keys of inline tables are included, those inside lists are not.
+    """
+    scanner = _Scanner(text)
+    scanner.scan()
+    return scanner.lines
+
+
+class _Scanner:
+    """One pass over a valid text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def scan(self) -> None:
+        table: KeyPath = ()
+        self._skip(_BLANK)
+        while self.position < len(self.text):
+            if self._peek() == "[":
+                self.position += 2 if self.text.startswith("[[", self.position) else 1
+                table = self._key(())
+                self._skip(_REST)
+            else:
+                path = self._key(table)
+                self.position += 1  # the '='
+                self._value(path)
+                self._skip(_REST)
+            self._skip(_BLANK)
+
+    def _peek(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        match = pattern.match(self.text, self.position)
+        if match is not None:
+            self.position = match.end()
+
+    def _key(self, prefix: KeyPath) -> KeyPath:
+        """Read a dotted key, note its line, and stop behind the space that follows it."""
+        path = prefix
+        line = bisect_right(self._line_starts, self.position)
+        while True:
+            self._skip(_SPACE)
+            match = _KEY_PART.match(self.text, self.position)
+            assert match is not None, "the standard library accepted a key that this scanner does not know"
+            self.position = match.end()
+            path = (*path, _unquote(match.group()))
+            self.lines.setdefault(path, line)
+            self._skip(_SPACE)
+            if self._peek() != ".":
+                return path
+            self.position += 1
+
+    def _value(self, path: KeyPath | None) -> None:
+        """Skip one value; `path` is None inside a list, where keys have no address."""
+        self._skip(_SPACE)
+        if self._peek() == "{":
+            self._members("}", path)
+        elif self._peek() == "[":
+            self._members("]", None)
+        elif self._peek() in {'"', "'"}:
+            self._skip(_STRING)
+        else:
+            self._skip(_BARE)
+
+    def _members(self, closing: str, path: KeyPath | None) -> None:
+        """Skip a list or an inline table, noting the lines of the table's keys."""
+        self.position += 1
+        self._skip(_BLANK)
+        while self._peek() != closing:
+            assert self.position < len(self.text), "the standard library accepted an open bracket"
+            if closing == "}":
+                inside = self._member_key(path)
+                self.position += 1  # the '='
+                self._value(inside)
+            else:
+                self._value(None)
+            self._skip(_BLANK)
+            # A date and a time may be joined by a space; the second half is skipped like a value.
+            if self._peek() not in {",", closing}:
+                self._skip(_BARE)
+                self._skip(_BLANK)
+            if self._peek() == ",":
+                self.position += 1
+                self._skip(_BLANK)
+        self.position += 1
+
+    def _member_key(self, path: KeyPath | None) -> KeyPath | None:
+        if path is not None:
+            return self._key(path)
+        noted = dict(self.lines)
+        self._key(())
+        self.lines = noted
+        return None
+
+
+def _unquote(part: str) -> str:
+    if part[0] == "'":
+        return part[1:-1]
+    if part[0] != '"':
+        return part
+    return _ESCAPE.sub(_unescape, part[1:-1])
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match.group(1)
+    return chr(int(code[1:], 16)) if code[0] in "uU" else _ESCAPES[code]

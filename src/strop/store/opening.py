@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strop.store.contract import Store
-from strop.store.hub_store import HubStore
+from strop.store.hub import HubStore
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import S3Settings

@@ -21,8 +21,8 @@ from typing import Any
 
 from strop.errors import StoreError, explain_refusal
 from strop.io.atomic import write_bytes_atomically
-from strop.io.cache import user_cache_dir
 from strop.io.lock import FileLock
+from strop.io.variables import user_cache_dir
 from strop.store.policy import is_offline
 
 STAMP_NAME = "strop-stamp.json"
@@ -85,7 +85,15 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
     if environment.is_ready():
         return environment.python
     if is_offline():
-        raise _missing_offline(environment)
+        raise StoreError(
+            explain_refusal(
+                f"the environment of {environment.name} is not in {environment.path}, and offline mode"
+                " forbids to make it",
+                allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
+                next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE"
+                " and HF_HUB_OFFLINE",
+            )
+        )
     environment.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(environment.path.with_name(f"{environment.name}.lock")):
         if environment.is_ready():
@@ -112,30 +120,15 @@ def _make(environment: PythonEnvironment) -> None:
         command = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python]
         _run([*command, "--overrides", str(overrides), *environment.uv_step], environment)
     if environment.nltk_data is not None:
-        _link_nltk_data(environment, environment.nltk_data)
+        # nltk looks for its data in nltk_data of the environment that it runs in.
+        folder = environment.nltk_data
+        found = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
+        if found is None:
+            command = ["ln", "-s", folder, "nltk_data"]
+            raise _failed(command, environment, "no package that was installed has this folder")
+        (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
     record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps, "uv_step": environment.uv_step}
     write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
-
-
-def _link_nltk_data(environment: PythonEnvironment, folder: str) -> None:
-    """Show nltk its data where it looks: in nltk_data of the environment that it runs in."""
-    found = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
-    if found is None:
-        command = ["ln", "-s", folder, "nltk_data"]
-        raise _failed(command, environment, "no package that was installed has this folder")
-    (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
-
-
-def _missing_offline(environment: PythonEnvironment) -> StoreError:
-    return StoreError(
-        explain_refusal(
-            f"the environment of {environment.name} is not in {environment.path}, and offline mode forbids to"
-            " make it",
-            allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
-            next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE and"
-            " HF_HUB_OFFLINE",
-        )
-    )
 
 
 def _run(command: list[str], environment: PythonEnvironment) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from strop.io.atomic import (
     hash_files,
     is_complete,
     parse_manifest,
+    publish_directory,
     read_manifest,
     seal_directory,
     verify_directory,
 )
-from strop.io.exchange import publish_directory
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
 from strop.store.contract import Objects, StoredObject, Transfer
@@ -141,11 +142,11 @@ class RecordStore:
         return self._objects.list_folders(uri)
 
     def give_up_uploads(self, uri: str) -> None:
-        """Clear what unfinished uploads below a URI left: for whoever is its only writer."""
+        """Clear what unfinished uploads below a URI left: for its only writer."""
         self._objects.give_up_uploads(uri)
 
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
-        """Say what `put_files` would send. Sends nothing."""
+        """Return what `put_files` would send. Sends nothing."""
         manifest = Manifest(files=describe_files(paths))
         return Transfer(
             uri=uri, manifest=manifest, moved=tuple(self._names_to_send(uri, manifest, list(paths)))
@@ -280,12 +281,14 @@ class RecordStore:
         is_whole: bool,
         before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
-        """Send what is missing, then the manifest, unless it says so already."""
+        """Send what is missing, then the manifest, unless the same one is there already."""
         found = self.find_manifest(uri)
         if found is not None and not replace:
             _require_same(uri, manifest, found, is_whole=is_whole)
         if found is not None and not is_whole:
-            manifest = _join_manifests(found, manifest)
+            manifest = Manifest(
+                files={**found.files, **manifest.files}, facts={**found.facts, **manifest.facts}
+            )
         names = self._names_to_send(uri, manifest, paths)
         is_told = found is not None and found.sha256_by_name == manifest.sha256_by_name
         if found is not None and any(name in found.files for name in names):
@@ -317,7 +320,7 @@ class RecordStore:
             raise StoreError(
                 explain_refusal(
                     f"{path} changed while it was sent to {uri}",
-                    allowed="files that nobody writes to",
+                    allowed="files that no program writes to meanwhile",
                     next_step="start the same command again when the writer is done",
                 )
             )
@@ -343,13 +346,18 @@ def describe_directory(
 ) -> tuple[Manifest, dict[str, Path]]:
     """Return the manifest of a directory, and its files by name.
 
-    A complete record says itself what it has; it is verified. Otherwise all files count, links followed.
+    A complete record is verified and its own manifest counts. Otherwise all files count, links followed.
     Raises: CorruptRecord if a complete one is damaged.
     """
     if is_complete(path):
         sealed = verify_directory(path, can_trust_mtime=True)
-        manifest = Manifest(files=sealed.files, facts={**sealed.facts, **(facts or {})})
-        return _with_times(path, manifest), {name: path / name for name in manifest.files}
+        paths = {name: path / name for name in sealed.files}
+        # A copied record keeps its digests and not its times; `_upload` compares with the times of now.
+        files = {
+            name: replace(record, mtime_ns=paths[name].stat().st_mtime_ns)
+            for name, record in sealed.files.items()
+        }
+        return Manifest(files=files, facts={**sealed.facts, **(facts or {})}), paths
     paths = {
         entry.relative_to(path).as_posix(): entry for entry in sorted(path.rglob("*")) if entry.is_file()
     }
@@ -365,23 +373,6 @@ def _require_same(uri: str, manifest: Manifest, found: Manifest, *, is_whole: bo
     for name in sorted(names):
         if mine.get(name) != theirs.get(name):
             raise _other_record(uri, name)
-
-
-def _join_manifests(found: Manifest, added: Manifest) -> Manifest:
-    return Manifest(files={**found.files, **added.files}, facts={**found.facts, **added.facts})
-
-
-def _with_times(path: Path, manifest: Manifest) -> Manifest:
-    # A copied record keeps its digests and not its times; `_upload` compares with the times of now.
-    files = {
-        name: FileRecord(
-            size_bytes=record.size_bytes,
-            sha256=record.sha256,
-            mtime_ns=(path / name).stat().st_mtime_ns,
-        )
-        for name, record in manifest.files.items()
-    }
-    return Manifest(files=files, facts=manifest.facts)
 
 
 def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:

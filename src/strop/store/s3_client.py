@@ -1,4 +1,4 @@
-"""The S3 client: how it is made, which of its failures pass, and what the others mean.
+"""The S3 client: how it is made, which of its errors are transient, and what the others mean.
 
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
@@ -12,6 +12,9 @@ Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, 
 from __future__ import annotations
 
 import os
+import random
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,7 +28,6 @@ from strop.errors import (
     StoreError,
     explain_refusal,
 )
-from strop.store.retries import RetryRules, retry
 
 T = TypeVar("T")
 INSTALL = "pip install 'strop[s3]'"
@@ -34,7 +36,7 @@ _CLIENT_VARIABLES = (
     *_ENDPOINT_VARIABLES,
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_REQUEST_CHECKSUM_CALCULATION"),
 )
-# Answers that another attempt may better. Source: the list of error codes in the Amazon S3 reference.
+# Transient errors. Source: the list of error codes in the Amazon S3 reference.
 _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _PASSING_CODES = frozenset(
     {
@@ -48,6 +50,21 @@ _MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
 _CHANGED_STATUS = 412
 _REFUSED_STATUS = frozenset({401, 403})
 _NOT_FOUND_STATUS = 404
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryRules:
+    """Attempts and the pauses between them. The defaults give up after about half a minute of pauses."""
+
+    num_attempts: int = 8
+    first_pause_s: float = 0.25
+    """Longest pause after the first failure; doubled after each further one."""
+    max_pause_s: float = 8.0
+
+    def pause_s(self, attempt_index: int) -> float:
+        """Return a random pause, so that many clients do not come back together."""
+        longest_s = min(self.first_pause_s * 2.0**attempt_index, self.max_pause_s)
+        return random.uniform(0.5, 1.0) * longest_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +139,7 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
 
 
 def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
-    """Do one step at S3, again while its failure may pass.
+    """Do one step at S3; retry it while its error is transient.
 
     `doing` is what failed, for messages: 'read', 'sent'.
     Raises: RemoteMissing, RemoteDenied, RemoteUnreachable, StoreError. An action may raise those too.
@@ -220,3 +237,53 @@ def _unreachable(uri: str, doing: str, failure: Exception, num_attempts: int) ->
             next_step="start the same command again: what has arrived is not moved twice",
         )
     )
+
+
+def retry(
+    action: Callable[[], T],
+    rules: RetryRules,
+    failures: tuple[type[Exception], ...],
+    explain: Callable[[Exception, int], Exception | None],
+) -> T:
+    """Return what the action returns; try again while it fails with one of `failures`.
+
+    `explain` is given a failure and the number of attempts left. It returns the error to raise, or
+    None where another attempt is worth while. All other exceptions pass.
+    """
+    for attempt_index in range(rules.num_attempts):
+        try:
+            return action()
+        except failures as failure:
+            error = explain(failure, rules.num_attempts - attempt_index - 1)
+            if error is not None:
+                raise error from failure
+        time.sleep(rules.pause_s(attempt_index))
+    raise AssertionError("after the last attempt, `explain` returns an error")
+
+
+class RateLimiter:
+    """Limits the rate of sending, so that others can use the connection too. Safe for several threads."""
+
+    def __init__(
+        self,
+        max_bytes_per_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._max_bytes_per_s = max_bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Wait until so many bytes may be sent: when all that was let through before had its time."""
+        if self._max_bytes_per_s is None:
+            return
+        with self._lock:
+            now = self._clock()
+            wait_s = max(self._free_at - now, 0.0)
+            self._free_at = now + wait_s + num_bytes / self._max_bytes_per_s
+        if wait_s:
+            self._sleep(wait_s)

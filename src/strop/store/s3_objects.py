@@ -30,8 +30,15 @@ from typing import Any
 from strop.errors import CorruptRecord, StoreError, explain_refusal
 from strop.io.atomic import explain_write_failure
 from strop.store.contract import StoredObject
-from strop.store.pace import Pace
-from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, knows_crc, open_client
+from strop.store.s3_client import (
+    DamagedTransfer,
+    RateLimiter,
+    S3Settings,
+    call,
+    is_status,
+    knows_crc,
+    open_client,
+)
 from strop.store.uris import parse_s3
 
 # Source: the limits in the Amazon S3 user guide.
@@ -43,7 +50,7 @@ _GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
 """How often an object is moved whose digest is wrong although every step went well."""
 ORPHAN_AGE_S = 86_400.0
-"""An upload in parts that began longer ago was left by a kill: nobody is paid to keep its parts."""
+"""An upload in parts that began longer ago was left by a kill; its parts cost money until it is aborted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +111,7 @@ class S3Objects:
         # All parts hashed at once would take the cores from those that are being sent: on two cores, and
         # with the server on the same machine, that cost a fifth of the speed.
         self._may_hash = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
-        self._pace = Pace(self._settings.max_bytes_per_s)
+        self._rate_limiter = RateLimiter(self._settings.max_bytes_per_s)
         self._buffers = _Buffers()
 
     def find(self, uri: str) -> StoredObject | None:
@@ -281,7 +288,7 @@ class S3Objects:
         md5 = hashlib.md5(data, usedforsecurity=False)
 
         def send() -> Any:
-            self._pace.wait_for(len(data))
+            self._rate_limiter.wait_for(len(data))
             return self._client.put_object(
                 Bucket=place.bucket,
                 Key=place.key,
@@ -327,7 +334,7 @@ class S3Objects:
         checksum = {"ChecksumCRC32": crc32} if knows_crc(self._client) else {}
 
         def send() -> Any:
-            self._pace.wait_for(part.size_bytes)
+            self._rate_limiter.wait_for(part.size_bytes)
             return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
 
         answer = self._call(uri, "sent", send)

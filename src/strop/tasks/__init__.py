@@ -1,8 +1,8 @@
-"""What is asked, and how it is judged: one object for training, evaluation and sampling.
+"""Tasks: one object that poses and judges problems for training, evaluation and sampling.
 
-A task renders its problems, limits and ends the reply, and judges it; `build_task` makes one from
-its section of the run spec. `self_test` shows before training that a verifier tells right from
-wrong. Data and optional packages are read when examples are first asked for, never on import.
+A task renders its problems, limits and ends the reply, and judges it; `build_task` makes one from its section
+of the run spec. `self_test` checks before training that a verifier separates right from wrong. Data and
+optional packages are loaded when examples are first needed, never on import.
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
 
@@ -11,9 +11,9 @@ from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_forma
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task, task_builder
 from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
 from strop.tasks.traits import (
-    Ordered,
     choices_of,
     describe_counts,
+    epoch_order_of,
     limits_of,
     part_of,
     problem_of,
@@ -22,7 +22,6 @@ from strop.tasks.traits import (
 
 __all__ = [
     "TASK_SUMMARIES",
-    "Ordered",
     "PromptFormat",
     "SelfTestFinding",
     "Task",
@@ -32,6 +31,7 @@ __all__ = [
     "choices_of",
     "describe_counts",
     "describe_findings",
+    "epoch_order_of",
     "limits_of",
     "part_of",
     "problem_of",

@@ -20,8 +20,7 @@ from strop.errors import DataError, StropError, explain_refusal
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
 from strop.spec.task_base import PROMPTING
-from strop.tasks.bounds import within_bounds
-from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.contract import Task, TaskLimits, within_bounds
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.traits import (
@@ -163,7 +162,7 @@ class Blend:
         return self._data.task.gold_replies(example)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Have every part judge, and add up.
+        """Let every part judge, and add the scores up.
 
         Raises: whatever the verifier of a part raises that the reward cannot do without.
         """

@@ -1,16 +1,18 @@
-"""The seam to tasks: one object that training, evaluation and sampling all ask.
+"""The task contract: one object for training, evaluation and sampling.
 
-A task renders the prompt, ends the reply, limits it and judges it. Nothing else in strop knows
-how a problem is worded or scored, so training and evaluation cannot drift apart.
+A task renders the prompt, ends and limits the reply, and judges it. Nothing else in strop knows how a problem
+is worded or scored, so training and evaluation cannot drift apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from strop.rollout import Example, Message, Outcome, Split
+from strop.errors import explain_refusal
+from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class TaskLimits:
     full_reply_tokens: int | None = None
     """The task's own budget where a run lowered `max_reply_tokens`. None: it did not."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a reply, beside the model's own terminator."""
+    """Texts that end a reply, in addition to the model's own terminator."""
     base_stop_strings: tuple[str, ...] = ()
     """Further ones where the model is asked in plain text: what base models write when they go on to a
     problem of their own making. In a chat they would cut replies that may hold them."""
@@ -30,7 +32,7 @@ class TaskLimits:
     """What a right reply earns. Rewards lie in [min_reward, max_reward]; another one is no reward."""
     # Not in the text of an object, which versions of `rlvr-mixed` hash: it came later than they.
     min_reward: float = field(default=0.0, repr=False)
-    """What the worst reply earns; below 0 where a task takes marks off."""
+    """What the worst reply earns; below 0 where a task gives negative marks."""
     chance: float = 0.0
     """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
     max_goldless_frac: float = 0.0
@@ -48,8 +50,14 @@ class TaskLimits:
 
     @property
     def own_reply_tokens(self) -> int:
-        """The task's own budget, whatever a run made of it."""
+        """The task's own budget, before a run lowered it."""
         return self.full_reply_tokens or self.max_reply_tokens
+
+
+def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None = None) -> Outcome:
+    """Return the outcome of a reply that is right or wrong and nothing between."""
+    parts: dict[str, float | None] = {"correct": float(is_correct)}
+    return Outcome(parts=parts, is_correct=is_correct, format_ok=format_ok, extracted=extracted)
 
 
 class Task(Protocol):
@@ -94,3 +102,55 @@ class Task(Protocol):
         Empty where no answer is known. The self-test judges all of them.
         """
         ...
+
+
+# Scores that a task cannot give: above its full marks, below its lowest marks, or not finite. A grader that
+# gives one is broken, so the rollout has no score, its failure is the task's, and the record keeps the score.
+
+CEILING = "ceiling"
+"""Kind of failure: a score above full marks."""
+IMPOSSIBLE = "impossible_value"
+"""Kind of failure: a score below the lowest marks, or one that is no number."""
+_SLACK = 1e-6
+"""Share of full marks that the rounding of a sum may add: rewards are often computed in float32."""
+
+
+def is_within(reward: float, limits: TaskLimits) -> bool:
+    """Whether a task with these limits can give a reward. Infinities and NaN: no."""
+    slack = _SLACK * limits.max_reward
+    return limits.min_reward - slack <= reward <= limits.max_reward + slack
+
+
+def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
+    """Return an outcome unchanged, or without a score where the score is impossible.
+
+    A sum beyond its bounds by rounding alone is allowed.
+    """
+    given = [value for value in outcome.parts.values() if value is not None]
+    if outcome.failure is not None or not given:
+        return outcome
+    if not all(math.isfinite(value) for value in given):
+        # Not kept as a number: records hold finite ones.
+        parts = {
+            name: None if value is not None and not math.isfinite(value) else value
+            for name, value in outcome.parts.items()
+        }
+        return replace(outcome, parts=parts, is_correct=None, failure=_fail(outcome, math.nan, limits))
+    reward = outcome.reward
+    if reward is None or is_within(reward, limits):
+        return outcome
+    return replace(outcome, is_correct=None, failure=_fail(outcome, reward, limits))
+
+
+def _fail(outcome: Outcome, reward: float, limits: TaskLimits) -> Failure:
+    given = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items() if value is not None)
+    bounds = f"{limits.min_reward:g} to {limits.max_reward:g}"
+    return Failure(
+        owner=FailureOwner.TASK,
+        kind=CEILING if reward > limits.max_reward else IMPOSSIBLE,
+        detail=explain_refusal(
+            f"a score of {reward:g} ({given})",
+            allowed=f"{bounds}, what the task says that a reply can earn; the rollout is masked",
+            next_step="mend the grader, or correct the task's max_reward and min_reward",
+        ),
+    )

@@ -22,8 +22,7 @@ from strop.rollout import Example, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
 from strop.tasks.contract import Task
-from strop.tasks.traits import counts_of
-from strop.tasks.wrapper import TaskWrapper
+from strop.tasks.traits import TaskWrapper, counts_of
 
 _MAX_SHOWN = 3
 
@@ -76,7 +75,7 @@ class Curriculum(TaskWrapper):
 
     @cached_property
     def _choice(self) -> tuple[tuple[Example, ...], dict[str, int]]:
-        """The examples that are trained on, and how many lines of the file are not, by reason."""
+        """The training examples, and the number of lines left out by reason."""
         spec = self._spec
         entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}

@@ -1,7 +1,7 @@
-"""The one place where an exception of a rollout becomes a value.
+"""Exceptions of a rollout as values.
 
-One broken verifier or sandbox must not end a run of thousands of rollouts, and must never count as
-a wrong answer: whoever runs foreign code wraps it here and stores the failure in place of a score.
+One broken verifier or sandbox must not end a run of thousands of rollouts, and must never count as a wrong
+answer: code that calls foreign code wraps it with `catch_failure` and stores the failure instead of a score.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from strop.errors import ConfigError, Interrupted, RunStopped, WeightMismatch, d
 from strop.rollout import Failure, FailureOwner, Outcome
 
 _MAX_TRACE_CHARS = 2700
-_MAX_SAID_CHARS = 400
+_MAX_MESSAGE_CHARS = 400
 _OF_THE_RUN = (WeightMismatch, ConfigError, RunStopped, Interrupted)
 _OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "closed"})
-"""Classes of exceptions, and what a pool of workers says of a call that it was closed under."""
+"""Exception classes, and the failure kind of calls in a pool that was closed."""
 
 
 def owner_of_error(kind: str) -> FailureOwner:
-    """Return who is responsible for a failure of this kind in a verifier: the machine, or the task."""
+    """Return who owns a verifier's failure of this kind: the machine or the task."""
     return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 
@@ -53,23 +53,22 @@ class CaughtFailure:
 
 
 def catch_failure(owner: Callable[[], FailureOwner]) -> CaughtFailure:
-    """Run a block; keep its exception as a failure with traceback, owned by whom `owner` names then.
+    """Run a block; keep its exception as a failure with traceback, owned by `owner()` at that time.
 
-    Passes what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped and
-    Interrupted.
+    Lets pass what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
     """
     return CaughtFailure(owner)
 
 
 def to_failure(error: Exception, owner: FailureOwner) -> Failure:
-    """Return an exception as a failure: its traceback, and behind it all in one line, with its place."""
-    said = "".join(traceback.format_exception_only(error)).strip()
+    """Return an exception as a failure; `detail` is its traceback and a last line with message and place."""
+    message = "".join(traceback.format_exception_only(error)).strip()
     line = describe_error(error)
-    trace = "".join(traceback.format_exception(error)).strip().removesuffix(said)[-_MAX_TRACE_CHARS:]
-    # A message of several lines is told as it is, too.
-    is_told = line.startswith(said.removeprefix(f"{type(error).__module__}."))
-    told = "" if is_told else f"{said[:_MAX_SAID_CHARS]}\n"
-    return Failure(owner=owner, kind=type(error).__name__, detail=trace + told + line)
+    trace = "".join(traceback.format_exception(error)).strip().removesuffix(message)[-_MAX_TRACE_CHARS:]
+    # A message of several lines is kept as it is, too.
+    is_repeated = line.startswith(message.removeprefix(f"{type(error).__module__}."))
+    whole = "" if is_repeated else f"{message[:_MAX_MESSAGE_CHARS]}\n"
+    return Failure(owner=owner, kind=type(error).__name__, detail=trace + whole + line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +81,7 @@ class FailureCause:
 
     @property
     def key(self) -> tuple[str, str, str | None]:
-        """What tells one cause from another. Not the message, which may name what each rollout alone has."""
+        """Owner, kind and place. Not the message, which may name what only one rollout has."""
         return _key_of(self.failure)
 
 
@@ -96,7 +95,7 @@ def find_failures(outcomes: Iterable[Outcome]) -> list[Failure]:
 
 
 def find_causes(failures: Iterable[Failure]) -> tuple[FailureCause, ...]:
-    """Tell failures apart by their cause, the commonest first."""
+    """Group failures by cause, the commonest first."""
     first: dict[tuple[str, str, str | None], Failure] = {}
     counts: Counter[tuple[str, str, str | None]] = Counter()
     for failure in failures:
@@ -106,22 +105,22 @@ def find_causes(failures: Iterable[Failure]) -> tuple[FailureCause, ...]:
 
 
 def add_traces(error: Exception, causes: Iterable[FailureCause]) -> None:
-    """Give an error that tells of failures their tracebacks as notes."""
+    """Add the tracebacks of failures to an error as notes."""
     for cause in causes:
         error.add_note(cause.failure.detail)
 
 
 def describe_failure(failure: Failure) -> str:
-    """Say a failure in one line: 'engine, RuntimeError: no such operator (prepacked.py:64)'."""
+    """Describe a failure in one line: 'engine, RuntimeError: no such operator (prepacked.py:64)'."""
     line = (failure.detail.strip().splitlines() or [""])[-1]
     name = line.partition(" ")[0].removesuffix(":")
     # 'TypeError: ...' under the kind TypeError, or verifier_TypeError.
-    said = line.removeprefix(name) if failure.kind.endswith(name) else f": {line}"
-    return f"{failure.owner}, {failure.kind}{said}"
+    message = line.removeprefix(name) if failure.kind.endswith(name) else f": {line}"
+    return f"{failure.owner}, {failure.kind}{message}"
 
 
 def sum_up(causes: Sequence[FailureCause], num_all: int, noun: str = "rollouts") -> str:
-    """Say why attempts failed: how many of how many, the commonest cause, and the kinds of the others.
+    """Summarize why attempts failed: how many of how many, the commonest cause, the kinds of the others.
 
     'all 64 rollouts failed: engine, RuntimeError: no such operator (prepacked.py:64)'.
     """

@@ -19,10 +19,10 @@ from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import MixtureSpec
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.traits import (
-    Ordered,
     ProgramForm,
     choices_of,
     counts_of,
+    epoch_order_of,
     judge_digests_of,
     limits_of,
     problem_of,
@@ -161,10 +161,12 @@ class Mixture:
         first = sum(len(examples) for examples in self._part_examples[:index])
         order: list[int] = []
         for round_index in range(part.repeat):
-            if isinstance(part.task, Ordered):
-                chosen: Sequence[int] = [p for p in part.task.epoch_order(seed, epoch) if p < size]
+            own_order = epoch_order_of(part.task)
+            if own_order is not None:
+                chosen: Sequence[int] = [place for place in own_order(seed, epoch) if place < size]
             else:
-                key = _key(part.label, seed, epoch * part.repeat + round_index)
+                digest = hashlib.blake2b(f"{part.label}/{seed}".encode(), digest_size=8).digest()
+                key = [int.from_bytes(digest, "little"), epoch * part.repeat + round_index]
                 chosen = np.random.Generator(np.random.Philox(key=key)).permutation(size).tolist()
             order += [first + position for position in chosen]
         return order
@@ -176,17 +178,13 @@ class Mixture:
         part = self._owners.get(example.example_id)
         if part is None:
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {example.task}",
-                    allowed=f"an example of the mixture's parts: {', '.join(self._spec.parts)}",
-                    next_step="build the task from the spec that the example was made with",
-                )
+                f"example {example.example_id} of task {example.task} is of no part of the mixture"
             )
         return part
 
     @cached_property
     def _part_examples(self) -> list[Sequence[Example]]:
-        return [_first(part, part.task.examples(Split.TRAIN)) for part in self._parts]
+        return [_train_examples(part) for part in self._parts]
 
     @cached_property
     def _train(self) -> tuple[Example, ...]:
@@ -223,7 +221,8 @@ def _draw(
     return drawn
 
 
-def _first(part: _Part, examples: Sequence[Example]) -> Sequence[Example]:
+def _train_examples(part: _Part) -> Sequence[Example]:
+    examples = part.task.examples(Split.TRAIN)
     if part.count is not None and part.count > len(examples):
         raise DataError(
             explain_refusal(
@@ -233,11 +232,6 @@ def _first(part: _Part, examples: Sequence[Example]) -> Sequence[Example]:
             )
         )
     return examples[: part.count]
-
-
-def _key(label: str, seed: int, epoch: int) -> list[int]:
-    digest = hashlib.blake2b(f"{label}/{seed}".encode(), digest_size=8).digest()
-    return [int.from_bytes(digest, "little"), epoch]
 
 
 def _duplicate(example: Example, first: str, second: str) -> DataError:

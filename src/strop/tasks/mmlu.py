@@ -14,15 +14,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import ClassVar
 
-from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import MmluChoiceSpec, MmluSpec
-from strop.tasks.contract import TaskLimits
+from strop.tasks.answers import judged_text
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import join_shots, pose
-from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
-from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
-from strop.tasks.rows.row_task import RowTask, gold_of
-from strop.tasks.thinking import judged_text
+from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
 _LETTERS = "ABCD"
 _PROMPT = (
@@ -78,7 +76,7 @@ class Mmlu(RowTask):
         self._num_few_shot = spec.num_few_shot
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the question with its choices, under a line that names the subject."""
+        """Pose the question with its choices, under a line that names the subject."""
         subject = _subject(example)
         content = _PROMPT.format(about=f" about {subject}" if subject else "", **_choices(example))
         header = _BASE_HEADER.format(subject=subject) if subject else ""
@@ -118,9 +116,8 @@ class Mmlu(RowTask):
         line = (judged_text(text) or "").strip().partition("\n")[0].strip()
         letter = _LETTER.search(line)
         is_correct = letter is not None and letter.group() == gold
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
+        return right_or_wrong(
+            is_correct,
             format_ok=_LETTER_ALONE.fullmatch(line) is not None,
             extracted=None if letter is None else letter.group(),
         )
@@ -157,9 +154,8 @@ class MmluChoice(Mmlu):
         """Compare the whole reply with the right letter."""
         gold, letter = gold_of(example), text.strip()
         is_letter, is_correct = letter in tuple(_LETTERS), letter == gold
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
+        return right_or_wrong(
+            is_correct,
             format_ok=is_letter,
             extracted=letter if is_letter else None,
         )
@@ -188,12 +184,9 @@ def _to_example(task: str, row: Row) -> Example:
         and isinstance(answer, int)
         and 0 <= answer < len(_LETTERS)
     ):
-        raise DataError(
-            explain_refusal(
-                f"{row.place} has choices {str(choices)[:80]} and answer {answer!r}",
-                allowed="a list of four choices, and the index of the right one, 0 to 3",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"{row.place} has choices {str(choices)[:80]} and answer {answer!r}",
+            allowed="a list of four choices, and the index of the right one, 0 to 3",
         )
     fields = {
         "question": question,

@@ -15,7 +15,7 @@ from strop.rollout import IntArray, Message
 from strop.tokenizer import Tokenizer
 
 SYSTEM = "system"
-"""Role of what a chat model is told before it is asked."""
+"""Role of the system message."""
 
 
 class PromptFormat(StrEnum):
@@ -35,7 +35,7 @@ class Thinking(StrEnum):
     OFF = "off"
     ON = "on"
     MODEL_DEFAULT = "model_default"
-    """As the chat template does it when nobody says."""
+    """The default of the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +89,17 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
-    Raises: ConfigError like `resolve_prompt_format`, or if a system message or thinking is asked of a model
-        that cannot be told; DataError if no token is left to ask with.
+    Raises: ConfigError like `resolve_prompt_format`, or if the prompt format has no system message or no
+        thinking switch; DataError if the prompt has no token.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
-    thinking = _thinking_of(messages)
+    # A conversation goes on as its last posed message says.
+    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
+    thinking = posed[-1] if posed else Thinking.MODEL_DEFAULT
     if resolved is PromptFormat.CHAT:
         is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
         text = tokenizer.render(messages, is_thinking=is_thinking)
-        _require_told(text, messages)
+        _require_system_message(text, messages)
     else:
         text = _base_text(tokenizer, messages, thinking)
     prompt_ids = tokenizer.encode(text)
@@ -112,7 +114,7 @@ def render_prompt(
     return text, prompt_ids
 
 
-def _require_told(text: str, messages: Sequence[Message]) -> None:
+def _require_system_message(text: str, messages: Sequence[Message]) -> None:
     """Refuse a chat template that leaves a system message out: some know no such role, and do not say so."""
     if any(message.role == SYSTEM and message.content.strip() not in text for message in messages):
         raise ConfigError(
@@ -123,12 +125,6 @@ def _require_told(text: str, messages: Sequence[Message]) -> None:
                 next_step="leave it out, and say the same in task.prompt_template",
             )
         )
-
-
-def _thinking_of(messages: Sequence[Message]) -> Thinking:
-    """Return what the last posed message says; a conversation goes on as it began."""
-    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
-    return posed[-1] if posed else Thinking.MODEL_DEFAULT
 
 
 def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:

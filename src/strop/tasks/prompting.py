@@ -1,7 +1,7 @@
-"""A task asked as the run file words it: system prompt, prompt template and stop strings of the run's own.
+"""A task with the run file's own system prompt, prompt template and stop strings.
 
-Done here for all tasks, behind what each of them renders and allows, so that none can forget a setting. How a
-reply is judged does not change.
+Applied here to what a task renders and allows, so that no task can forget a setting. How a reply is judged
+does not change.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from strop.spec.task import TaskSpec
 from strop.spec.template import fill, list_names
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import SYSTEM, PosedMessage, Thinking
-from strop.tasks.traits import Ordered, every_form, limits_of, prompt_fields_of
-from strop.tasks.wrapper import TaskWrapper
+from strop.tasks.traits import TaskWrapper, epoch_order_of, every_form, limits_of, prompt_fields_of
 
 
 class Prompted(TaskWrapper):
@@ -30,9 +29,9 @@ class Prompted(TaskWrapper):
         self._spec = spec
         self.limits = self._with_stops(task.limits)
         self._checked: dict[Split, Sequence[Example]] = {}
-        if isinstance(task, Ordered):
+        if (epoch_order := epoch_order_of(task)) is not None:
             # Only then: a task without an order of its own is shuffled.
-            self.epoch_order = task.epoch_order
+            self.epoch_order = epoch_order
 
     @property
     def version(self) -> str:
@@ -86,7 +85,7 @@ class Prompted(TaskWrapper):
         return (Message(role=SYSTEM, content=system), *before, last)
 
     def _word(self, template: str, example: Example, own: Message) -> PosedMessage:
-        """Return the template filled with an example, told to think as the task's own message is."""
+        """Return the template filled with an example, with the thinking mode of the task's own message."""
         known = {
             name: value
             for name, value in prompt_fields_of(self._task, example).items()

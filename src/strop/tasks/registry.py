@@ -10,34 +10,14 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Split
-from strop.spec.base import Section
 from strop.spec.run import code_of_task
 from strop.spec.task import (
-    AimeSpec,
-    AppsSpec,
-    ArithmeticSpec,
     BlendSpec,
     BoxedMathSpec,
-    DeepscalerSpec,
-    DummySpec,
-    Gsm8kSpec,
-    HumanEvalSpec,
-    IfBenchSpec,
-    IfEvalSpec,
-    IfMultiSpec,
-    LlmJudgeSpec,
-    Math500Spec,
-    MathSpec,
-    MbppSpec,
     MixtureSpec,
-    MmluChoiceSpec,
-    MmluSpec,
     ReasoningGymSpec,
-    ReverseTextSpec,
-    RlvrIfevalSpec,
     RlvrMixedSpec,
     RowsSpec,
-    SftJsonlSpec,
     TaskSpec,
     UserTaskSpec,
     judge_sections,
@@ -46,89 +26,89 @@ from strop.spec.task import (
 from strop.tasks.contract import Task
 from strop.user_code import edited, hash_sources
 
-TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
-    {
-        "arithmetic": "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
-        "dummy": "One fixed question, over and over, to see that a run learns; needs no data.",
-        "reverse-text": "Write a short text backwards; graded by similarity; needs no data.",
-        "reasoning-gym": "Any data set of the reasoning-gym package (extra: tasks).",
-        "gsm8k": "Grade-school word problems from a hub, Parquet or JSONL.",
-        "math": "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
-        "math500": "500 test problems of MATH, for evaluation (extra: tasks).",
-        "deepscaler": "40,000 competition problems to train on (extra: tasks).",
-        "aime": "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.",
-        "mmlu": "Multiple choice of 57 subjects; the model writes the letter.",
-        "mmlu-choice": "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
-        "mbpp": "Short Python functions with tests, run in a sandbox.",
-        "humaneval": "Python functions to complete, run in a sandbox; for evaluation only.",
-        "apps": "Programming contests: programs and functions, run in a sandbox.",
-        "ifeval": "IFEval: prompts with checkable instructions; evaluation only (extra: tasks).",
-        "ifbench": "IFBench: harder checkable instructions; evaluation only.",
-        "rlvr-ifeval": "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
-        "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
-        "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
-        "sft-jsonl": "Demonstrations with gold answers, in the rows that sft.source takes.",
-        "rows": "Your own rows, judged by your own function or a built-in one.",
-        "rlvr-mixed": "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
-        "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
-        "blend": "One task judged by several verifiers, whose weighted scores are added up.",
-    }
-)
-"""What each built-in task is, by name."""
-
-
-def _build_mixture(spec: MixtureSpec) -> Task:
-    from strop.tasks.mixture import Mixture
-
-    return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
-
-
-def _build_blend(spec: BlendSpec) -> Task:
-    from strop.tasks.blend import Blend
-
-    return Blend(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
-
-
-def _deferred(place: str) -> Callable[[Any], Task]:
-    """Return the builder that a module of this room has under a name; it is imported when it is called."""
-
-    def build(spec: Section) -> Task:
-        built: Task = resolve_name(f"strop.tasks.{place}")(spec)
-        return built
-
-    return build
-
-
 # By name: a run imports its own task alone.
-_TASKS: Mapping[type[Section], Callable[[Any], Any]] = MappingProxyType(
+_TASKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        ArithmeticSpec: _deferred("generated.arithmetic:Arithmetic"),
-        DummySpec: _deferred("generated.dummy:Dummy"),
-        ReverseTextSpec: _deferred("generated.reverse_text:ReverseText"),
-        ReasoningGymSpec: _deferred("generated.reasoning_gym:ReasoningGym"),
-        Gsm8kSpec: _deferred("mathematics.gsm8k:Gsm8k"),
-        MathSpec: _deferred("mathematics.hendrycks_math:HendrycksMath"),
-        Math500Spec: _deferred("mathematics.math500:Math500"),
-        DeepscalerSpec: _deferred("mathematics.deepscaler:Deepscaler"),
-        AimeSpec: _deferred("mathematics.aime:Aime"),
-        MmluSpec: _deferred("mmlu:Mmlu"),
-        MmluChoiceSpec: _deferred("mmlu:MmluChoice"),
-        MbppSpec: _deferred("code.mbpp:Mbpp"),
-        HumanEvalSpec: _deferred("code.humaneval:HumanEval"),
-        AppsSpec: _deferred("code.apps:Apps"),
-        IfEvalSpec: _deferred("instructions:InstructionTask"),
-        IfBenchSpec: _deferred("instructions:InstructionTask"),
-        RlvrIfevalSpec: _deferred("instructions:InstructionTask"),
-        IfMultiSpec: _deferred("instructions:InstructionTask"),
-        LlmJudgeSpec: _deferred("llm_judge.task:LlmJudge"),
-        SftJsonlSpec: _deferred("sft_jsonl:SftJsonl"),
-        RlvrMixedSpec: _deferred("rlvr_mixed:RlvrMixed"),
-        RowsSpec: _deferred("user.rows:Rows"),
-        UserTaskSpec: _deferred("user.own_task:OwnTask"),
-        MixtureSpec: _build_mixture,
-        BlendSpec: _build_blend,
+        "arithmetic": (
+            "generated.arithmetic:Arithmetic",
+            "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
+        ),
+        "dummy": (
+            "generated.dummy:Dummy",
+            "One fixed question, over and over, to see that a run learns; needs no data.",
+        ),
+        "reverse-text": (
+            "generated.reverse_text:ReverseText",
+            "Write a short text backwards; graded by similarity; needs no data.",
+        ),
+        "reasoning-gym": (
+            "generated.reasoning_gym:ReasoningGym",
+            "Any data set of the reasoning-gym package (extra: tasks).",
+        ),
+        "gsm8k": ("mathematics.gsm8k:Gsm8k", "Grade-school word problems from a hub, Parquet or JSONL."),
+        "math": (
+            "mathematics.boxed_math:HendrycksMath",
+            "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
+        ),
+        "math500": (
+            "mathematics.boxed_math:Math500",
+            "500 test problems of MATH, for evaluation (extra: tasks).",
+        ),
+        "deepscaler": (
+            "mathematics.boxed_math:Deepscaler",
+            "40,000 competition problems to train on (extra: tasks).",
+        ),
+        "aime": (
+            "mathematics.aime:Aime",
+            "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.",
+        ),
+        "mmlu": ("mmlu:Mmlu", "Multiple choice of 57 subjects; the model writes the letter."),
+        "mmlu-choice": (
+            "mmlu:MmluChoice",
+            "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
+        ),
+        "mbpp": ("code.mbpp:Mbpp", "Short Python functions with tests, run in a sandbox."),
+        "humaneval": (
+            "code.humaneval:HumanEval",
+            "Python functions to complete, run in a sandbox; for evaluation only.",
+        ),
+        "apps": ("code.apps:Apps", "Programming contests: programs and functions, run in a sandbox."),
+        "ifeval": (
+            "instructions:InstructionTask",
+            "IFEval: prompts with checkable instructions; evaluation only (extra: tasks).",
+        ),
+        "ifbench": (
+            "instructions:InstructionTask",
+            "IFBench: harder checkable instructions; evaluation only.",
+        ),
+        "rlvr-ifeval": (
+            "instructions:InstructionTask",
+            "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
+        ),
+        "if-multi": (
+            "instructions:InstructionTask",
+            "Up to five checkable instructions a prompt, for training (extra: tasks).",
+        ),
+        "llm-judge": (
+            "llm_judge.task:LlmJudge",
+            "Open questions; another model grades the replies over HTTP (extra: tasks).",
+        ),
+        "sft-jsonl": (
+            "sft_jsonl:SftJsonl",
+            "Demonstrations with gold answers, in the rows that sft.source takes.",
+        ),
+        "rows": ("user.rows:Rows", "Your own rows, judged by your own function or a built-in one."),
+        "rlvr-mixed": (
+            "rlvr_mixed:RlvrMixed",
+            "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
+        ),
+        "mixture": ("mixture:Mixture", "Several tasks trained as one, by weight, by size or in sequence."),
+        "blend": ("blend:Blend", "One task judged by several verifiers, whose weighted scores are added up."),
     }
 )
+"""Class in this room, and what the task is, by `task.name`."""
+TASK_SUMMARIES: Mapping[str, str] = MappingProxyType({name: words for name, (_, words) in _TASKS.items()})
+"""What each built-in task is, by name."""
 
 
 def build_task(spec: TaskSpec) -> Task:
@@ -136,7 +116,7 @@ def build_task(spec: TaskSpec) -> Task:
 
     Raises: ConfigError if a setting cannot work with this task.
     """
-    task: Task = _TASKS[type(spec)](spec)
+    task: Task = _build(spec)
     if isinstance(spec, UserTaskSpec) and task.name in TASK_SUMMARIES:
         raise ConfigError(
             explain_refusal(
@@ -154,6 +134,14 @@ def build_task(spec: TaskSpec) -> Task:
     from strop.tasks.curriculum import Curriculum
 
     return Curriculum(task, spec)
+
+
+def _build(spec: TaskSpec) -> Any:
+    place = "user.own_task:OwnTask" if isinstance(spec, UserTaskSpec) else _TASKS[spec.name][0]
+    kind = resolve_name(f"strop.tasks.{place}")
+    if isinstance(spec, MixtureSpec | BlendSpec):
+        return kind(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
+    return kind(spec)
 
 
 def task_builder(spec: TaskSpec) -> Callable[[], Task]:
@@ -180,7 +168,7 @@ def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Ta
             task.gold_replies(example)
     for part in plain_sections(spec):
         if isinstance(part, RowsSpec | UserTaskSpec):
-            _TASKS[type(part)](part).load_code()
+            _build(part).load_code()
     for judge in judge_sections(spec):
         from strop.tasks.llm_judge.task import LlmJudge
 

@@ -1,8 +1,8 @@
 """Grade-school, competition and instruction problems in the schema of RLVR-GSM-MATH-IF-Mixed.
 
-Each row says in `dataset` what it is, and is judged as the task of that kind judges: `gsm8k`, `math` or
-`rlvr-ifeval`. The prompts of the first two have solved examples baked in, whose answers begin with 'So the
-answer is'; they are rewritten to 'The answer is', the words that lm-eval's gsm8k_cot looks for.
+The column `dataset` decides which task judges a row: `gsm8k`, `math` or `rlvr-ifeval`. The prompts of the
+first two contain solved examples whose answers begin with 'So the answer is'; they are rewritten to 'The
+answer is', the words that lm-eval's gsm8k_cot looks for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from strop.spec.task import Gsm8kSpec, MathSpec, RlvrIfevalSpec, RlvrMixedSpec
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.instructions import InstructionTask
-from strop.tasks.instructions.rows import make_instruction_example, read_function, read_messages
-from strop.tasks.mathematics.boxed_math import require_readable
+from strop.tasks.instructions.tasks import make_instruction_example, read_function, read_messages
+from strop.tasks.mathematics.boxed_math import HendrycksMath, require_readable
 from strop.tasks.mathematics.gsm8k import Gsm8k
-from strop.tasks.mathematics.hendrycks_math import HendrycksMath
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
 from strop.tasks.version import fit_limits
 
 _MAX_REPLY_TOKENS = 2048
@@ -35,7 +33,7 @@ _VERIFY_LIMIT_S = 2.0
 
 
 class RlvrMixed(RowTask):
-    """Judged as the row's kind is; `format_ok` and metrics are that kind's too."""
+    """Each row is judged by the task of its kind, `format_ok` and metrics included."""
 
     def __init__(self, spec: RlvrMixedSpec) -> None:
         # Their data is never read: they only judge.
@@ -104,13 +102,7 @@ class RlvrMixed(RowTask):
     def _kind(self, example: Example) -> str:
         kind = example.fields.get("kind")
         if kind not in _KINDS:
-            raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {example.task} is of kind {kind!r}",
-                    allowed=", ".join(_KINDS),
-                    next_step="build the task from the spec that the example was made with",
-                )
-            )
+            raise DataError(f"example {example.example_id} of task {example.task} is of kind {kind!r}")
         return str(kind)
 
     def _to_example(self, row: Row) -> Example:
@@ -129,12 +121,6 @@ class RlvrMixed(RowTask):
             )
         (answer,) = require_texts(row, "ground_truth")
         if kind == "gsm8k" and parse_number(answer) is None:
-            raise DataError(
-                explain_refusal(
-                    f"the ground_truth in {row.place} is {answer!r}",
-                    allowed="a number",
-                    next_step="mend or remove the row",
-                )
-            )
+            raise bad_row(f"the ground_truth in {row.place} is {answer!r}", allowed="a number")
         fields = {"prompt": prompt.replace(*_REWRITTEN), "kind": kind}
         return make_example(self.name, fields, require_readable(row, answer))

@@ -1,22 +1,20 @@
-"""The verifier's self-test: before training, gold must earn full marks and nonsense must not.
+"""The verifier's self-test before training: gold replies must earn full marks, and nonsense must not.
 
-A verifier that compares with the wrong thing, drops a sign or pays for an echo looks healthy in every
-log (REW-1, REW-2, REW-4); a run on it is lost. Not here: adversarial audits of a whole task.
+A verifier that compares with the wrong text, drops a sign or pays for an echo looks healthy in every log
+(REW-1, REW-2, REW-4). Not here: adversarial audits of a whole task (`audit`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Failure, FailureOwner
 from strop.tasks.answers import cut_at_first, parse_number
-from strop.tasks.bounds import within_bounds
-from strop.tasks.contract import Task
+from strop.tasks.contract import Task, within_bounds
 from strop.tasks.failures import catch_failure, describe_failure, find_causes
 from strop.tasks.traits import limits_of
 
@@ -30,12 +28,12 @@ _MAX_MEAN_FRAC = 0.5
 """Mean reward, as a share of full marks, that a reply without any work may earn."""
 _WORKLESS = frozenset({*_NONSENSE, "echo"})
 _Ask = Callable[[Example, str, str, str], Awaitable["_Judged"]]
-"""Judges a reply to an example: probe, text, and what was expected of it."""
+"""(example, probe, text, expectation) -> judgement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestFinding:
-    """One judgement that is not as it must be."""
+    """One judgement that contradicts what the probe expects."""
 
     probe: str
     """'gold' or the kind of nonsense: empty, blank, garbage, letter, echo, neighbor, sign, ..."""
@@ -52,7 +50,7 @@ class SelfTestFinding:
     """Why it could not be judged; None where it was."""
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         return (
             f"probe {self.probe} on example {self.example_id}: reply {self.text[:80]!r}, gold "
             f"{(self.gold or '')[:80]!r}, reward {self.reward}; {self.detail}"
@@ -60,7 +58,7 @@ class SelfTestFinding:
 
 
 def describe_findings(findings: Sequence[SelfTestFinding]) -> str:
-    """Say in one line what was found: what made most judgements fail, and the first findings."""
+    """Describe findings in one line: the commonest failure, and the first three."""
     causes = find_causes(finding.failure for finding in findings if finding.failure is not None)
     lead = f"{describe_failure(causes[0].failure)} in {causes[0].num} of " if causes else ""
     return f"{lead}{len(findings)} findings: {'; '.join(finding.describe() for finding in findings[:3])}"
@@ -85,13 +83,7 @@ async def self_test(
     Raises: DataError if there is no example.
     """
     if not examples:
-        raise DataError(
-            explain_refusal(
-                f"a self-test of task {task.name} on no example",
-                allowed="at least one example",
-                next_step="pass some training examples",
-            )
-        )
+        raise DataError(f"a self-test of task {task.name} on no example")
     if judge is None:
         from strop.tasks.judging import InlineJudge
 
@@ -174,8 +166,9 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
         yield "neighbor", replies[-1]
     gold = parse_number(example.answer or "")
     if gold is not None:
-        form = _answer_form(task, example)
-        yield from ((probe, f"{form[0]}{number}{form[1]}") for probe, number in _near_misses(gold))
+        before, behind = _answer_form(task, example)
+        misses = {"off-by-one": gold + 1} | ({"sign": -gold, "factor": gold * 10} if gold else {})
+        yield from ((probe, f"{before}{number}{behind}") for probe, number in misses.items())
 
 
 def _answer_form(task: Task, example: Example) -> tuple[str, str]:
@@ -186,13 +179,6 @@ def _answer_form(task: Task, example: Example) -> tuple[str, str]:
         return "#### ", ""
     before, _, behind = min(replies, key=len).rpartition(answer)
     return before, behind
-
-
-def _near_misses(gold: Decimal) -> Iterator[tuple[str, Decimal]]:
-    yield "off-by-one", gold + 1
-    if gold:
-        yield "sign", -gold
-        yield "factor", gold * 10
 
 
 async def _judge(
@@ -216,7 +202,7 @@ async def _judge(
             detail=detail,
             failure=caught.failure,
         ),
-        # For gold both must hold; for nonsense one of them is too much.
+        # Gold needs both; for nonsense either one is too much.
         has_full_marks=(full and is_correct is not False)
         if probe == "gold"
         else (full or is_correct is True),

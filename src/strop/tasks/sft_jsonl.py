@@ -1,8 +1,7 @@
-"""Demonstrations whose answers are known: posed as problems, for accuracy and for rejection sampling.
+"""Demonstrations with gold answers posed as problems, for accuracy and for rejection sampling.
 
-The rows are those of `sft.source`, read by the same reader, so one file is imitated and judged alike. A row
-that has no gold answer can be imitated and not judged: it is left out here, and counted. Several replies to
-one prompt are one example.
+The rows are those of `sft.source`, read by the same reader, so one file serves imitation and judging. Rows
+without a gold answer are left out and counted. Several replies to one prompt are one example.
 """
 
 from __future__ import annotations
@@ -14,18 +13,16 @@ from typing import Literal
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import SftJsonlSpec
-from strop.tasks.answers import parse_number
-from strop.tasks.contract import TaskLimits
+from strop.tasks.answers import parse_number, text_after_thinking
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
-from strop.tasks.mathematics.gsm8k_answers import find_number_text
+from strop.tasks.mathematics.gsm8k import find_number_text
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples
-from strop.tasks.rows.row_task import RowTask
-from strop.tasks.thinking import text_after_thinking
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
@@ -76,9 +73,8 @@ class SftJsonl(RowTask):
         kind = self._spec.answer
         found = _find(kind, text_after_thinking(text) or "")
         is_correct = found is not None and _is_equal(kind, example.answer, found)
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
+        return right_or_wrong(
+            is_correct,
             format_ok=found is not None,
             extracted=found,
         )
@@ -94,7 +90,7 @@ class SftJsonl(RowTask):
 
 
 class _Reader:
-    """Turns rows into examples, and remembers what was said before."""
+    """Converts rows to examples; the same prompt must have the same gold answer."""
 
     def __init__(self, spec: SftJsonlSpec) -> None:
         self._spec = spec

@@ -1,88 +1,40 @@
-"""What a task may have beside the contract, and how to ask for it.
+"""Optional capabilities of a task: members beside the contract, and how to ask for them.
 
-Each is a protocol with one member. Whoever uses one asks by the function beside it, which has an answer for
-tasks without; a task that is made of others passes on what they have.
+Ask by the functions below, which have an answer for tasks without the member. A task made of others
+(`TaskWrapper`, `Mixture`, `Blend`) passes on what they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
-from strop.rollout import Example, Outcome, Split
+from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
 
-
-def every_form(examples: Sequence[Example]) -> Sequence[Example]:
-    """Return examples among which stands one of every form: all, or the first where they are made one by one.
-
-    What is made on demand is of one form, and there may be a million of it.
-    """
-    return examples if isinstance(examples, tuple | list) else examples[:1]
-
-
-@runtime_checkable
-class Ordered(Protocol):
-    """What a task has beside, if its training examples come in an order of its own."""
-
-    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
-        """Return positions in the training examples; equal seed and epoch, equal order.
-
-        A position may be left out or come several times.
-        """
-        ...
-
-
-@runtime_checkable
-class Counted(Protocol):
-    """What a task has beside, if reading its data counts what a person should see."""
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Rows by what they are or why they are left out; empty where all are used. Reads the data."""
-        ...
-
-
-def counts_of(task: Task) -> Mapping[str, int]:
-    """Return what reading a task's data counted; empty where it counts nothing."""
-    return task.counts if isinstance(task, Counted) else {}
-
-
-@runtime_checkable
-class PromptFields(Protocol):
-    """What a task has beside, if its prompts name other things than the fields of an example."""
-
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return what a prompt may name of an example."""
-        ...
-
-
-def prompt_fields_of(task: Task, example: Example) -> Mapping[str, Any]:
-    """Return what a prompt may name of an example: what the task says, or the example's fields."""
-    return task.prompt_fields(example) if isinstance(task, PromptFields) else example.fields
-
-
-@runtime_checkable
-class PartedLimits(Protocol):
-    """What a task has beside, if its examples have limits of their own."""
-
-    def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits of one example."""
-        ...
-
-
-@runtime_checkable
-class QuickVerifier(Protocol):
-    """What a task has beside, if most of its judgements are quick although some may take for ever."""
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Return what `verify` would, or None where that may take more than some milliseconds.
-
-        It is called where nobody can end it. Whoever changes `verify` changes this with it.
-        """
-        ...
+OPTIONAL: Mapping[str, str] = MappingProxyType(
+    {
+        "epoch_order": "(seed, epoch) -> positions in the training examples, in the task's own order; equal"
+        " for equal seed and epoch. A position may be left out or repeated.",
+        "counts": "Rows by what they are or why they are left out, for people; reads the data.",
+        "prompt_fields": "(example) -> what a prompt template may name of it, if not the example's fields.",
+        "limits_of": "(example) -> the limits of one example.",
+        "verify_quick": "(example, text) -> what `verify` returns, or None where that may take more than some"
+        " milliseconds. It runs where nothing can end it. Change it together with `verify`.",
+        "program_form": "(example) -> how the Python program of a reply is used; None if it asks for none.",
+        "choices": "(example) -> the replies, as `verify` takes them, among which the policy chooses by"
+        " likelihood, none the prefix of another; () if the policy writes one.",
+        "judge_digests": "Hashes of all that identifies each model that judges replies; () without one.",
+        "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
+        "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
+        " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
+        "variant": "Which of the tasks that share its name a task is, in a word.",
+    }
+)
+"""What a task may have beside the contract, by the name of its method or property."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,43 +45,84 @@ class ProgramForm:
     """The name that it must define; None where it is run as a whole, reads its input and prints."""
 
 
-@runtime_checkable
-class RunsPrograms(Protocol):
-    """What a task has beside, if its replies are Python programs that it runs."""
+def has(task: Task, name: str) -> bool:
+    """Whether a task has a member of `OPTIONAL`. No property is evaluated: some read the data."""
+    return hasattr(type(task), name) or name in getattr(task, "__dict__", ())
 
-    def program_form(self, example: Example) -> ProgramForm | None:
-        """Return how the program of a reply is used; None where an example asks for no program."""
-        ...
+
+def _member(task: Task, name: str) -> Any:
+    return getattr(task, name) if has(task, name) else None
+
+
+def epoch_order_of(task: Task) -> Callable[[int, int], Sequence[int]] | None:
+    """Return how a task orders its training examples by seed and epoch; None: they are shuffled."""
+    order: Callable[[int, int], Sequence[int]] | None = _member(task, "epoch_order")
+    return order
+
+
+def counts_of(task: Task) -> Mapping[str, int]:
+    """Return what reading a task's data counted; empty where it counts nothing."""
+    counts: Mapping[str, int] | None = _member(task, "counts")
+    return {} if counts is None else counts
+
+
+def describe_counts(task: Task) -> str:
+    """Describe in a line what reading a task's data counted; empty where there is nothing.
+
+    Raises: DataError like `examples`.
+    """
+    return ", ".join(f"{name}: {count}" for name, count in counts_of(task).items() if count)
+
+
+def prompt_fields_of(task: Task, example: Example) -> Mapping[str, Any]:
+    """Return what a prompt may name of an example; its fields unless the task has `prompt_fields`."""
+    find = _member(task, "prompt_fields")
+    fields: Mapping[str, Any] = example.fields if find is None else find(example)
+    return fields
+
+
+def limits_of(task: Task, example: Example) -> TaskLimits:
+    """Return the limits of an example: its own, or those of the whole task."""
+    find = _member(task, "limits_of")
+    limits: TaskLimits = task.limits if find is None else find(example)
+    return limits
+
+
+def quick_verifier_of(task: Task) -> Callable[[Example, str], Outcome | None] | None:
+    """Return the task's `verify_quick`, or None."""
+    verify: Callable[[Example, str], Outcome | None] | None = _member(task, "verify_quick")
+    return verify
+
+
+def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
+    """Judge where that takes little time for certain; None: ask `verify` where it can be killed."""
+    if limits_of(task, example).verify_limit_s is None:
+        return task.verify(example, text)
+    verify = quick_verifier_of(task)
+    return None if verify is None else verify(example, text)
 
 
 def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     """Return how the program of a reply is used; None where replies are not programs."""
-    return task.program_form(example) if isinstance(task, RunsPrograms) else None
-
-
-@runtime_checkable
-class Choices(Protocol):
-    """What a task has beside, if the policy chooses among given replies by their likelihood."""
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies as `verify` takes them, none the beginning of another; () if one is written."""
-        ...
+    find = _member(task, "program_form")
+    form: ProgramForm | None = None if find is None else find(example)
+    return form
 
 
 def choices_of(task: Task, example: Example) -> tuple[str, ...]:
     """Return the replies that are chosen from; empty where the policy writes one."""
-    # Asked at every rollout, where `isinstance` of a protocol takes ten times as long.
-    found: tuple[str, ...] = task.choices(example) if hasattr(task, "choices") else ()
-    return found
+    find = _member(task, "choices")
+    choices: tuple[str, ...] = () if find is None else find(example)
+    return choices
 
 
 def require_written(task: Task) -> None:
-    """Refuse to train on replies that are chosen: nothing of them is sampled, so nothing can be reinforced.
+    """Refuse to train on replies that are chosen by likelihood: nothing is sampled that could be reinforced.
 
-    Held-out examples of that kind are evaluated beside others that are trained on, as in a mixture.
+    Only training examples count: a mixture may evaluate such held-out examples.
     Raises: ConfigError; DataError like `examples`.
     """
-    if not hasattr(task, "choices"):
+    if not has(task, "choices"):
         return
     asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
     if any(choices_of(task, example) for example in every_form(asked)):
@@ -143,42 +136,23 @@ def require_written(task: Task) -> None:
         )
 
 
-@runtime_checkable
-class ModelJudged(Protocol):
-    """What a task has beside, if a model may judge its replies."""
-
-    @property
-    def judge_digests(self) -> Sequence[str]:
-        """Hashes of all that makes each of its judges the one it is; () where no model judges."""
-        ...
+def judge_digests_of(*tasks: Task) -> list[str]:
+    """Return the hashes of all models that judge replies to these tasks."""
+    return [digest for task in tasks for digest in _member(task, "judge_digests") or ()]
 
 
-@runtime_checkable
-class Parted(Protocol):
-    """What a task has beside, if it is made of several tasks."""
-
-    def part_of(self, example: Example) -> str | None:
-        """Return the label of the part that an example belongs to."""
-        ...
-
-
-@runtime_checkable
-class Equivalent(Protocol):
-    """What a task has beside, if it knows which of its examples pose one problem, as 3 + 5 and 5 + 3 do.
-
-    All of them belong in one split, and count once where it is asked how sure a score is.
-    """
-
-    def problem_of(self, example: Example) -> str | None:
-        """Return a name for the problem, the same for all that pose it; None where nobody knows."""
-        ...
+def part_of(task: Task, example: Example) -> str | None:
+    """Return the label of an example's part, or None where the task has no parts."""
+    find = _member(task, "part_of")
+    label: str | None = None if find is None else find(example)
+    return label
 
 
 def problem_of(task: Task, example: Example) -> str | None:
-    """Return what all examples that pose one problem have in common; None where the task does not know."""
-    # As in `choices_of`.
-    found: str | None = task.problem_of(example) if hasattr(task, "problem_of") else None
-    return found
+    """Return the name shared by examples that pose one problem; None where the task does not know."""
+    find = _member(task, "problem_of")
+    name: str | None = None if find is None else find(example)
+    return name
 
 
 def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
@@ -187,49 +161,85 @@ def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
     return frozenset(name for name in names if name is not None)
 
 
-def part_of(task: Task, example: Example) -> str | None:
-    """Return the label of an example's part, or None where the task has no parts."""
-    return task.part_of(example) if isinstance(task, Parted) else None
+def variant_of(task: Task) -> str | None:
+    """Return which of the tasks of its name a task is, or None where there is one only."""
+    variant: str | None = _member(task, "variant")
+    return variant
 
 
-@runtime_checkable
-class Varied(Protocol):
-    """What a task has beside, if its name stands for many."""
+def every_form(examples: Sequence[Example]) -> Sequence[Example]:
+    """Return examples that cover every form: all of them, or the first where they are generated on demand."""
+    return examples if isinstance(examples, tuple | list) else examples[:1]
+
+
+class TaskWrapper:
+    """A task around another. It passes on everything but `epoch_order`, which only some tasks have."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.name = task.name
+        self.limits: TaskLimits = task.limits
+
+    @property
+    def version(self) -> str:
+        """The task's own."""
+        return self._task.version
 
     @property
     def variant(self) -> str | None:
-        """Which of them it is, in a word."""
-        ...
+        """The task's own."""
+        return variant_of(self._task)
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Those of the task; reads its data."""
+        return counts_of(self._task)
 
-def variant_of(task: Task) -> str | None:
-    """Return which of the tasks of its name a task is, or None where there is one only."""
-    return task.variant if isinstance(task, Varied) else None
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Those of the task."""
+        return judge_digests_of(self._task)
 
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the task's examples. Raises: DataError as the task does."""
+        return self._task.examples(split)
 
-def limits_of(task: Task, example: Example) -> TaskLimits:
-    """Return the limits of an example: its own, or those of the whole task."""
-    # As in `choices_of`.
-    found: TaskLimits = task.limits_of(example) if hasattr(task, "limits_of") else task.limits
-    return found
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits that the task gives the example."""
+        return limits_of(self._task, example)
 
+    def part_of(self, example: Example) -> str | None:
+        """Return the part that the task counts the example to."""
+        return part_of(self._task, example)
 
-def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
-    """Judge where that takes little time for certain; None: ask `verify` where it can be ended."""
-    if limits_of(task, example).verify_limit_s is None:
-        return task.verify(example, text)
-    return task.verify_quick(example, text) if isinstance(task, QuickVerifier) else None
+    def problem_of(self, example: Example) -> str | None:
+        """Return the problem that the task counts the example to."""
+        return problem_of(self._task, example)
 
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return what the task's prompts may name of the example."""
+        return prompt_fields_of(self._task, example)
 
-def describe_counts(task: Task) -> str:
-    """Say in a line what reading a task's data counted; empty where there is nothing to say.
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example as the task does."""
+        return self._task.render(example)
 
-    Raises: DataError like `examples`.
-    """
-    counts = counts_of(task)
-    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Judge as the task does."""
+        return self._task.verify(example, text)
 
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        """Judge as the task does, where it is quick."""
+        return verify_quick(self._task, example, text)
 
-def judge_digests_of(*tasks: Task) -> list[str]:
-    """Return the hashes of all models that judge replies to these tasks."""
-    return [digest for task in tasks if isinstance(task, ModelJudged) for digest in task.judge_digests]
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the task uses the program of a reply."""
+        return program_form_of(self._task, example)
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the replies to choose from, where the task has them."""
+        return choices_of(self._task, example)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return what the task calls right."""
+        return self._task.gold_replies(example)

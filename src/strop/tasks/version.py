@@ -1,4 +1,4 @@
-"""What a task's version covers, and how a run may shorten its replies."""
+"""What a task's version hash covers, and how a run changes its reply limits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from strop.spec.task import TaskSpec
 from strop.spec.task_base import PROMPTING
 from strop.tasks.contract import TaskLimits
 
-# Where the data lies differs between machines and what it says does not; its content is hashed apart.
+# Paths differ between machines; the content of the data is hashed apart.
 # How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
 _NOT_HASHED = {
     *("source", "max_too_long_frac"),
-    # A function of the user's counts by its source, wherever that lies.
+    # A user's function is hashed by its source.
     "reward",
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
-    # How a judge is reached, and who compares it with people; its rubric is hashed as a text.
+    # How a judge is reached and calibrated; its rubric is hashed as a text.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
     *("rubric", "calibration", "can_judge_itself", "judge_engine", "judge_devices"),
     # Where one of them is set, `Prompted` makes a version of the task's own and them.
     *PROMPTING,
 }
-# What it takes to believe the verifier changes no score either.
+# What the self-test requires changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
 _USUAL = {"min_reward": 0.0}
-"""Limits and settings that count only where they are set: versions on record are older than they."""
+"""Limits and settings hashed only where they differ from these: recorded versions are older than they."""
 
 
 def hash_version(
@@ -51,7 +51,7 @@ def _without_usual(values: dict[str, Any]) -> dict[str, Any]:
 
 
 THINKING_TOKENS = 8192
-"""What a reply may use beyond the task's own limit where the model is told to think."""
+"""What a reply may use beyond the task's own limit where thinking is on."""
 
 
 def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:

@@ -18,12 +18,12 @@ from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
 
 _LOGPROB_NATS = -0.5
-"""Every token of a scripted reply is this likely, so `generate` and `score` agree where nobody says."""
+"""Every token of a scripted reply is this likely, so that `generate` and `score` agree by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptedReply:
-    """What the engine says next."""
+    """The engine's next reply."""
 
     text: str
     ends: bool = True
@@ -64,7 +64,7 @@ class DummyEngine:
         self.receipts: list[WeightReceipt] = []
         """Every weight update that was taken over, in order."""
         self.policy_version = 0
-        """What replies are stamped with."""
+        """The policy version of replies."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer with the next line.

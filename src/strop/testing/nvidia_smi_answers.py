@@ -1,6 +1,6 @@
 """The answers of the fake nvidia-smi, as a program that needs nothing but Python: it is asked often.
 
-python -I -S fake_answers.py STATE -L
+python -I -S nvidia_smi_answers.py STATE -L
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""`FakeSageMaker`: the life of training jobs without an account, for tests and rehearsals.
+"""`FakeSageMaker`: training jobs without an AWS account, for tests and local runs.
 
 Methods and answers have the names and shapes of the boto3 client's. Time is virtual: `advance` moves it,
 nothing sleeps. A job follows a script of states, or real programs (`Instance`) as far as it trains.
 
 Covered: the limits of the service's model, names unique until deleted, the stop window, wall time and
 waiting, spot interruptions, internal errors with and without RetryStrategy, quotas, throttling, an answer of
-`describe` that lags behind `list`, states that no table knows, log streams and outputs in given clients.
-Not covered: rights, prices, training plans, warm pools, serverless jobs, anything that live AWS does and
-its text does not say.
+`describe` that lags behind `list`, unknown states, log streams and outputs in given clients.
+Not covered: rights, prices, training plans, warm pools, serverless jobs, anything that AWS does and
+its documentation does not say.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RETRY_PAUSE_S = 30.0
 
 
 class FakeSageMaker:
-    """A SageMaker of its own, with a clock that the test moves."""
+    """A fake SageMaker service, with a clock that the test moves."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FakeSageMaker:
         self._prefix = f"arn:aws:sagemaker:{region}:{account}:training-job"
         self._s3, self._logs, self._make_instance = s3, logs, make_instance
 
-    # What a test does.
+    # For tests.
 
     def advance(self, duration_s: float) -> None:
         """Let time pass."""
@@ -86,7 +86,7 @@ class FakeSageMaker:
         """Return the arguments of every call of one operation."""
         return [arguments for name, arguments in self.calls if name == operation]
 
-    # What the client does.
+    # The API of the boto3 client.
 
     def create_training_job(self, **request: Any) -> dict[str, Any]:
         """Accept a job. Raises: ClientError ValidationException, ResourceInUse, ResourceLimitExceeded."""
@@ -164,7 +164,7 @@ class FakeSageMaker:
         job.tags = [{"Key": key, "Value": value} for key, value in merged.items()]
         return {"Tags": copy.deepcopy(job.tags)}
 
-    # How a job lives.
+    # The course of a job.
 
     def _settle_now(self, job: FakeJob) -> FakeJob:
         self._settle(job, self.now)
@@ -279,7 +279,7 @@ class FakeSageMaker:
         if self._s3 is not None:
             self._write_outputs(job)
 
-    # What is there and what is not.
+    # Helpers.
 
     def _note(self, operation: str, arguments: dict[str, Any]) -> None:
         self.calls.append((operation, copy.deepcopy(arguments)))

@@ -1,4 +1,4 @@
-"""One job of `FakeSageMaker`: its script, its history, and how the service would tell of it."""
+"""One job of `FakeSageMaker`: its script, its history, and the service's replies about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
-    """What happens to a job if nobody stops it."""
+    """The course of a job that is not stopped."""
 
     stages: tuple[Stage, ...] = (
         Stage(secondary="Pending", duration_s=30.0),
@@ -38,11 +38,11 @@ class JobScript:
     num_internal_errors: int = 0
     """How often the platform fails in the middle of Training."""
     log_lines: tuple[str, ...] = ()
-    """What each host says while it trains."""
+    """Log lines of each host while it trains."""
 
 
 def spot_script(train_s: float, wait_s: float, rest_s: float) -> JobScript:
-    """Return a life with one interruption: train, wait for another instance, train on."""
+    """Return a script with one interruption: train, wait for another instance, train on."""
     words = ("Starting", TRAINING, "Interrupted", "Starting", "Downloading", TRAINING, "Uploading")
     times = (60.0, train_s, wait_s, 60.0, 30.0, rest_s, 20.0)
     return JobScript(
@@ -51,7 +51,7 @@ def spot_script(train_s: float, wait_s: float, rest_s: float) -> JobScript:
 
 
 class Instance(Protocol):
-    """The machines of a job as real programs; the contract runner is one."""
+    """The machines of a job as real programs; the emulator is one."""
 
     def start(self, request: Mapping[str, Any], attempt: int) -> None:
         """Bring the state in, build /opt/ml and start the entry on every host."""
@@ -113,7 +113,7 @@ class FakeJob:
 
 
 def describe_job(job: FakeJob, at: float) -> dict[str, Any]:
-    """Return what the service says of a job as it was at an instant."""
+    """Return the service's description of a job as it was at an instant."""
     history = [change for change in job.history if change[0] <= at] or job.history[:1]
     _, primary, secondary = history[-1]
     request = copy.deepcopy({key: value for key, value in job.request.items() if key != "Tags"})

@@ -24,11 +24,10 @@ from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
 from strop.hardware.findings import Finding
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import write_verdict
-from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
-from strop.launch.home import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
-from strop.launch.planning import tag_of
-from strop.record.checkpoints import find_checkpoints
-from strop.record.files import DirectoryRecord, LogSource, RecordFiles
+from strop.launch.build_request import tag_of
+from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.job_dir import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
+from strop.record.files import DirectoryRecord, LogSource, RecordFiles, find_checkpoints
 
 _REF = TypeAdapter(JobRef)
 
@@ -58,17 +57,17 @@ class FakeBackend:
         self.ends_at = "TERM"
         """Which order ends a job: `TERM`, `KILL`, or nothing."""
         self.after_accepting: Callable[[], None] = lambda: None
-        """Called between the acceptance and the return of `hand_over`: the place for a kill."""
+        """Called between the acceptance and the return of `submit`: the place for a kill."""
         self.on_preempt: Callable[[], None] = lambda: None
         self.logs: LogSource | None = None
         self._folder = folder
-        self._answers: dict[tuple[str, int], Answer | None] = {}
+        self._answers: dict[tuple[str, int], SchedulerStatus | None] = {}
 
     # The contract.
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add a script and a command. Raises: ConfigError for more GPUs than a node of the site has."""
-        self.calls.append(Call(verb="complete"))
+        self.calls.append(Call(verb="render"))
         has, wants = request.site.profile.gpus_per_node, plan.resources.gpus_per_node
         if wants > has:
             raise ConfigError(
@@ -88,9 +87,9 @@ class FakeBackend:
         self.calls.append(Call(verb="probe", detail=plan.home))
         return list(self.findings)
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
+    def submit(self, plan: JobPlan) -> JobRef:
         """Accept a job, or refuse it as the script says."""
-        self.calls.append(Call(verb="hand_over", detail=plan.home))
+        self.calls.append(Call(verb="submit", detail=plan.home))
         self._require_answer()
         if not has_plan(Path(plan.home)):
             raise StoreError(
@@ -106,21 +105,21 @@ class FakeBackend:
         self.after_accepting()
         return ref
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+    def recover(self, plan: JobPlan) -> JobRef | None:
         """Return the newest job that carries this plan's hash and has this home."""
-        self.calls.append(Call(verb="find_accepted", detail=plan.home))
+        self.calls.append(Call(verb="recover", detail=plan.home))
         self._require_answer()
         found = [
             ref for ref in self.list_tagged() if (ref.plan_hash, ref.home) == (plan.plan_hash, plan.home)
         ]
         return found[-1] if found else None
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """Return what the script says of each member; an accepted job without a script waits."""
-        self.calls.append(Call(verb="ask", detail=" ".join(ref.job_id for ref in refs)))
+        self.calls.append(Call(verb="poll", detail=" ".join(ref.job_id for ref in refs)))
         self._require_answer()
-        waiting = Answer(state=JobState.QUEUED, raw="WAITING")
-        found: dict[tuple[str, int], Answer] = {}
+        waiting = SchedulerStatus(state=JobState.QUEUED, raw="WAITING")
+        found: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
             for member in read_plan(job_path_of(ref.home)).members:
                 answer = self._answers.get((ref.job_id, member.index), waiting)
@@ -143,7 +142,7 @@ class FakeBackend:
         self.calls.append(Call(verb="stop", detail=order))
         self._require_answer()
         if order == self.ends_at:
-            ended = Answer(state=JobState.CANCELLED, raw="CANCELLED")
+            ended = SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED")
             for one in read_plan(job_path_of(ref.home)).members:
                 if member in {None, one.index}:
                     self._answers[ref.job_id, one.index] = ended
@@ -163,7 +162,7 @@ class FakeBackend:
 
     # The script.
 
-    def answer(self, ref: JobRef, answer: Answer | None, *, member: int = 0) -> None:
+    def answer(self, ref: JobRef, answer: SchedulerStatus | None, *, member: int = 0) -> None:
         """Say what the scheduler answers from now on; None: it has forgotten the job."""
         self._answers[ref.job_id, member] = answer
 

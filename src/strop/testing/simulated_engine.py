@@ -46,7 +46,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedSpeed:
-    """How long things take in an engine, and how long replies are."""
+    """Durations in an engine, and lengths of replies."""
 
     median_reply_tokens: float = 500.0
     reply_sigma: float = 0.6
@@ -65,7 +65,7 @@ class SimulatedSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedTrouble:
-    """What goes wrong in an engine."""
+    """Failures of an engine."""
 
     straggler_frac: float = 0.0
     """Chance that this engine is slow in all it does."""
@@ -75,7 +75,7 @@ class SimulatedTrouble:
     repair_s: float = math.inf
     """After so long it answers again; it serves what it is sent next."""
     silent_frac: float = 0.0
-    """Share of deaths that nobody is told of: requests are never answered."""
+    """Share of silent deaths: requests are never answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -295,7 +295,7 @@ class SimulatedEngine:
         )
 
     def _forget(self, row: _Row) -> None:
-        """Drop a request that nobody waits for any more."""
+        """Drop a cancelled request."""
         if row in self._waiting:
             self._waiting.remove(row)
         elif row in self._rows:
@@ -312,7 +312,7 @@ class SimulatedEngine:
         heapq.heapify(self._rows)
 
     def _set_timer(self) -> None:
-        """Wake when the next reply ends, or earlier: whoever is woken looks again."""
+        """Wake when the next reply ends, or earlier: the caller checks again."""
         if not self._rows:
             return
         remaining = max(0.0, self._rows[0].end - self._steps)
@@ -363,7 +363,7 @@ class SimulatedEngine:
         self._idle.set()
 
     async def _require_voice(self) -> None:
-        """Hold whoever asks while nobody is told of a death, then refuse."""
+        """Hold requests while a death is silent, then refuse."""
         was_silent = self._is_silent
         await self._speaks.wait()
         if was_silent:

@@ -1,11 +1,10 @@
-"""What happens next: the one loop that makes a model better at a task.
+"""The training loop, and what it needs beside the policy: gate, watches, offline data, checkpoints.
 
-Synchronous today: examples, rollouts, credit, one optimizer step, publication, record. Before the
-first step the gate refuses what would train silently wrong; while it runs, tripwires watch; a
-checkpoint continues to the same curve. Not here: who runs where (`cluster`), composing a run from
-a run file (`launch`), and how good the result is (`evaluate`), which is handed in.
-Modules that touch tensors import torch; import them by path.
-Called, as `strop.train(...)`, this room is `launch.from_python.train`: both have the verb's name.
+Before the first step the gate refuses what would train silently wrong; while the loop runs, tripwires watch;
+a checkpoint continues to the same curve. `watch/` holds the watches, `data/` what a run trains on. Not here:
+where roles run (`cluster`), composing a run from a run file (`run`), and evaluation (`evaluate`), which is
+handed in. Modules that touch tensors import torch; import them by path.
+Called as `strop.train(...)`, this package is `run.from_python.train`: both have the verb's name.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = ["EvalSummary", "Evaluator", "Observer", "SilentObserver"]
 
 
 class _Room(ModuleType):
-    """What `strop.train` is, whether this room was imported before or not."""
+    """The module `strop.train`, which can be called as well."""
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        """Train from Python; see `launch.from_python.train`."""
+        """Train from Python; see `run.from_python.train`."""
         return import_module("strop.run.from_python").train(*arguments, **settings)
 
 

@@ -45,7 +45,7 @@ class TrainerState:
     num_threads: int
     """Threads that the numbers were computed with; another count rounds differently."""
     next_group: int = 0
-    """Number of the first group that no step has consumed (`GroupSource`)."""
+    """Number of the first group that no step has consumed (`RolloutBuffer`)."""
     made_of: Mapping[str, str] = field(default_factory=dict)
     """Digest of every part that the run is made of; another one would give another curve."""
 
@@ -75,7 +75,10 @@ async def save_checkpoint(
         await learner.save_state(partial / "state")
         (partial / "state" / "trainer.json").write_text(json.dumps(asdict(state)))
         if waiting:
-            _write_waiting(partial / "state", waiting)
+            rollouts = [rollout for _, group in waiting for rollout in group.rollouts]
+            write_rollouts(partial / "state" / _WAITING, rollouts)
+            numbers = [(number, len(group.rollouts)) for number, group in waiting]
+            (partial / "state" / _WAITING_NUMBERS).write_text(json.dumps(numbers))
     return target
 
 
@@ -164,9 +167,3 @@ def load_waiting(path: Path) -> list[tuple[int, Group]]:
         members = tuple(itertools.islice(rollouts, num_rollouts))
         groups.append((number, Group(example=members[0].example, rollouts=members)))
     return groups
-
-
-def _write_waiting(target: Path, waiting: Sequence[tuple[int, Group]]) -> None:
-    write_rollouts(target / _WAITING, [rollout for _, group in waiting for rollout in group.rollouts])
-    numbers = [(number, len(group.rollouts)) for number, group in waiting]
-    (target / _WAITING_NUMBERS).write_text(json.dumps(numbers))

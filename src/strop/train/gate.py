@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 
-from strop.algorithm.idle import find_idle_settings
+from strop.algorithm.building import find_idle_settings
 from strop.algorithm.kl import find_penalty_flaw
 from strop.audit import (
     PROBE_IDS,
@@ -28,7 +27,7 @@ from strop.audit import (
     run_audit,
     write_audit,
 )
-from strop.environments import SingleTurn, run_groups
+from strop.environments import choose_environment, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
@@ -46,14 +45,18 @@ from strop.tasks.failures import find_causes, find_failures
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
-from strop.train.collecting import plan_attempts
-from strop.train.demonstrations import Demonstration
-from strop.train.gate_input import GateCheck, GateInput
-from strop.train.gate_model import check_tensors, check_tokenizer, check_weights
-from strop.train.gate_parity import PARITY_TOLERANCE_NATS, check_parity, pack_rollouts
-from strop.train.gate_room import check_room
-from strop.train.overlap import check_overlap
-from strop.train.step_terms import choose_algorithm
+from strop.train.data.demonstrations import Demonstration
+from strop.train.gate_checks import GateCheck, GateInput, check_overlap, check_room
+from strop.train.gate_models import (
+    PARITY_TOLERANCE_NATS,
+    check_parity,
+    check_tensors,
+    check_tokenizer,
+    check_weights,
+    pack_rollouts,
+)
+from strop.train.generation import plan_attempts
+from strop.train.step import choose_algorithm
 from strop.train.terms import pack_demonstrations
 
 _NUM_PROBE_PROMPTS = 8
@@ -112,7 +115,9 @@ def read_accepted(text: str | None) -> dict[str, str]:
     accepted = {name.strip(): reason.strip() for name, reason in pairs}
     known = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
     known += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
-    unknown = sorted(name for name in accepted if _without_version(name) not in known)
+    # A probe may be accepted for one version of the task: `audit.PROBE@VERSION`.
+    plain = {name: name.partition("@")[0] if name.startswith(f"{_AUDIT}.") else name for name in accepted}
+    unknown = sorted(name for name in accepted if plain[name] not in known)
     if unknown:
         raise ConfigError(
             explain_refusal(
@@ -122,11 +127,6 @@ def read_accepted(text: str | None) -> dict[str, str]:
             )
         )
     return accepted
-
-
-def _without_version(name: str) -> str:
-    """Return the name of a check; that of a probe without the version of the task it is accepted for."""
-    return name.partition("@")[0] if name.startswith(f"{_AUDIT}.") else name
 
 
 async def _probe(gate: GateInput) -> list[Group]:
@@ -142,7 +142,7 @@ async def _probe(gate: GateInput) -> list[Group]:
         )
         for example in gate.asked[:_NUM_PROBE_PROMPTS]
     ]
-    make_environment = partial(SingleTurn, gate.task, gate.judge)
+    make_environment = choose_environment(gate.task, gate.judge)
     groups = await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
     gate.on_causes(find_causes(find_failures(r.outcome for group in groups for r in group.rollouts)))
     return groups
@@ -217,7 +217,7 @@ async def check_judges(gate: GateInput) -> GateCheck:
     details, is_passed = [], True
     for index, section in enumerate(judge_sections(gate.spec.task)):
         if section.calibration is None:
-            details.append(f"nobody compared {section.judge_model} with people: task.calibration=none")
+            details.append(f"{section.judge_model} was not compared with human labels: task.calibration=none")
             continue
         report = await check_calibration(section, section.calibration)
         write_judge_report(report, gate.run_path / f"judge-{index}.json")
@@ -241,7 +241,7 @@ def check_demonstrations(gate: GateInput) -> GateCheck:
     """Refuse demonstrations that do not teach where a reply ends."""
     found, tokenizer = gate.demonstrations, gate.roles.tokenizer
     if found is None:
-        return GateCheck(name="demonstrations", is_passed=True, detail="nothing is imitated")
+        return GateCheck(name="demonstrations", is_passed=True, detail="no demonstrations")
     first, num_members = found.members[0], len(found.members)
     num_endless = sum(not _ends_once(tokenizer, member) for member in found.members)
     num_passes = gate.spec.train.steps * gate.spec.sft.rows_per_step / num_members
@@ -263,7 +263,7 @@ def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse to train other tokens than were sampled: what ended a reply is among them, and nothing else."""
     tokenizer = gate.roles.tokenizer
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
-    ended = [r for r in rollouts if _last_sampled_ids(r) & tokenizer.stop_token_ids]
+    ended = [r for r in rollouts if set(_sampled_ids(r)[-1:].tolist()) & tokenizer.stop_token_ids]
     untrained = [r for r in ended if not set(_target_ids(r)[-1:].tolist()) & tokenizer.stop_token_ids]
     stopped = [r for r in rollouts if r.reply and r.reply.finish_reason is FinishReason.STOP_STRING]
     withheld = [r for r in stopped if r.reply and tokenizer.decode(r.reply.token_ids) == r.reply.text]
@@ -284,10 +284,6 @@ def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         detail = "no probe reply ended by itself; the reply limit may be too small"
     is_passed = not untrained and not withheld and not changed
     return GateCheck(name="terminator", is_passed=is_passed, detail=detail)
-
-
-def _last_sampled_ids(rollout: Rollout) -> set[int]:
-    return set(_sampled_ids(rollout)[-1:].tolist())
 
 
 def _sampled_ids(rollout: Rollout) -> IntArray:

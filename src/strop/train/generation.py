@@ -4,26 +4,191 @@ Groups are numbered in the order of the schedule. Group n belongs to the batch n
 number of groups of a step, and discarded groups are not counted. It may be started once its batch is at most
 `max_staleness` steps ahead of the weights that the engine serves, so nothing is sampled that would be
 too old when its step comes; with 0 this is sampling on demand, step by step. A batch is the next B groups
-in their order, however long each takes: whoever filled batches with what ends first would train on short
-replies.
+in their order, however long each takes: filling batches in order of completion would bias training towards
+short replies.
 
-Every group that was started ends in exactly one way, and is counted (`Fate`). The place from which a resumed
-run goes on is the first group that no step has consumed: what was sampled behind it is either kept by the
-checkpoint or sampled again, under the weights of then.
+Every started group ends in exactly one way and is counted (`GroupStatus`). A resumed run goes on from the
+first group that no step has consumed: what was sampled behind it is either kept by the checkpoint or sampled
+again, under the restored weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from statistics import fmean
 
-from strop.errors import Starved, explain_refusal
-from strop.rollout import Example, Group
+import numpy as np
+
+from strop.algorithm import Algorithm, needs_replacement
+from strop.cluster import Roles
+from strop.environments import RolloutPlan, choose_environment, run_group
+from strop.errors import Starved
+from strop.rollout import Example, Group, Rollout, Sampling
+from strop.spec.run import RunSpec
+from strop.tasks import Task, limits_of
+from strop.tasks.judging import Judge
+from strop.train.batch import TrainBatch
+from strop.train.data.schedule import ExampleSchedule
 
 
-class Fate(StrEnum):
+class Collector:
+    """Plans the attempts at examples and has them walked, here or by workers."""
+
+    def __init__(
+        self, spec: RunSpec, task: Task, judge: Judge, roles: Roles, *, on_group: Callable[[], None]
+    ) -> None:
+        self._spec = spec
+        self._task = task
+        self._judge = judge
+        self._roles = roles
+        self._on_group = on_group
+
+    def open_buffer(
+        self,
+        algorithm: Algorithm,
+        schedule: ExampleSchedule[Example],
+        *,
+        first_number: int,
+        first_step: int,
+    ) -> RolloutBuffer:
+        """Return the source of groups of a run that goes on after `first_step` steps."""
+        spec = self._spec
+        return RolloutBuffer(
+            BufferLimits(
+                groups_per_step=spec.train.prompts_per_step,
+                max_staleness=spec.train.max_staleness,
+                num_steps=spec.train.steps,
+            ),
+            find_example=schedule.numbered,
+            attempt=self.attempt,
+            find_discard_reason=partial(self._find_discard_reason, algorithm=algorithm),
+            first_number=first_number,
+            first_step=first_step,
+        )
+
+    async def attempt(self, number: int, example: Example) -> Group:
+        """Attempt an example as often as a group has members."""
+        spec = self._spec
+        plans = plan_attempts(
+            spec,
+            self._task,
+            example,
+            # Of the group, not of the loop: a stream's name depends on no timing.
+            step=number // spec.train.prompts_per_step,
+            num_attempts=spec.train.rollouts_per_prompt,
+            max_positions=self._roles.learner.shape.max_positions,
+        )
+        if self._roles.run_group is not None:
+            group = await self._roles.run_group(plans)
+        else:
+            make_environment = choose_environment(self._task, self._judge)
+            group = await run_group(make_environment, self._roles.engine, self._roles.tokenizer, plans)
+        self._on_group()
+        return group
+
+    def _find_discard_reason(self, group: Group, *, algorithm: Algorithm) -> GroupStatus | None:
+        """Say why a group may not be part of a batch, None where it may."""
+        staleness = find_staleness([group], self._roles.learner.version)
+        if staleness is not None and staleness > self._spec.train.max_staleness:
+            return GroupStatus.EVICTED
+        rewards = [rollout.outcome.reward for rollout in group.rollouts]
+        counts = [rollout.num_sampled_tokens for rollout in group.rollouts]
+        limit = limits_of(self._task, group.example).max_reply_tokens
+        if needs_replacement(algorithm, rewards, counts, limit):
+            return GroupStatus.FILTERED
+        return None
+
+
+def plan_attempts(
+    spec: RunSpec, task: Task, example: Example, *, step: int, num_attempts: int, max_positions: int
+) -> list[RolloutPlan]:
+    """Plan the attempts at one example as the run file says; `step` names their random streams."""
+    sampling = Sampling(**spec.sampling.model_dump())
+    max_reply_tokens = limits_of(task, example).max_reply_tokens
+    return [
+        RolloutPlan(
+            example=example,
+            step=step,
+            sample_index=index,
+            run_seed=spec.seed,
+            sampling=sampling,
+            max_reply_tokens=max_reply_tokens,
+            max_positions=max_positions,
+            prompt_format=spec.model.prompt_format,
+        )
+        for index in range(num_attempts)
+    ]
+
+
+def find_staleness(groups: Sequence[Group], version: int) -> int | None:
+    """Return how many steps the oldest sampled token is behind `version`; None without tokens."""
+    versions = [oldest for group in groups for rollout in group.rollouts for oldest in _versions(rollout)]
+    return version - min(versions) if versions else None
+
+
+def measure_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Say how old the rollouts of a batch are, in steps, by their oldest token."""
+    oldest = [min(found) for group in groups for r in group.rollouts if (found := _versions(r))]
+    ages = version - np.array(oldest)
+    if not len(ages):
+        return {}
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}
+
+
+def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStatus]:
+    """Say how each group of a batch ended."""
+    statuses = []
+    for group, is_forwarded_G in zip(groups, batch.credit.is_forwarded_P_G, strict=True):
+        if bool(is_forwarded_G.any()):
+            statuses.append(GroupStatus.TRAINED)
+        elif sum(rollout.outcome.is_scored for rollout in group.rollouts) < 2:
+            statuses.append(GroupStatus.FAILED)
+        else:
+            statuses.append(GroupStatus.SKIPPED)
+    return statuses
+
+
+def measure_discarded(batch: Batch) -> dict[str, float]:
+    """Say what was sampled on the way to a batch and not trained on; nothing where all of it was.
+
+    `used_length_ratio` is the mean length of the replies that were young enough, over that of all that were
+    dispatched: below 1, long replies came too late more often than short ones.
+    """
+    if not batch.discarded:
+        return {}
+    evicted = _lengths(group for status, group in batch.discarded if status is GroupStatus.EVICTED)
+    replaced = _lengths(group for status, group in batch.discarded if status is not GroupStatus.EVICTED)
+    used = _lengths(batch.groups)
+    num_wasted = sum(evicted) + sum(replaced)
+    metrics = {"wasted_token_frac": num_wasted / max(num_wasted + sum(used), 1)}
+    for status, num_groups in Counter(status for status, _ in batch.discarded).items():
+        metrics[f"num_{status}_groups"] = float(num_groups)
+    # Those that were replaced for their rewards were in time.
+    in_time = used + replaced
+    if any(evicted) and any(in_time):
+        metrics["used_length_ratio"] = fmean(in_time) / fmean(in_time + evicted)
+    return metrics
+
+
+def _lengths(groups: Iterable[Group]) -> list[int]:
+    return [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
+
+
+def count_tokens(groups: Iterable[Group]) -> int:
+    """Return the tokens that were sampled for groups."""
+    return sum(_lengths(groups))
+
+
+def _versions(rollout: Rollout) -> list[int]:
+    return [turn.policy_version for turn in rollout.turns if turn.policy_version is not None]
+
+
+class GroupStatus(StrEnum):
     """How a group that was started ended."""
 
     TRAINED = "trained"
@@ -39,7 +204,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceLimits:
+class BufferLimits:
     """How far sampling may run ahead, and what a batch is."""
 
     groups_per_step: int
@@ -58,7 +223,7 @@ class Batch:
     groups: list[Group]
     numbers: list[int]
     """Which groups they are."""
-    discarded: list[tuple[Fate, Group]]
+    discarded: list[tuple[GroupStatus, Group]]
     is_short: bool
     """Whether groups are missing because too many were discarded."""
 
@@ -71,27 +236,27 @@ class _Started:
     group: asyncio.Future[Group]
 
 
-class GroupSource:
+class RolloutBuffer:
     """Starts groups as early as it may and hands out batches in order."""
 
     def __init__(
         self,
-        limits: SourceLimits,
+        limits: BufferLimits,
         *,
         find_example: Callable[[int], Example],
         attempt: Callable[[int, Example], Awaitable[Group]],
-        find_flaw: Callable[[Group], Fate | None] = lambda group: None,
+        find_discard_reason: Callable[[Group], GroupStatus | None] = lambda group: None,
         first_number: int = 0,
         first_step: int = 0,
     ) -> None:
-        """`attempt(number, example)` samples one group; `find_flaw` says why one is discarded and replaced.
+        """`attempt(number, example)` samples one group; one with a `find_discard_reason` is replaced.
 
         `first_number` and `first_step` are where a resumed run goes on.
         """
         self._limits = limits
         self._find_example = find_example
         self._attempt = attempt
-        self._find_flaw = find_flaw
+        self._find_discard_reason = find_discard_reason
         self._next_number = first_number
         self._num_consumed_steps = first_step
         self._chosen: list[_Started] = []
@@ -100,9 +265,9 @@ class GroupSource:
         self._ended: list[_Started] = []
         self._has_ended = asyncio.Event()
         self._kept: dict[int, Group] = {}
-        self._discarded: list[tuple[int, Fate, Group]] = []
+        self._discarded: list[tuple[int, GroupStatus, Group]] = []
         self._num_started = 0
-        self._by_fate = dict.fromkeys(Fate, 0)
+        self._by_status = dict.fromkeys(GroupStatus, 0)
 
     @property
     def next_unconsumed(self) -> int:
@@ -117,12 +282,17 @@ class GroupSource:
     @property
     def counts(self) -> Mapping[str, int]:
         """Groups started by this process, and how many of them ended in which way."""
-        by_fate = {fate.value: num_groups for fate, num_groups in self._by_fate.items()}
-        return {"started": self._num_started, **by_fate}
+        by_status = {status.value: num_groups for status, num_groups in self._by_status.items()}
+        return {"started": self._num_started, **by_status}
 
     def list_waiting(self) -> list[tuple[int, Group]]:
         """Return the groups that are done and wait for their step, for a checkpoint."""
-        return [(entry.number, entry.group.result()) for entry in self._started.values() if _is_usable(entry)]
+        done = (entry for entry in self._started.values() if entry.group.done())
+        return [
+            (entry.number, entry.group.result())
+            for entry in done
+            if not entry.group.cancelled() and entry.group.exception() is None
+        ]
 
     def restore(self, waiting: Sequence[tuple[int, Group]]) -> None:
         """Take over groups that a checkpoint kept; they are not sampled again."""
@@ -144,7 +314,7 @@ class GroupSource:
         is_complete = False
         try:
             while not is_complete:
-                self._replace_flawed()
+                self._replace_discarded()
                 self._choose()
                 is_complete = len(self._chosen) == wanted or len(self._discarded) > most_discarded
                 if not is_complete:
@@ -161,9 +331,9 @@ class GroupSource:
             is_short=len(chosen) < wanted,
         )
 
-    def note(self, fate: Fate, num_groups: int) -> None:
+    def note(self, status: GroupStatus, num_groups: int) -> None:
         """Count what became of groups of a batch that was taken."""
-        self._by_fate[fate] += num_groups
+        self._by_status[status] += num_groups
 
     async def settle(self) -> None:
         """Wait until all that may be started is done, so that nothing depends on timing.
@@ -175,7 +345,7 @@ class GroupSource:
             num_started = self._num_started
             self.admit(self._published_step)
             await asyncio.gather(*(entry.group for entry in self._started.values()))
-            self._replace_flawed()
+            self._replace_discarded()
 
     async def close(self) -> None:
         """Cancel what is under way. May be called twice."""
@@ -185,20 +355,20 @@ class GroupSource:
             group.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _replace_flawed(self) -> None:
-        """Discard what has ended with a flaw, and start replacements."""
+    def _replace_discarded(self) -> None:
+        """Discard ended groups that cannot be trained on, and start replacements."""
         ended, self._ended = self._ended, []
         for entry in ended:
-            self._discard_flawed(entry)
+            self._discard_if_unusable(entry)
         self.admit(self._published_step)
 
-    def _discard_flawed(self, entry: _Started) -> bool:
-        flaw = self._find_flaw(entry.group.result())
-        if flaw is None:
+    def _discard_if_unusable(self, entry: _Started) -> bool:
+        reason = self._find_discard_reason(entry.group.result())
+        if reason is None:
             return False
         del self._started[entry.number]
-        self._discarded.append((entry.number, flaw, entry.group.result()))
-        self._by_fate[flaw] += 1
+        self._discarded.append((entry.number, reason, entry.group.result()))
+        self._by_status[reason] += 1
         return True
 
     def _choose(self) -> None:
@@ -208,23 +378,30 @@ class GroupSource:
             if not entry.group.done():
                 break
             # Once more: what was young enough when it ended may be too old by now.
-            if not self._discard_flawed(entry):
+            if not self._discard_if_unusable(entry):
                 del self._started[entry.number]
                 self._chosen.append(entry)
         self.admit(self._published_step)
 
-    def _hand_over_discarded(self, chosen: Sequence[_Started], *, is_short: bool) -> list[tuple[Fate, Group]]:
-        """Return what was discarded on the way to a batch; what lies behind it is told with a later one."""
+    def _hand_over_discarded(
+        self, chosen: Sequence[_Started], *, is_short: bool
+    ) -> list[tuple[GroupStatus, Group]]:
+        """Return what was discarded before a batch's last group; later ones go with a later batch."""
         last = max((entry.number for entry in chosen), default=-1)
         found = sorted(self._discarded, key=lambda one: one[0])
         num_before = len(found) if is_short else sum(number <= last for number, _, _ in found)
         self._discarded = found[num_before:]
-        return [(fate, group) for _, fate, group in found[:num_before]]
+        return [(status, group) for _, status, group in found[:num_before]]
 
     async def _wait(self) -> None:
         """Wait until one more group is done. Raises: Starved where none is being sampled."""
         if not self._started:
-            raise _starved(self._limits, self._num_consumed_steps, self._published_step)
+            # A run file with such a schedule is refused before it starts.
+            raise Starved(
+                f"step {self._num_consumed_steps + 1} waits for rollouts, and none may be sampled: the engine"
+                f" serves the weights after step {self._published_step}, and"
+                f" train.max_staleness={self._limits.max_staleness}"
+            )
         if not self._ended:
             self._has_ended.clear()
             await self._has_ended.wait()
@@ -243,35 +420,18 @@ class GroupSource:
         number = self._next_number
         self._next_number += 1
         self._num_started += 1
-        entry = _Started(number, self._sample(number))
-        self._started[number] = entry
+        kept = self._kept.pop(number, None)
+        group: asyncio.Future[Group]
+        if kept is None:
+            group = asyncio.ensure_future(self._attempt(number, self._find_example(number)))
+        else:
+            group = asyncio.get_running_loop().create_future()
+            group.set_result(kept)
+        self._started[number] = entry = _Started(number, group)
         entry.group.add_done_callback(lambda group: self._note_end(entry))
 
     def _note_end(self, entry: _Started) -> None:
-        """Tell whoever waits; what was cancelled is nobody's any more."""
+        """Wake the waiting `take`; a cancelled group is dropped already."""
         if entry.number in self._started:
             self._ended.append(entry)
             self._has_ended.set()
-
-    def _sample(self, number: int) -> asyncio.Future[Group]:
-        kept = self._kept.pop(number, None)
-        if kept is None:
-            return asyncio.ensure_future(self._attempt(number, self._find_example(number)))
-        group: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
-        group.set_result(kept)
-        return group
-
-
-def _is_usable(entry: _Started) -> bool:
-    return entry.group.done() and not entry.group.cancelled() and entry.group.exception() is None
-
-
-def _starved(limits: SourceLimits, step: int, published_step: int) -> Starved:
-    return Starved(
-        explain_refusal(
-            f"step {step + 1} waits for rollouts, and none may be sampled: the engine serves the weights"
-            f" after step {published_step}, and train.max_staleness={limits.max_staleness}",
-            allowed="train.max_staleness of at least train.sync_every - 1",
-            next_step="correct the two; a run file with such a schedule is refused before it starts",
-        )
-    )

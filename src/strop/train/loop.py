@@ -1,11 +1,10 @@
-"""The loop: examples, rollouts, credit, one optimizer step or several, publication, record.
+"""The training loop: examples, rollouts, credit, one optimizer step or several, publication, record.
 
-One step, in order: take the step's examples, attempt each several times, judge, assign credit over
-the complete batch, add the term of the step's demonstrations, move the weights, publish them to
-the engine, write everything down, and checkpoint where one is due. A run that only imitates
-(`train.terms = "sft"`) has no examples to attempt; all else is the same. A record of step k on disk
-means that step k was trained; what was recorded after the last checkpoint is cut off on resume and
-computed again, to the same values.
+One step, in order: take the step's examples, attempt each several times, judge, assign credit over the
+complete batch, add the terms of offline data, update the weights, publish them to the engine, record
+everything, and checkpoint where one is due. A run on demonstrations alone (`train.terms = "sft"`) has no
+rollouts; all else is the same. A record of step k on disk means that step k was trained; what was recorded
+after the last checkpoint is cut off on resume and computed again, to the same values.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ import torch
 
 from strop.cluster import Roles
 from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved, explain_refusal
-from strop.hardware import peak_rss_bytes, rss_bytes
-from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
@@ -31,10 +28,8 @@ from strop.record.rollouts import write_rollouts
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
-from strop.tasks.failures import FailureCause, find_causes, find_failures
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
 from strop.train.batch import TrainBatch
-from strop.train.causes import CauseLog
 from strop.train.checkpoint import (
     TrainerState,
     choose_checkpoint,
@@ -42,40 +37,44 @@ from strop.train.checkpoint import (
     load_waiting,
     save_checkpoint,
 )
-from strop.train.collecting import Collector, measure_discarded, measure_staleness, sort_by_fate
-from strop.train.demonstrations import Demonstrations
-from strop.train.ending import Ending
+from strop.train.data.demonstrations import Demonstrations
+from strop.train.data.preferences import Preferences
+from strop.train.data.schedule import schedule_examples
 from strop.train.gate import pass_gate
-from strop.train.gate_input import GateCheck, GateInput
-from strop.train.generation import Batch, GroupSource
-from strop.train.impossible import find_impossible_rollouts
-from strop.train.loop_lag import LoopLagWatch, full_collections_by_hand
+from strop.train.gate_checks import GateCheck, GateInput
+from strop.train.generation import (
+    Batch,
+    Collector,
+    RolloutBuffer,
+    sort_by_status,
+)
 from strop.train.measure import (
     count_trained_tokens,
-    measure_batch,
     measure_demonstrations,
+    measure_groups,
+    measure_memory,
     measure_pairs,
-    measure_parts,
-    measure_rollouts,
     measure_time,
     measure_update,
 )
 from strop.train.observer import Evaluator, Observer
-from strop.train.preferences import Preferences
 from strop.train.publishing import Publishing
-from strop.train.replies import measure_replies
-from strop.train.room import DiskWatch
-from strop.train.schedule import schedule_demonstrations, schedule_examples
-from strop.train.signals import StopFlag
-from strop.train.step_terms import StepTerms
-from strop.train.step_watch import StepWatch
-from strop.train.trends import find_divergence
-from strop.train.tripwires import find_fate_leak
-from strop.train.updating import take_steps
-from strop.train.watchdog import Watchdog
+from strop.train.step import StepTerms, take_steps
+from strop.train.stop import Ending, StopFlag
+from strop.train.watch import (
+    CauseLog,
+    DiskWatch,
+    LoopLagWatch,
+    StepWatch,
+    Watchdog,
+    find_divergence,
+    find_fate_leak,
+    find_impossible_rollouts,
+    full_collections_by_hand,
+)
 
 _SIGN_OF_LIFE = "Is anyone there?"
-"""What a doubtful engine is asked to score."""
+"""Text that an engine scores to show that it still answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +89,15 @@ class TrainInput:
     """Where the tokenizer's files come from for exports."""
     observer: Observer
     evaluate: Evaluator | None
-    """None: the held-out examples are not looked at."""
+    """None: nothing is evaluated."""
     judge: Judge | None = None
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None
-    """None: nothing is imitated."""
+    """None: no SFT data."""
     preferences: Preferences | None = None
-    """None: nothing is preferred."""
+    """None: no preference pairs."""
     prediction: Prediction | None = None
-    """What the run's steps should take; None: nobody said."""
+    """How long the run's steps should take; None: no estimate."""
 
 
 class TrainLoop:
@@ -110,19 +109,20 @@ class TrainLoop:
         self._roles = parts.roles
         self._run_dir = parts.run_dir
         self._terms = StepTerms(
-            spec=parts.spec, roles=parts.roles, task=parts.task, preferences=parts.preferences
+            spec=parts.spec,
+            roles=parts.roles,
+            task=parts.task,
+            demonstrations=parts.demonstrations,
+            preferences=parts.preferences,
         )
         self._schedule = schedule_examples(parts.spec, parts.task)
-        self._imitated = schedule_demonstrations(parts.spec, parts.demonstrations)
-        self._is_mixed = parts.spec.train.has_rl and parts.spec.train.has_sft
         self._judge = TimedJudge(parts.judge or InlineJudge(parts.task))
         self._state = TrainerState(
             step=0,
             version=0,
             num_refused_in_a_row=0,
             num_threads=torch.get_num_threads(),
-            made_of=parts.run_dir.state.facts.get(PARTS_FACT, {})
-            | self._terms.parts_of(parts.demonstrations),
+            made_of=parts.run_dir.state.facts.get(PARTS_FACT, {}) | self._terms.digest_offline_data(),
         )
         self._collector = Collector(
             parts.spec,
@@ -131,19 +131,17 @@ class TrainLoop:
             parts.roles,
             on_group=lambda: self._watchdog.progress("generate"),
         )
-        self._source: GroupSource | None = None
+        self._buffer: RolloutBuffer | None = None
         self._weights_dir: Path | None = None
         self._publishing = Publishing(parts.spec, parts.roles, self._publish_event)
         self._end = Ending(parts.run_dir, self._publish_event)
         self._causes = CauseLog(self._publish_event)
         self._checks: list[GateCheck] = []
         self._watch = StepWatch(parts.spec, parts.task, parts.prediction)
-        size, dtype = read_model_size(parts.model_dir), parts.spec.model.dtype
-        expected_bytes = checkpoint_bytes(size, dtype, count_trained(size, parts.spec.lora))
-        self._disk = DiskWatch(parts.run_dir, expected_bytes)
+        self._disk = DiskWatch.of_run(parts.spec, parts.run_dir, parts.model_dir)
         self._stop = StopFlag()
         # Where the learner leaves the event loop free.
-        self._lag = LoopLagWatch(self._on_lag) if parts.roles.learner.is_aside else None
+        self._lag = LoopLagWatch(self._on_lag) if parts.roles.learner.is_async else None
         self._watchdog = Watchdog(
             parts.spec.tripwires.max_stall_s,
             self._on_stall,
@@ -172,8 +170,8 @@ class TrainLoop:
                     await self._step()
             finally:
                 await self._publishing.close()
-                if self._source is not None:
-                    await self._source.close()
+                if self._buffer is not None:
+                    await self._buffer.close()
             self._give_notice()
             self._run_dir.mark_finished()
 
@@ -189,25 +187,25 @@ class TrainLoop:
                 path, self._roles.learner, num_threads=now.num_threads, made_of=now.made_of
             )
             self._run_dir.truncate_after(step)
-            self._open_source(load_waiting(path))
+            self._open_buffer(load_waiting(path))
         else:
             self._run_dir.truncate_after(0)
-            self._open_source([])
+            self._open_buffer([])
         if note:
             self._event(EventKind.RESUME, "start" if latest is None else "checkpoint", note)
         # From the record: earlier steps may be an earlier attempt's.
         self._watch.recall(self._run_dir.metrics.read())
 
-    def _open_source(self, waiting: Sequence[tuple[int, Group]]) -> None:
+    def _open_buffer(self, waiting: Sequence[tuple[int, Group]]) -> None:
         if self._schedule is None:
             return
-        self._source = self._collector.open_source(
+        self._buffer = self._collector.open_buffer(
             self._terms.algorithm,
             self._schedule,
             first_number=self._state.next_group,
             first_step=self._state.step,
         )
-        self._source.restore(waiting)
+        self._buffer.restore(waiting)
 
     async def _publish(self) -> None:
         self._watchdog.progress("publish")
@@ -229,7 +227,7 @@ class TrainLoop:
             demonstrations=parts.demonstrations,
             preferences=parts.preferences,
             dtype_reason=parts.run_dir.state.facts.get("dtype_reason"),
-            on_causes=self._note_causes,
+            on_causes=lambda causes: self._causes.note(self._state.step, causes),
         )
         self._checks = await pass_gate(gate)
         for check in self._checks:
@@ -255,9 +253,8 @@ class TrainLoop:
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
         batch = self._terms.credit(groups)
-        is_shown = self._imitated is not None and self._terms.imitates(self._state.step)
-        imitated = self._imitated.examples(self._state.step) if self._imitated and is_shown else []
-        steps = await self._terms.build(self._state.step, batch, groups, imitated)
+        demonstrations = self._terms.list_demonstrations(self._state.step)
+        steps = await self._terms.build(self._state.step, batch, groups, demonstrations)
         if groups and not batch.credit.num_counted_tokens:
             self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
         update = await take_steps(
@@ -278,34 +275,33 @@ class TrainLoop:
         if groups:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             write_rollouts(self._run_dir.rollouts_path(self._state.step), rollouts)
-        metrics |= measure_demonstrations(imitated) | measure_pairs(steps)
-        is_stale = metrics.get("staleness_max", 0.0) > 0.0
-        metrics |= measure_update(update, is_mixed=self._is_mixed, is_stale=is_stale)
+        metrics |= measure_demonstrations(demonstrations) | measure_pairs(steps)
+        train, is_stale = self._spec.train, metrics.get("staleness_max", 0.0) > 0.0
+        metrics |= measure_update(update, is_mixed=train.has_rl and train.has_sft, is_stale=is_stale)
         step_s = time.perf_counter() - started_at
         metrics |= measure_time(seconds, step_s, count_trained_tokens(metrics))
         await self._close_step(metrics, groups)
 
     async def _collect(self) -> Batch | None:
         """Return the groups of the step, sampled now or ahead of it; None in a step without rollouts."""
-        source, schedule = self._source, self._schedule
-        if source is None or schedule is None or not self._terms.samples(self._state.step):
+        buffer, schedule = self._buffer, self._schedule
+        if buffer is None or schedule is None or not self._terms.samples(self._state.step):
             return None
         self._watchdog.progress("generate")
-        source.admit(self._publishing.step)
+        buffer.admit(self._publishing.step)
         try:
-            batch = await source.take()
+            batch = await buffer.take()
         except Starved as error:
             self._event(EventKind.TRIPWIRE, "stall", str(error))
             raise
         sampled = [*batch.groups, *(group for _, group in batch.discarded)]
-        failures = find_failures(rollout.outcome for group in sampled for rollout in group.rollouts)
-        self._note_causes(find_causes(failures))
+        step = self._state.step
+        self._causes.note_groups(step, sampled)
         asked = [
             (example.example_id, index)
             for example in map(schedule.numbered, batch.numbers)
             for index in range(self._spec.train.rollouts_per_prompt)
         ]
-        step = self._state.step
         self._raise_alarms(
             find_fate_leak(step, asked, batch.groups) + find_impossible_rollouts(step, sampled)
         )
@@ -316,16 +312,14 @@ class TrainLoop:
 
     def _measure_groups(self, collected: Batch | None, batch: TrainBatch) -> dict[str, float]:
         """Sum up the step's groups, and count how each of them ended. Before the weights have moved on."""
-        if collected is None or self._source is None:
+        if collected is None or self._buffer is None:
             return {}
-        for fate, num_groups in Counter(sort_by_fate(collected.groups, batch)).items():
-            self._source.note(fate, num_groups)
-        metrics = measure_rollouts(collected.groups) | measure_replies(collected.groups)
-        metrics |= measure_batch(batch) | measure_parts(collected.groups, self._parts.task)
-        if self._spec.train.max_staleness:
-            metrics |= measure_staleness(collected.groups, self._state.version)
-            metrics["num_groups_ahead"] = float(self._source.num_ahead)
-        return metrics | measure_discarded(collected)
+        for status, num_groups in Counter(sort_by_status(collected.groups, batch)).items():
+            self._buffer.note(status, num_groups)
+        num_ahead = self._buffer.num_ahead if self._spec.train.max_staleness else None
+        return measure_groups(
+            collected, batch, self._parts.task, version=self._state.version, num_ahead=num_ahead
+        )
 
     async def _publish_if_due(self) -> None:
         """Publish what the step made, where the schedule or what comes next asks for it."""
@@ -333,8 +327,8 @@ class TrainLoop:
         is_due = step % train.sync_every == 0 or step == train.steps or step % train.checkpoint_every == 0
         if not is_due and (evaluation.every is None or step % evaluation.every):
             return
-        if train.deterministic and self._source is not None:
-            await self._source.settle()
+        if train.deterministic and self._buffer is not None:
+            await self._buffer.settle()
         await self._publish()
 
     def _note_refused(self, error: LearnerError) -> None:
@@ -345,7 +339,7 @@ class TrainLoop:
             self._state,
             step=self._state.step + 1,
             version=self._roles.learner.version,
-            next_group=0 if self._source is None else self._source.next_unconsumed,
+            next_group=0 if self._buffer is None else self._buffer.next_unconsumed,
             num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
         )
 
@@ -353,7 +347,7 @@ class TrainLoop:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
         step, spec = self._state.step, self._spec
         metrics["policy_version"] = self._state.version
-        metrics |= _measure_memory() | (self._lag.take() if self._lag is not None else {})
+        metrics |= measure_memory() | (self._lag.take() if self._lag is not None else {})
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
         self._raise_alarms(self._watch.find_alarms(step, metrics, groups))
@@ -387,9 +381,6 @@ class TrainLoop:
             self._publish_event(alarm)
         self._end.on_alarms(self._state, alarms, is_wanted=self._spec.tripwires.on_alarm == "stop")
 
-    def _note_causes(self, causes: Sequence[FailureCause]) -> None:
-        self._causes.note(self._state.step, causes)
-
     async def _stop_if_asked(self) -> None:
         """End after a signal, with a checkpoint of the last step."""
         if self._stop.cause is None:
@@ -408,11 +399,11 @@ class TrainLoop:
 
     async def _list_waiting(self) -> list[tuple[int, Group]]:
         """Return the groups that wait for later steps; in a deterministic run all that were started."""
-        if self._source is None:
+        if self._buffer is None:
             return []
         if self._spec.train.deterministic:
-            await self._source.settle()
-        return self._source.list_waiting()
+            await self._buffer.settle()
+        return self._buffer.list_waiting()
 
     async def _checkpoint(self) -> None:
         self._watchdog.progress("checkpoint")
@@ -442,7 +433,7 @@ class TrainLoop:
             raise
         if summary.invalid_cause is not None:
             await self._require_engine()
-        self._note_causes(summary.causes)
+        self._causes.note(self._state.step, summary.causes)
         self._parts.observer.on_eval(summary)
         if summary.invalid_cause is not None:
             detail = f"{summary.invalid_cause}: the scores of this step are kept and never compared"
@@ -468,17 +459,10 @@ class TrainLoop:
 
     def _on_lag(self, late_s: float, stack: str) -> None:
         """Called by the watching thread, while the loop is kept."""
-        detail = f"the event loop has answered nobody for {late_s:.1f} s; it is kept by\n{stack}"
+        detail = f"the event loop has been blocked for {late_s:.1f} s; the call that blocks it:\n{stack}"
         self._event(EventKind.TRIPWIRE, "loop_lag", detail)
 
     def _on_stall(self, stage: str, stalled_s: float) -> None:
         """Called by the watchdog's thread, just before it ends the process."""
         detail = f"stage {stage} has not moved for {stalled_s:.0f} s; stacks follow in the log"
         self._event(EventKind.TRIPWIRE, "stall", detail)
-
-
-def _measure_memory() -> dict[str, float]:
-    """Return the resident memory of this process, now where the system tells, and at its peak."""
-    metrics: dict[str, float] = {"peak_memory_bytes": peak_rss_bytes()}
-    now = rss_bytes()
-    return metrics if now is None else metrics | {"memory_bytes": now}

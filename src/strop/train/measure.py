@@ -13,15 +13,17 @@ from statistics import fmean
 import numpy as np
 
 from strop.algorithm.corrections import describe_mismatch
+from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.learner import Term
-from strop.policy.step_report import StepReport
-from strop.policy.tally import join_totals
+from strop.policy.step_report import StepReport, join_totals
 from strop.rollout import RESTART, FloatArray, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
-from strop.train.demonstrations import Demonstration
-from strop.train.updating import Update
+from strop.train.data.demonstrations import Demonstration
+from strop.train.generation import Batch, measure_discarded, measure_staleness
+from strop.train.step import Update
+from strop.train.watch.replies import measure_replies
 
 
 def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
@@ -102,8 +104,30 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+def measure_groups(
+    collected: Batch, batch: TrainBatch, task: Task, *, version: int, num_ahead: int | None
+) -> dict[str, float]:
+    """Sum up what a step sampled, before the weights of `version` are trained on.
+
+    `num_ahead` groups were sampled ahead of the step; None where none ever are.
+    """
+    metrics = measure_rollouts(collected.groups) | measure_replies(collected.groups)
+    metrics |= measure_batch(batch) | measure_parts(collected.groups, task)
+    if num_ahead is not None:
+        metrics |= measure_staleness(collected.groups, version)
+        metrics["num_groups_ahead"] = float(num_ahead)
+    return metrics | measure_discarded(collected)
+
+
+def measure_memory() -> dict[str, float]:
+    """Return the resident memory of this process, now where the system tells, and at its peak."""
+    metrics: dict[str, float] = {"peak_memory_bytes": peak_rss_bytes()}
+    now = rss_bytes()
+    return metrics if now is None else metrics | {"memory_bytes": now}
+
+
 def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]:
-    """Sum up what was imitated; nothing where nothing was."""
+    """Count the demonstrations of a step and their tokens; nothing where there are none."""
     if not members:
         return {}
     num_tokens = sum(int(member.is_trained.sum()) for member in members)
@@ -114,8 +138,8 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
     """Sum up what the optimizer steps of a batch did; nothing where none was computed.
 
     Loss and changes are means over the steps, tokens count alike over all of them, and `grad_norm` is the
-    largest. In a mixed run each term is told too, its weight included. Where the rollouts are `is_stale`, of
-    earlier weights, the gap between learner and engine is mostly what the weights have moved since: it has a
+    largest. In a mixed run each term is listed too, its weight included. Where the rollouts are `is_stale`,
+    of earlier weights, the gap between learner and engine is mostly the weights' change since then: it has a
     name of its own, and no bound.
     """
     steps, taken = update.steps, [step for step in update.steps if step.is_taken]

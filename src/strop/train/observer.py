@@ -1,4 +1,4 @@
-"""What a run tells those who watch it. The loop knows nothing of terminals, files or pages."""
+"""The interface through which a run reports its progress; terminals and pages implement it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.tasks.failures import FailureCause
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSummary:
-    """The numbers of one evaluation that a watcher shows."""
+    """The numbers of one evaluation that an observer shows."""
 
     step: int
     """Steps behind the evaluated weights."""
@@ -37,12 +37,12 @@ class EvalSummary:
 Evaluator = Callable[[int, Callable[[], None]], Awaitable[EvalSummary]]
 """Evaluates the policy as it stands after so many steps, records the result and sums it up.
 
-It calls its second argument whenever it has come further: a long evaluation is no hung one.
+It calls its second argument on progress, so that a long evaluation does not count as a stall.
 """
 
 
 class Observer(Protocol):
-    """Someone who watches a run."""
+    """Receives the progress of a run."""
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
         """Begin with the run directory, the steps already done and the steps asked for."""
@@ -66,19 +66,19 @@ class Observer(Protocol):
 
 
 class SilentObserver:
-    """Watches and says nothing."""
+    """Ignores everything."""
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def on_event(self, event: Event) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def on_eval(self, summary: EvalSummary) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def on_end(self, *, cause: str) -> None:
-        """Say nothing."""
+        """Ignore it."""

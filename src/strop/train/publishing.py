@@ -10,19 +10,18 @@ import numpy as np
 
 from strop.cluster import Roles
 from strop.engine import UpdateMode, WeightTransport, WeightUpdate
-from strop.engine.canary import Replicated, WeightCanary
-from strop.engine.router import ReplicaCause, ReplicaEvent
+from strop.engine.canary import WeightCanary
+from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import WeightMismatch, explain_refusal
 from strop.policy.scoring import pack_given
 from strop.record import Event, EventKind
 from strop.spec.run import RunSpec
-from strop.train.gate_model import CANARY
-from strop.train.gate_parity import PARITY_TOLERANCE_NATS
+from strop.train.gate_models import CANARY, PARITY_TOLERANCE_NATS
 
 _CANARY_SPREAD = 3.0
 """Some tens of tokens may be further off than the gate's thousands: in one run vLLM's scores of the canary
 were 0.061 nats off in bfloat16, where the gate had found 0.042. Weights of another model are off by whole
-nats, and old ones are told by how the scores move."""
+nats, and stale ones show in how the scores move."""
 
 
 class Publishing:
@@ -43,7 +42,7 @@ class Publishing:
         self._proof: asyncio.Task[None] | None = None
         self.step = 0
         """Steps behind the weights that the engine serves."""
-        if isinstance(roles.engine, Replicated):
+        if isinstance(roles.engine, Router):
             roles.engine.report_to(self._note_replica)
 
     async def publish(self, step: int) -> None:
@@ -59,7 +58,7 @@ class Publishing:
             # What shares the learner's tensors cannot serve others.
             if update.transport is not WeightTransport.SHARED:
                 self._proof = asyncio.create_task(self._prove(update))
-            if isinstance(self._roles.engine, Replicated):
+            if isinstance(self._roles.engine, Router):
                 # One of several that fails is taken out, and must not have sampled anything before.
                 await self.await_proof()
             self._version = update.version

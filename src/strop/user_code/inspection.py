@@ -1,7 +1,7 @@
 """Looking at user code without running it here: in a process of its own, killed at a limit.
 
-Whoever plans a run on a login node learns what a file holds, and neither an endless loop in it nor what it
-prints or forks reaches the planner.
+Planning on a login node learns what a file holds; neither an endless loop in it nor what it prints or forks
+reaches the planner.
 """
 
 from __future__ import annotations

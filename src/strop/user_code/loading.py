@@ -29,8 +29,8 @@ def is_importing() -> bool:
 def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     """Import the module of a class or function, once, and return the object.
 
-    `digest` is that of a file as it was looked at: whoever loaded that keeps it, whatever is written to the
-    file since. The folder of a file comes last on the path: what stands beside the file can be imported, and
+    `digest` is that of a file as it was inspected: a process that has loaded it keeps it, even if the file
+    changes. The folder of a file comes last on the path: what stands beside the file can be imported, and
     hides nothing that is installed.
 
     Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or is not

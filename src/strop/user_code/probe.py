@@ -1,7 +1,7 @@
 """The process that looks at user code: `python -m strop.user_code.probe FD`.
 
 It reads one order from standard input, imports the code, and writes one JSON answer to a file descriptor.
-What the code prints goes nowhere; whoever started the process ends it and all that it forked.
+What the code prints is discarded; the parent ends this process and all that it forked.
 """
 
 from __future__ import annotations

@@ -6,9 +6,14 @@ a run into it. `make_harmless` takes the escape codes out of text that a model w
 Not here: recording (record), judging (evaluate), and any decision about the run.
 """
 
-from strop.view.harmless import make_harmless
-from strop.view.terminal import PlainProgress, Progress, RichProgress, open_progress
-from strop.view.watch import TerminalObserver
+from strop.view.terminal import (
+    PlainProgress,
+    Progress,
+    RichProgress,
+    TerminalObserver,
+    make_harmless,
+    open_progress,
+)
 
 __all__ = [
     "PlainProgress",

@@ -42,7 +42,7 @@ class Estimate:
     low: float
     high: float
     label: str
-    """What a reader is told when asking for the point."""
+    """Tooltip of the point."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class Chart:
     """Unique on the page; title and description are found by it."""
     title: str
     description: str
-    """The chart in words, for whoever cannot see it."""
+    """The chart in words, for readers who cannot see it."""
     lines: tuple[Line, ...]
     whiskers: tuple[Whisker, ...]
     x_ticks: tuple[Tick, ...]

@@ -19,12 +19,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from strop import __version__
 from strop.evaluate import EvalResult
 from strop.io import write_bytes_atomically
-from strop.record import RunState
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
 from strop.tasks.failures import describe_failure
 from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
-from strop.view.harmless import make_harmless
 from strop.view.run_record import (
     NOTED_KINDS,
     RolloutsAtStep,
@@ -35,7 +33,7 @@ from strop.view.run_record import (
     read_run_record,
     sum_stages,
 )
-from strop.view.terminal import describe_duration
+from strop.view.terminal import describe_duration, make_harmless
 
 REPORT_NAME = "report.html"
 MAX_TEXT_CHARACTERS = 4000
@@ -170,7 +168,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("scored_tokens_per_s", "Scored tokens per second", False),
     ]
     if any("num_sft_tokens" in line for line in metrics):
-        # Of a mixed run its two terms, of one that only imitates the one that it has.
+        # Of a mixed run its two terms, of SFT alone its only one.
         loss = "loss_sft" if any("loss_sft" in line for line in metrics) else "loss"
         wanted += [
             (loss, "Cross-entropy of demonstrations (weighted nats per token)", False),
@@ -298,10 +296,10 @@ def describe_plot_range(record: RunRecord) -> str | None:
 
 def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     """Collect what identifies the run and what it cost, as label and text."""
-    state = record.state
+    state, num = record.state, record.state.num_attempts
     facts = [
         ("Started", _instant(state.created_at)),
-        ("Processes", _describe_attempts(state)),
+        ("Processes", "one" if num <= 1 else f"{num}, each resumed from a checkpoint"),
         ("Seed", str(record.spec.get("seed", "default"))),
         ("Spec digest", state.spec_digest),
     ]
@@ -317,10 +315,6 @@ def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     if peak_bytes:
         facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
     return facts
-
-
-def _describe_attempts(state: RunState) -> str:
-    return "one" if state.num_attempts <= 1 else f"{state.num_attempts}, each resumed from a checkpoint"
 
 
 def _plain(value: Any) -> str:

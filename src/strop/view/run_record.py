@@ -18,7 +18,7 @@ from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
 from strop.record.prediction import Prediction, read_prediction
 from strop.rollout import Rollout
-from strop.view.watch import ALARM_KINDS
+from strop.view.terminal import ALARM_KINDS
 
 EXAMPLES_SHOWN = 3
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
@@ -139,7 +139,7 @@ def choose_rollouts(rollouts: Sequence[Rollout]) -> RolloutsAtStep | None:
         return None
 
     def spread(group: Sequence[Rollout]) -> float:
-        rewards = _rewards(group)
+        rewards = [r.outcome.reward for r in group if r.outcome.reward is not None]
         return max(rewards) - min(rewards) if rewards else -1.0
 
     group = max(groups.values(), key=spread)
@@ -148,10 +148,6 @@ def choose_rollouts(rollouts: Sequence[Rollout]) -> RolloutsAtStep | None:
     positions = dict.fromkeys((0, len(scored) // 2, len(scored) - 1))
     chosen = [scored[position] for position in positions][:EXAMPLES_SHOWN]
     return RolloutsAtStep(step=chosen[0].step, rollouts=tuple(chosen))
-
-
-def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
-    return [r.outcome.reward for r in rollouts if r.outcome.reward is not None]
 
 
 def compare_ends(evals: Sequence[EvalResult]) -> BeforeAfter | None:

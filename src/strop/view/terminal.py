@@ -1,27 +1,100 @@
-"""Progress of a run on a terminal, or in a log that nobody watches.
-
-One line per step with the same words in both forms: step, reward, accuracy, the share of groups
-without signal, tokens per second, seconds of the step and the time left. On a terminal a live line
-below them says what is going on now. The loop knows only `Progress` and never what is behind it.
-
-Left out on purpose: numbers that no one acts on while watching; they are in metrics.jsonl.
-"""
+"""A run on the terminal: tables, progress lines, and model text made safe to print."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from strop.view.harmless import make_harmless
+from strop.record import Event, EventKind
+from strop.train import EvalSummary
 
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveLine
     from rich.progress import TaskID
+
+# Model text can hold terminal escape codes that move the cursor, rename the window or hide lines, and
+# direction marks that make a line read other than it is. Each such character becomes a visible one.
+#
+# Covered: C0 and C1 control characters, direction marks, invisible separators, lone surrogates.
+# Not covered: letters that look alike, and meaning.
+
+# Line feed and tab stay. U+2028 and U+2029 end a line in some programs and not in others.
+_HARMFUL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+_FIRST_CONTROL_PICTURE = 0x2400
+_DELETE_PICTURE = "\u2421"
+
+
+def make_harmless(text: str) -> str:
+    """Replace what acts on a terminal or hides from a reader by something visible.
+
+    Control characters become their pictures in Unicode (escape becomes U+241B), everything else its
+    code point in angle brackets. Line feeds and tabs stay; a carriage return before a line feed goes.
+    """
+    return _HARMFUL.sub(lambda match: _show(match[0]), text.replace("\r\n", "\n"))
+
+
+def _show(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(_FIRST_CONTROL_PICTURE + code)
+    if code == 0x7F:
+        return _DELETE_PICTURE
+    return f"<U+{code:04X}>"
+
+
+ALARM_KINDS = frozenset({EventKind.TRIPWIRE, EventKind.ROLLOUT_LOST})
+"""Kinds that mean trouble; the report lists the same ones as alarms."""
+# Shown by `on_eval` and `on_end` in better words; checkpoints are routine and stay in the log.
+_QUIET_KINDS = frozenset({EventKind.EVALUATION, EventKind.STOP, EventKind.CHECKPOINT})
+
+
+class TerminalObserver:
+    """Watches a run and shows it as `Progress`. Keeps the contract of `strop.train.Observer`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Show where the run is written and how far it is."""
+        self._progress.begin(Path(run).name, num_steps=num_steps, first_step=first_step)
+        self._progress.stage("first step")
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Show the line of a step; `metrics` names it under 'step'."""
+        step = int(metrics["step"])
+        self._progress.step(step, metrics)
+        self._progress.stage(f"step {step + 1}")
+
+    def on_event(self, event: Event) -> None:
+        """Show an alarm or a notice as a line; what other lines say already is left out."""
+        if event.kind in _QUIET_KINDS:
+            return
+        text = f"step {event.step}: {event.cause}" + (f": {event.detail}" if event.detail else "")
+        self._progress.note(text, is_alarm=event.kind in ALARM_KINDS, trace=event.trace)
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Show held-out accuracy with its interval."""
+        sampled = summary.sampled_accuracy
+        self._progress.note(
+            f"step {summary.step}: held-out accuracy {summary.greedy_accuracy:.1%} greedy (95% interval "
+            f"{summary.greedy_low:.1%} to {summary.greedy_high:.1%}, {summary.num_examples} examples)"
+            + (f", {sampled:.1%} sampled" if sampled is not None else "")
+            + (f", {summary.invalid_cause}" if summary.invalid_cause is not None else "")
+        )
+
+    def on_end(self, *, cause: str) -> None:
+        """Show how the run ended."""
+        self._progress.end(f"ended: {cause}")
+
 
 STEPS_FOR_ESTIMATE = 10
 """The time left follows the last steps only: replies grow and shrink while training goes on."""
@@ -146,7 +219,7 @@ class PlainProgress:
         self._print(make_harmless(text))
 
     def _print(self, line: str) -> None:
-        # Flushed at once: whoever follows a log wants the step that is done, not a full buffer.
+        # Flushed at once: a log that is followed should show the finished step, not wait for a full buffer.
         print(line, file=self._stream, flush=True)
 
 

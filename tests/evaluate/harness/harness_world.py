@@ -11,7 +11,7 @@ from typing import Any
 
 from strop.evaluate.harness import GENERATING, LM_EVAL, PROTOCOLS, HarnessJob
 from strop.evaluate.harness.result import HarnessOutput, read_output
-from strop.evaluate.harness.staging import (
+from strop.evaluate.harness.run import (
     harness_command,
     harness_variables,
     stage_rows,

@@ -17,7 +17,7 @@ from strop.errors import CorruptRecord, DataError
 from strop.evaluate import EvalResult, read_result
 from strop.evaluate.harness import LM_EVAL, PROTOCOLS, HarnessJob, refuse_small_model
 from strop.evaluate.harness.result import read_output
-from strop.evaluate.harness.staging import harness_command, stage_rows, write_task_files
+from strop.evaluate.harness.run import harness_command, stage_rows, write_task_files
 from strop.record.rollouts import read_rollouts
 from strop.rollout import FinishReason, Rollout, Split
 from strop.spec import MmluChoiceSpec

@@ -26,7 +26,7 @@ from strop.evaluate.harness import (
 )
 from strop.evaluate.harness import program as code_metric
 from strop.evaluate.harness.result import HarnessOutput, pool_metrics, read_output
-from strop.evaluate.harness.staging import harness_command, stage_rows, write_task_files
+from strop.evaluate.harness.run import harness_command, stage_rows, write_task_files
 from strop.rollout import Split
 from strop.spec.task import Gsm8kSpec
 from strop.tasks.mathematics.gsm8k import Gsm8k

@@ -49,7 +49,7 @@ def linger(call):
     return called
 dist.all_reduce, dist.send = linger(dist.all_reduce), linger(dist.send)
 """
-# It comes to the meeting place, and no further.
+# It comes to the rendezvous, and no further.
 _STUCK = """
 import time
 from torch.distributed import TCPStore
@@ -108,7 +108,7 @@ def test_nodes_find_the_network_between_them_by_themselves(tmp_path: Path) -> No
         pytest.skip("this machine has no address but loopback")
     answers = collect(tmp_path, ("n0", "n1"), {}, wait_limit_s=120.0, min_bytes_per_s=1e6, interface=None)
     assert answers == [[], []]
-    address = json.loads((tmp_path / "preflight-ports.json").read_text())["addresses"]["meeting"]
+    address = json.loads((tmp_path / "preflight-ports.json").read_text())["addresses"]["rendezvous"]
     assert not address.startswith("127.")
 
 
@@ -134,7 +134,7 @@ def test_a_node_that_never_comes_is_named_by_all(tmp_path: Path) -> None:
     answers = collect(tmp_path, ("n0", "n1", "n2"), {}, absent=1, wait_limit_s=20.0)
     for answer in answers:
         assert answer == [
-            ["node_missing", "n2", "node n2 has not come to the meeting place within 20 s"],
+            ["node_missing", "n2", "node n2 has not come to the rendezvous within 20 s"],
         ]
 
 
@@ -151,7 +151,7 @@ def test_a_first_node_that_never_comes_is_named(tmp_path: Path) -> None:
     (finding,) = collect_here(tmp_path, group)
     assert (finding.code, finding.where) == ("rendezvous", "n0")
     assert finding.given.startswith(
-        "node n0 has not said within 0.2 s where meeting of attempt 3 can be reached"
+        "node n0 has not said within 0.2 s where rendezvous of attempt 3 can be reached"
     )
 
 
@@ -226,20 +226,20 @@ def test_what_nodes_say_becomes_a_finding_that_names_one(
     assert (finding.code, finding.where, finding.given) == (code, where, said)
 
 
-# Three nodes at one meeting place; two of them give signs of life.
-_MEETING = """
+# Three nodes at one rendezvous; two of them give signs of life.
+_RENDEZVOUS = """
 import json, os, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from strop.hardware.preflight import collective_probe
-from strop.hardware.preflight.collective_probe import Meeting
+from strop.hardware.preflight.collective_probe import Rendezvous
 # Who lives gives a sign in that time, however busy the machine is.
 collective_probe._SILENT_S = 4.0
 limit = timedelta(seconds=120)
 keeper = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
 def meet(rank):
     store = TCPStore("127.0.0.1", keeper.port, is_master=False, timeout=limit, wait_for_workers=False)
-    return Meeting(store, ["n0", "n1", "n2"], rank)
+    return Rendezvous(store, ["n0", "n1", "n2"], rank)
 first, second = meet(0), meet(1)
 for stage in ("come", "start"):
     first.announce(stage)
@@ -255,7 +255,7 @@ os._exit(0)
 @pytest.mark.slow
 def test_who_waits_for_a_dead_node_is_not_blamed() -> None:
     """Two of three are as late as the dead one; they give signs of life, and it does not."""
-    done = subprocess.run([sys.executable, "-c", _MEETING], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _RENDEZVOUS], check=True, capture_output=True, text=True)
     late, blamed = json.loads(done.stdout)
     assert late == ["n0", "n1", "n2"]
     assert blamed == {"stage": "join", "missing": ["n2"], "limit_s": 8.0}

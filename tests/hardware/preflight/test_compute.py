@@ -15,7 +15,7 @@ from strop.errors import CheckRefused
 from strop.hardware.allocation import GpuRequest, allocate_gpus
 from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, PreflightRequest, require_ready, run_preflight
-from strop.hardware.preflight.compute import CHECKSUM, check_compute
+from strop.hardware.preflight.checks import CHECKSUM, check_compute
 from strop.hardware.preflight.gpu_probe import SIZE
 from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import HANG, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole

@@ -15,12 +15,18 @@ import pytest
 from strop.errors import CheckRefused
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
 from strop.hardware.findings import Finding, Severity
-from strop.hardware.gpus import GpuReport, Probe
+from strop.hardware.gpus import (
+    GpuReport,
+    Probe,
+    TorchBuild,
+    explain_misfit,
+    has_compat_package,
+    read_torch_build,
+)
 from strop.hardware.inventory import read_inventory
 from strop.hardware.leases import take_lease
 from strop.hardware.preflight import Level, NodeGroup, require_ready, run_preflight
-from strop.hardware.preflight.reading import check_driver
-from strop.hardware.torch_build import TorchBuild, explain_misfit, has_compat_package, read_torch_build
+from strop.hardware.preflight.checks import check_driver
 from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, OnCpu, divided, whole
 
@@ -216,9 +222,7 @@ def test_torch_is_asked_without_being_imported(tmp_path: Path) -> None:
     text = "from typing import Optional\n__version__ = '2.13.0+cu126'\ncuda: Optional[str] = '12.6'\n"
     (tmp_path / "version.py").write_text(f"{text}hip: Optional[str] = None\n")
     assert read_torch_build(tmp_path) == TorchBuild(version="2.13.0+cu126", cuda="12.6")
-    words = (
-        "import sys, strop.hardware.torch_build as t; t.read_torch_build(); sys.exit('torch' in sys.modules)"
-    )
+    words = "import sys, strop.hardware.gpus as t; t.read_torch_build(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0
     own = read_torch_build()
     assert own is not None

@@ -8,9 +8,9 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.launch.backends import open_backend
+from strop.launch.build_request import make_plan
 from strop.launch.container.command import Mount, fill_argv, parse_memory_bytes
 from strop.launch.contract import JobPlan, JobRequest
-from strop.launch.planning import make_plan
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 

@@ -9,7 +9,7 @@ import pytest
 from strop.errors import CheckRefused
 from strop.hardware import Gpu, GpuUser, MigSlice, take_lease
 from strop.hardware.leases import leases_dir, path_of
-from strop.launch.container.devices import choose_devices, device_words, leased_devices
+from strop.launch.container.command import choose_devices, device_words, leased_devices
 
 
 def gpu(index: int, *slices: str) -> Gpu:

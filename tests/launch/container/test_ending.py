@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from strop.errors import StoreError
-from strop.launch.container.ending import (
+from strop.launch.container.watch import (
     END_NAME,
     ContainerEnd,
     answer_for,

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.launch.container.debian import make_base, read_suite
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import (
     BuiltImage,
@@ -24,7 +23,9 @@ from strop.launch.container.image import (
 )
 from strop.launch.container.layers import (
     Layer,
+    make_base,
     packages_layer,
+    read_suite,
     required_packages,
     strop_layer,
     write_layer,

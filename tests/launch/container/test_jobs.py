@@ -13,10 +13,9 @@ import pytest
 from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
 from strop.launch.container.backend import list_containers
-from strop.launch.container.ending import START_NAME, read_container_file, write_container_file
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage
-from strop.launch.container.watch import start_watcher
+from strop.launch.container.watch import START_NAME, read_container_file, start_watcher, write_container_file
 from strop.launch.contract import JobRef, JobRequest, JobState, JobStatus, RolePlan
 from strop.launch.launcher import Launcher
 from strop.launch.logs import LogFilter

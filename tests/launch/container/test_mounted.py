@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.machine import limits
 from strop.launch.backends import open_backend
+from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.container.image import BuiltImage
 from strop.launch.contract import JobRef, JobState
 from strop.launch.drill import drill
 from strop.launch.launcher import Launcher
 from strop.launch.logs import LogFilter
-from strop.launch.requesting import SubmitOptions, read_request
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver

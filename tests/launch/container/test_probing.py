@@ -9,10 +9,10 @@ import pytest
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.identity import find_user_name
 from strop.launch.backends import open_backend
+from strop.launch.build_request import make_plan
 from strop.launch.container.backend import ContainerBackend, remove_leftovers
 from strop.launch.container.engine import locate_engine
 from strop.launch.container.probing import probe_plan
-from strop.launch.planning import make_plan
 from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver

@@ -17,7 +17,7 @@ from strop.launch.container.command import Mount
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage
 from strop.launch.contract import JobPlan, JobState, RolePlan
-from strop.launch.filling import fill_home
+from strop.launch.job_dir import write_job_dir
 from strop.launch.launcher import Launcher
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
 from tests.fixtures.held_jobs import ENDLESS, HELD, held, let_go, saved_step
@@ -66,7 +66,7 @@ def prepare(project: Path, image: BuiltImage, roles: list[RolePlan]) -> JobPlan:
     write_sites(project, image.name)
     request = make_request(project, roles, site="box")
     plan = Launcher(open_backend(request.site)).plan(request)
-    fill_home(plan, request, os.environ)
+    write_job_dir(plan, request, os.environ)
     return plan
 
 
@@ -158,8 +158,8 @@ def test_a_full_disk_is_no_success_and_its_record_is_completed_once_there_is_roo
         plan = launcher.plan(request)
         # The check of the launcher wants more room than this disk has; here the disk fills up later.
         assert "disk" in {finding.code for finding in launcher.check(plan)}
-        fill_home(plan, request, os.environ)
-        ref = backend.hand_over(plan)
+        write_job_dir(plan, request, os.environ)
+        ref = backend.submit(plan)
         wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=LIMIT_S)
         (status,) = launcher.status([ref])
         assert status.state is JobState.FAILED

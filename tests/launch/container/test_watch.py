@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from strop.launch.backends import open_backend
-from strop.launch.container.ending import (
+from strop.launch.build_request import make_plan
+from strop.launch.container.engine import Engine
+from strop.launch.container.watch import (
     LOG_NAME,
     START_NAME,
     STOP_NAME,
     read_container_file,
+    watch,
     write_container_file,
 )
-from strop.launch.container.engine import Engine
-from strop.launch.container.watch import watch
 from strop.launch.contract import JobPlan
-from strop.launch.home import job_path_of, write_plan
-from strop.launch.planning import make_plan
+from strop.launch.job_dir import job_path_of, write_plan
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 from tests.launch.container.test_engine import install

@@ -11,13 +11,12 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.attempts import write_verdict
+from strop.launch.build_request import make_plan
 from strop.launch.contract import JobRef, JobState
-from strop.launch.home import job_path_of, write_plan
+from strop.launch.job_dir import job_path_of, write_plan
 from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
-from strop.launch.local.identity import write_identity
-from strop.launch.local.members import confirm_end, read_orders
-from strop.launch.planning import make_plan
+from strop.launch.local.supervisor_files import confirm_end, read_orders, write_identity
 from tests.fixtures.jobs import is_running, make_request, project, saver, wait_for
 
 __all__ = ["project"]

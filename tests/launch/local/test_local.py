@@ -9,12 +9,10 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.contract import JobRef, JobState, JobStatus
-from strop.launch.launcher import Launcher
+from strop.launch.launcher import Launcher, watch
 from strop.launch.local.backend import LocalBackend
-from strop.launch.local.identity import read_identity
-from strop.launch.local.members import order_end
+from strop.launch.local.supervisor_files import order_end, read_identity
 from strop.launch.logs import LogFilter
-from strop.launch.watching import watch
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
@@ -75,7 +73,7 @@ def test_the_same_submission_is_the_same_job(project: Path, launcher: Launcher) 
         wait_for_end(launcher, ref)
 
 
-def test_a_preempted_job_saves_its_state_and_lives_again(project: Path, launcher: Launcher) -> None:
+def test_a_preempted_job_saves_its_state_and_is_requeued(project: Path, launcher: Launcher) -> None:
     ref = launcher.submit(make_request(project, [told_once()])).ref
     wait_for(lambda: len(steps_of(ref.home)) >= 3)
     assert launcher.backend.preempt(ref, 0) == "SIGUSR2"
@@ -89,7 +87,7 @@ def test_a_preempted_job_saves_its_state_and_lives_again(project: Path, launcher
     ]
 
 
-def test_the_budget_of_lives_is_kept(project: Path, launcher: Launcher) -> None:
+def test_the_requeue_budget_is_kept(project: Path, launcher: Launcher) -> None:
     stopper = role("train", "import sys; sys.exit(75)")
     ref = launcher.submit(make_request(project, [stopper], "job.max_requeue=2")).ref
     status = wait_for_end(launcher, ref)
@@ -98,7 +96,7 @@ def test_the_budget_of_lives_is_kept(project: Path, launcher: Launcher) -> None:
     assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 75, 75]
 
 
-def test_who_waits_leaves_the_next_life_to_the_supervisor(project: Path, launcher: Launcher) -> None:
+def test_who_waits_leaves_the_next_attempt_to_the_supervisor(project: Path, launcher: Launcher) -> None:
     ref = launcher.submit(make_request(project, [told_once()])).ref
     said: list[str] = []
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from strop.hardware.gpus import Gpu
+from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, RolePlan
-from strop.launch.filling import fill_home
+from strop.launch.job_dir import write_job_dir
 from strop.launch.local.backend import LocalBackend
-from strop.launch.planning import make_plan
 from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
 
@@ -73,7 +73,7 @@ class Node:
 def a_node(project: Path, roles: Sequence[RolePlan], *overrides: str, **settings: Any) -> Node:
     request = make_request(project, roles, *overrides)
     plan = replace(make_plan(request, LocalBackend()), **settings)
-    fill_home(plan, request, os.environ)
+    write_job_dir(plan, request, os.environ)
     return Node(plan=plan, home=Path(plan.home))
 
 

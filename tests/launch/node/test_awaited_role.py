@@ -17,7 +17,7 @@ from strop.hardware.allocation import GpuRequest
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobState, RolePlan
 from strop.launch.node.environment import request_devices
-from strop.launch.truth import judge
+from strop.launch.status import decide_state
 from strop.record import RunDir
 from strop.record.files import DirectoryRecord
 from tests.fixtures.jobs import is_running, project, role, saver, wait_for
@@ -90,7 +90,7 @@ def test_a_failing_evaluator_is_announced_and_training_decides(project: Path) ->
     (node.home / "attempts" / "a-0" / "verdict.json").write_text(
         json.dumps({"exit_code": 0, "number": 0, "nodes": ["n"], "started_at": 1.0, "ended_at": 2.0})
     )
-    found = judge(read_attempts(DirectoryRecord(node.home)), None, max_requeue=3, num_past=0)
+    found = decide_state(read_attempts(DirectoryRecord(node.home)), None, max_requeue=3, num_past=0)
     assert found.state is JobState.SUCCEEDED
     assert "role evaluator ended with exit code 1" in found.reason
 
@@ -169,7 +169,7 @@ def test_stopped_between_the_end_of_training_and_the_last_result(
     assert agent.wait(LIMIT_S) == 75
 
 
-def test_a_life_after_the_end_of_training_starts_no_trainer(project: Path) -> None:
+def test_an_attempt_after_the_end_of_training_starts_no_trainer(project: Path) -> None:
     node = a_job(project, role("train", "raise SystemExit(9)"), evaluator("print('last evaluated')"))
     run = RunDir.adopt(node.home, "job", "", "digest", {})
     run.mark_finished()

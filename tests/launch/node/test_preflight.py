@@ -1,4 +1,4 @@
-"""What is checked on a node, before any role."""
+"""The checks on a node before any role."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from strop.errors import Interrupted
 from strop.hardware.allocation import Allocation
+from strop.launch.build_request import make_plan
 from strop.launch.local.backend import LocalBackend
+from strop.launch.node.environment import NodeTask
 from strop.launch.node.preflight import check_node
-from strop.launch.node.task import NodeTask
-from strop.launch.planning import make_plan
 from tests.fixtures.jobs import make_request, project, saver
 
 __all__ = ["project"]
 
 
-def test_who_is_told_to_end_waits_for_no_other_node(project: Path) -> None:
+def test_a_node_that_is_to_end_waits_for_no_other_node(project: Path) -> None:
     """Incident: a node waited two minutes for the others, was told to end meanwhile, and was killed."""
     plan = make_plan(make_request(project, [saver()], "job.preflight=collect"), LocalBackend())
     plan = replace(plan, resources=replace(plan.resources, num_nodes=2))

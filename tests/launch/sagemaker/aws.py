@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from strop.launch.contract import JobPlan
-from strop.launch.home import job_path_of, write_plan
+from strop.launch.job_dir import job_path_of, write_plan
 from strop.launch.sagemaker.backend import SageMakerBackend
-from strop.launch.sagemaker.client import AwsClients
-from strop.launch.sagemaker.policy import trust_policy
-from strop.launch.sagemaker.site_objects import SiteObjects
+from strop.launch.sagemaker.client import AwsClients, SiteObjects
+from strop.launch.sagemaker.probe import trust_policy
 from strop.spec.site import SageMakerSite
-from strop.store.retries import RetryRules
+from strop.store.s3_client import RetryRules
 from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.object_store import use_store
 from tests.launch.sagemaker.building import NOON, PROFILE, make_plan, make_request

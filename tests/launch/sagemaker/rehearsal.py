@@ -1,4 +1,4 @@
-"""A submitted job whose instances are contract runners: everything is real but the platform."""
+"""A submitted job whose instances are emulators: everything is real but the platform."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from strop.launch.build_request import make_plan
 from strop.launch.contract import JobEnvironment, RolePlan
-from strop.launch.filling import fill_home
-from strop.launch.planning import make_plan
+from strop.launch.job_dir import write_job_dir
 from strop.launch.sagemaker.backend import SageMakerBackend
-from strop.launch.sagemaker.client import AwsClients
-from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
-from strop.launch.sagemaker.folder_objects import FolderObjects
-from strop.launch.sagemaker.job_objects import JobObjects
+from strop.launch.sagemaker.client import AwsClients, JobObjects
+from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
+from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.snapshot import take_snapshot
 from strop.spec.site import SageMakerSite
 from strop.testing.sagemaker import FakeSageMaker
@@ -48,7 +47,7 @@ class Rehearsal:
 
     root: Path
     objects: JobObjects | None = None
-    runners: list[ContractRunner] = field(default_factory=list)
+    emulators: list[Emulator] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.project = self.root / "project"
@@ -76,11 +75,11 @@ class Rehearsal:
         request = replace(request, roles=roles or request.roles, home=home, num_past=num_past)
         request = replace(request, evaluation=evaluation)
         plan = make_plan(request, backend)
-        fill_home(plan, request, {})
-        backend.hand_over(plan)
+        write_job_dir(plan, request, {})
+        backend.submit(plan)
         return fake.sent("create_training_job")[0]
 
-    def start(self, request: dict[str, Any], **settings: Any) -> ContractRunner:
+    def start(self, request: dict[str, Any], **settings: Any) -> Emulator:
         """Start the instances of a job once more, as the platform would.
 
         `num_steps`: how far the trainee of this start goes, where the job does not say.
@@ -93,16 +92,16 @@ class Rehearsal:
         given["environment"] = {**environment, **given.get("environment", {})}
         # The record goes beside the checkpoints: these jobs reach no S3.
         given["environment"].setdefault("STROP_STORE_URI", "")
-        runner = ContractRunner(
-            self.root / f"start-{len(self.runners)}", self.objects or self.folder, RunnerSettings(**given)
+        emulator = Emulator(
+            self.root / f"start-{len(self.emulators)}", self.objects or self.folder, EmulatorSettings(**given)
         )
-        self.runners.append(runner)
-        runner.start(request)
-        return runner
+        self.emulators.append(emulator)
+        emulator.start(request)
+        return emulator
 
     def close(self) -> None:
-        for runner in self.runners:
-            runner.kill()
+        for emulator in self.emulators:
+            emulator.kill()
 
     def states(self, request: dict[str, Any]) -> list[str]:
         """Return the complete states in the store, oldest first."""

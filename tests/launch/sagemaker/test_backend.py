@@ -14,20 +14,20 @@ from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobState
 from strop.launch.fetch import Part, fetch_run
 from strop.launch.sagemaker.job_log import JobLog
-from strop.record.checkpoints import find_checkpoints
+from strop.record.files import find_checkpoints
 from strop.testing.sagemaker import JobScript, Stage, spot_script
 from tests.launch.sagemaker.aws import Site
 
 
 def answer(site: Site, ref: object, member: int = 0) -> JobState | None:
-    found = site.backend.ask([ref])  # type: ignore[list-item]
+    found = site.backend.poll([ref])  # type: ignore[list-item]
     said = found.get((ref.job_id, member))  # type: ignore[attr-defined]
     return said.state if said else None
 
 
 def test_a_submission_sends_code_and_config_and_creates_one_job(site: Site) -> None:
     plan = site.plan()
-    ref = site.backend.hand_over(plan)
+    ref = site.backend.submit(plan)
     assert ref.job_id == "job-20261121-120000"
     assert ref.details["warnings"] == []
     assert site.list_keys() == [
@@ -43,14 +43,14 @@ def test_a_submission_sends_code_and_config_and_creates_one_job(site: Site) -> N
 def test_the_original_run_file_keeps_its_name(site: Site) -> None:
     path = site.project / "qwen3-1.7B gsm8k.toml"
     path.write_text("name = 'x'\n")
-    ref = site.backend.hand_over(site.plan(config=str(path)))
+    ref = site.backend.submit(site.plan(config=str(path)))
     uri = f"{ref.details['jobs'][0]['config_uri']}/original/qwen3-1.7B gsm8k.toml"
     assert site.objects.read(uri) == b"name = 'x'\n"
 
 
 def test_sec_4_no_secret_leaves_the_machine(site: Site) -> None:
     """SEC-4: the private files of a home are neither sent nor named in any request."""
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     sent = [site.objects.read(f"s3://strop-test/{site.prefix}/{key}") for key in site.list_keys()]
     assert all(b"canary-secret" not in data for data in sent)
     assert "canary-secret" not in json.dumps(site.fake.calls, default=str)
@@ -59,7 +59,7 @@ def test_sec_4_no_secret_leaves_the_machine(site: Site) -> None:
 
 def test_sec_4_several_hosts_get_a_key_of_their_own_which_no_request_holds(site: Site) -> None:
     plan = site.plan(instance_count=2)
-    ref = site.backend.hand_over(plan)
+    ref = site.backend.submit(plan)
     uri = f"{ref.details['jobs'][0]['config_uri']}/hosts.key"
     key = site.objects.read(uri)
     assert len(key) == 64
@@ -68,13 +68,13 @@ def test_sec_4_several_hosts_get_a_key_of_their_own_which_no_request_holds(site:
     # Hosts of the job may be reading it: another submission of the same leaves it.
     site.backend._upload(plan, plan.details["jobs"][0])
     assert site.objects.read(uri) == key
-    alone = site.backend.hand_over(site.plan(job_name="other"))
+    alone = site.backend.submit(site.plan(job_name="other"))
     assert site.objects.find(f"{alone.details['jobs'][0]['config_uri']}/hosts.key") is None
 
 
 def test_the_job_log_says_what_a_job_was(site: Site) -> None:
     plan = site.plan(description="first | try", config="runs/qwen3-1.7B.toml")
-    ref = site.backend.hand_over(plan)
+    ref = site.backend.submit(plan)
     log = JobLog(site.project / "docs/job_log.md")
     assert "| job-20261121-120000 | runs/qwen3-1.7B.toml | first \\| try | 2026-11-21 12:00 |  |" in (
         log.path.read_text()
@@ -90,13 +90,13 @@ def test_the_job_log_says_what_a_job_was(site: Site) -> None:
 
 def test_a_log_that_cannot_be_written_is_told_and_nothing_is_sent_twice(site: Site) -> None:
     (site.project / "docs").write_text("a file")
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     assert "| job-20261121-120000 |" in ref.details["warnings"][0]
     assert len(site.fake.sent("create_training_job")) == 1
 
 
 def test_states_follow_the_job(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     seen = []
     # Pending 30 s, starting 60, downloading 30, training 600, uploading 20.
     for duration_s in (0, 30, 60, 30, 600, 20):
@@ -111,21 +111,21 @@ def test_states_follow_the_job(site: Site) -> None:
 
 
 def test_one_listing_answers_for_many_and_only_changes_are_described(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan(num_members=3))
+    ref = site.backend.submit(site.plan(num_members=3))
     site.fake.calls.clear()
-    assert len(site.backend.ask([ref])) == 3
+    assert len(site.backend.poll([ref])) == 3
     assert len(site.fake.sent("list_training_jobs")) == 1
     assert len(site.fake.sent("describe_training_job")) == 3
-    assert len(site.backend.ask([ref])) == 3
+    assert len(site.backend.poll([ref])) == 3
     assert len(site.fake.sent("describe_training_job")) == 3
     site.fake.stop_training_job(TrainingJobName=ref.details["jobs"][1]["name"])
-    found = site.backend.ask([ref])
+    found = site.backend.poll([ref])
     assert found[ref.job_id, 1].state is JobState.CANCELLED
     assert len(site.fake.sent("describe_training_job")) == 4
 
 
 def test_a_description_that_lags_is_asked_for_again(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     site.fake.advance(3000)
     site.fake.describe_lag_s = 1e6
     assert answer(site, ref) is JobState.QUEUED
@@ -134,7 +134,7 @@ def test_a_description_that_lags_is_asked_for_again(site: Site) -> None:
 
 
 def test_many_pages_are_followed(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     first = site.fake.sent("create_training_job")[0]
     for index in range(120):
         site.fake.advance(0.001)
@@ -144,35 +144,35 @@ def test_many_pages_are_followed(site: Site) -> None:
 
 
 def test_throttling_is_waited_out_and_silence_is_said(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     site.fake.fail_next("list_training_jobs", "ThrottlingException", times=2)
     assert answer(site, ref) is JobState.QUEUED
     site.fake.fail_next("list_training_jobs", "ThrottlingException", times=3)
     with pytest.raises(RemoteUnreachable, match="sagemaker:ListTrainingJobs failed in 3 attempts"):
-        site.backend.ask([ref])
+        site.backend.poll([ref])
 
 
 def test_a_job_that_is_gone_is_missing_from_the_answers(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     site.fake.advance(3000)
     site.fake.delete_training_job(TrainingJobName=ref.job_id)
-    assert site.backend.ask([ref]) == {}
-    assert site.backend.ask([]) == {}
+    assert site.backend.poll([ref]) == {}
+    assert site.backend.poll([]) == {}
 
 
 def test_being_stopped_is_never_success(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     site.fake.advance(200)
     site.backend.stop(ref, None, grace_s=30)
     assert answer(site, ref) is JobState.RUNNING
-    assert site.backend.ask([ref])[ref.job_id, 0].reason == "cancel pending"
+    assert site.backend.poll([ref])[ref.job_id, 0].reason == "cancel pending"
     site.fake.advance(120)
     assert answer(site, ref) is JobState.CANCELLED
     site.backend.stop(ref, 0, grace_s=30)  # It has ended: nothing to refuse.
 
 
 def test_a_preemption_is_a_stop(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     site.fake.advance(200)
     assert site.backend.preempt(ref, 0) == "SIGTERM"
     with pytest.raises(StoreError, match="has no member 7"):
@@ -183,42 +183,42 @@ def test_the_wall_time_is_a_timeout_and_a_wait_without_capacity_a_failure(site: 
     endless = JobScript(stages=(Stage(secondary="Training", duration_s=1e9),))
     waiting = JobScript(stages=(Stage(secondary="Pending", duration_s=1e9),))
     site.fake.next_scripts = [endless, waiting]
-    first = site.backend.hand_over(site.plan(max_runtime="1h"))
-    second = site.backend.hand_over(site.plan(max_runtime="1h", spot=True, job_name="other"))
+    first = site.backend.submit(site.plan(max_runtime="1h"))
+    second = site.backend.submit(site.plan(max_runtime="1h", spot=True, job_name="other"))
     site.fake.advance(3600 + 120)
     assert answer(site, first) is JobState.TIMEOUT
     site.fake.advance(3600)
-    said = site.backend.ask([second])[second.job_id, 0]
+    said = site.backend.poll([second])[second.job_id, 0]
     assert (said.state, said.reason) == (JobState.FAILED, "no capacity within the wait limit")
 
 
 def test_a_spot_interruption_is_a_preemption_and_a_restart(site: Site) -> None:
     site.fake.next_scripts = [spot_script(train_s=100, wait_s=100, rest_s=100)]
-    ref = site.backend.hand_over(site.plan(spot=True))
+    ref = site.backend.submit(site.plan(spot=True))
     site.fake.advance(200)
     assert answer(site, ref) is JobState.PREEMPTED
     site.fake.advance(1000)
-    said = site.backend.ask([ref])[ref.job_id, 0]
+    said = site.backend.poll([ref])[ref.job_id, 0]
     assert (said.state, said.num_restarts) == (JobState.SUCCEEDED, 1)
 
 
 def test_a_word_of_the_future_is_read_by_the_primary_status(site: Site) -> None:
     site.fake.next_scripts = [JobScript(stages=(Stage(secondary="Meditating", duration_s=10),))]
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     assert answer(site, ref) is JobState.RUNNING
 
 
 def test_a_full_quota_is_refused_in_the_services_words(site: Site) -> None:
     site.fake.quota["ml.p4de.24xlarge"] = 0
     with pytest.raises(CheckRefused, match=r"service limit 'ml\.p4de\.24xlarge for training job usage' is 0"):
-        site.backend.hand_over(site.plan())
+        site.backend.submit(site.plan())
     assert site.fake.list_training_jobs()["TrainingJobSummaries"] == []
 
 
 def test_half_a_sweep_is_taken_back(site: Site) -> None:
     site.fake.quota["ml.p4de.24xlarge"] = 2
     with pytest.raises(CheckRefused, match="service limit"):
-        site.backend.hand_over(site.plan(num_members=3))
+        site.backend.submit(site.plan(num_members=3))
     states = {job["TrainingJobStatus"] for job in site.fake.list_training_jobs()["TrainingJobSummaries"]}
     assert states == {"Stopped"}
 
@@ -227,29 +227,29 @@ def test_a_name_that_is_taken_gets_a_suffix_once(site: Site) -> None:
     plan = site.plan()
     strange = {**plan.details["jobs"][0]["request"], "Tags": []}
     site.fake.create_training_job(**strange)
-    ref = site.backend.hand_over(plan)
+    ref = site.backend.submit(plan)
     assert ref.job_id.startswith("job-20261121-120000-")
     assert len(ref.job_id) == len("job-20261121-120000") + 5
     assert ref.details["jobs"][0]["record_uri"].endswith(f"/checkpoints/{ref.job_id}")
     other = replace(plan, plan_hash="other")
     with pytest.raises(CheckRefused, match="are taken in this account and region"):
-        site.backend.hand_over(other)
+        site.backend.submit(other)
 
 
 def test_nothing_is_submitted_twice(site: Site) -> None:
     """A submission that was killed after AWS accepted: the next one finds it, by tags or by its name."""
     plan = site.plan()
-    assert site.backend.find_accepted(plan) is None
-    ref = site.backend.hand_over(plan)
-    found = site.backend.find_accepted(plan)
+    assert site.backend.recover(plan) is None
+    ref = site.backend.submit(plan)
+    found = site.backend.recover(plan)
     assert found is not None
     assert found.details["jobs"] == ref.details["jobs"]
     # A second later the plan has another name, and the same tags.
     later = site.plan(job_name="job-20261121-120001")
-    again = site.backend.find_accepted(later)
+    again = site.backend.recover(later)
     assert again is not None
     assert again.job_id == ref.job_id
-    assert site.backend.hand_over(plan).job_id == ref.job_id
+    assert site.backend.submit(plan).job_id == ref.job_id
     assert len(site.fake.list_training_jobs()["TrainingJobSummaries"]) == 1
 
 
@@ -257,7 +257,7 @@ def test_jobs_are_found_by_our_tag(site: Site) -> None:
     from time import time
 
     site.fake.now = time()
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     request = site.fake.sent("create_training_job")[0]
     site.fake.create_training_job(**{**request, "TrainingJobName": "foreign", "Tags": []})
     assert [found.job_id for found in site.backend.list_tagged()] == [ref.job_id]
@@ -267,7 +267,7 @@ def test_jobs_are_found_by_our_tag(site: Site) -> None:
 
 
 def test_the_record_is_read_from_the_mirror(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     record = site.backend.open_record(ref, 0)
     assert record.list("attempts") == []
     assert record.read("run.json") is None
@@ -287,7 +287,7 @@ def test_the_record_is_read_from_the_mirror(site: Site) -> None:
 
 
 def test_of_several_records_of_a_step_the_complete_newest_is_shown(site: Site) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     root = ref.details["jobs"][0]["record_uri"]
     for name in ("small-try_step20/COMPLETE", "small-try_step20-3/COMPLETE", "small-try_step20-5/weights"):
         site.objects.write(f"{root}/{name}", name.encode())
@@ -305,7 +305,7 @@ def test_of_several_records_of_a_step_the_complete_newest_is_shown(site: Site) -
 
 
 def test_a_run_is_fetched_from_its_mirror(site: Site, tmp_path: Path) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     root = ref.details["jobs"][0]["record_uri"]
     with AtomicDirectory(tmp_path / "step") as partial:
         (partial / "weights.bin").write_bytes(b"w" * 1000)
@@ -319,7 +319,7 @@ def test_a_run_is_fetched_from_its_mirror(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_asked_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref = site.backend.hand_over(site.plan())
+    ref = site.backend.submit(site.plan())
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
     from strop.store.s3_client import _make_client

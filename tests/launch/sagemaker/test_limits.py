@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.launch.sagemaker.limits import check_request, check_value
-from strop.launch.sagemaker.service_model import does_match, load_model, load_shapes
+from strop.launch.sagemaker.limits import check_request, check_value, does_match, load_model, load_shapes
 
 GOOD: dict[str, Any] = {
     "TrainingJobName": "job-20261121-120000",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,25 @@ from strop.errors import CheckRefused
 from strop.hardware import Gpu, GpuUser
 from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import Resources
-from strop.launch.sagemaker.entry import _set_network
-from strop.launch.sagemaker.failure import describe_failure, write_failure
-from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.launch.sagemaker.checkpoint_sync import (
+    CheckpointSync,
+    DirectorySink,
+    LogEcho,
+    RecordUploader,
+    StoreSink,
+    count_start,
+    restore_state,
+)
+from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
 from strop.launch.sagemaker.local_mode import choose_gpus
-from strop.launch.sagemaker.opt_ml import Hosts, OptMl
-from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree
-from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, StoreSink
-from strop.launch.sagemaker.state_keeper import StateKeeper, count_start, restore_state
+from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree
+from strop.launch.sagemaker.node import StopFlag
+from strop.launch.sagemaker.opt_ml import Hosts, OptMl, describe_failure, write_failure
 from strop.store.contract import StoredObject
 from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import plan_of, request_of
+from tests.launch.sagemaker.test_emulator import wait_until
 
 # What the platform says.
 
@@ -125,7 +135,7 @@ def test_the_platform_copies_half_files_and_deletions(tmp_path: Path) -> None:
     folder, objects = tmp_path / "checkpoints", FolderObjects(tmp_path / "s3")
     folder.mkdir()
     (folder / "old").write_text("old")
-    sync = CheckpointSync(folder, "s3://strop-test/state", objects, every_s=60.0)
+    sync = PlatformSync(folder, "s3://strop-test/state", objects, every_s=60.0)
     sync.start()
     (folder / "a").write_text("half")
     sync.copy_changes()
@@ -192,9 +202,9 @@ def save(run: Path, step: int, text: str = "w") -> Path:
     return path
 
 
-def keeper_of(tmp_path: Path, **changes: Any) -> StateKeeper:
+def keeper_of(tmp_path: Path, **changes: Any) -> CheckpointSync:
     (tmp_path / "run").mkdir(exist_ok=True)
-    return StateKeeper(tmp_path / "run", tmp_path / "ckpt", "algo-1", tmp_path / "staging", **changes)
+    return CheckpointSync(tmp_path / "run", tmp_path / "ckpt", "algo-1", tmp_path / "staging", **changes)
 
 
 def test_a_state_goes_there_and_comes_back(tmp_path: Path) -> None:
@@ -241,7 +251,7 @@ def test_states_are_pruned_only_once_newer_ones_are_safe(tmp_path: Path) -> None
 def test_a_disk_that_is_full_leaves_the_older_state_whole(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
         (tmp_path / "run").mkdir()
-        keeper = StateKeeper(tmp_path / "run", disk / "ckpt", "algo-1", disk / "staging")
+        keeper = CheckpointSync(tmp_path / "run", disk / "ckpt", "algo-1", disk / "staging")
         save(tmp_path / "run", 1)
         keeper.copy_new()
         save(tmp_path / "run", 2, "w" * (2 << 20))
@@ -311,7 +321,7 @@ def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
     (run / "attempts/a-0/agent-0.json").write_text("{}")
     (run / "attempts/a-0/alive").write_text("1")
     (run / "run.json").write_text("{}")
-    sender = RecordSender(StoreSink(objects, "s3://strop-test/c/job"), run, "a-0", has_run=True)
+    sender = RecordUploader(StoreSink(objects, "s3://strop-test/c/job"), run, "a-0", has_run=True)
     sender.send_changed()
     assert list(objects.list("s3://strop-test")) == []
     assert capsys.readouterr().err.count("the store is away") == 1
@@ -329,7 +339,7 @@ def test_without_a_network_the_record_is_copied_for_the_platform(tmp_path: Path)
     run = tmp_path / "run"
     (run / "attempts/a-0").mkdir(parents=True)
     (run / "attempts/a-0/verdict.json").write_text("{}")
-    RecordSender(DirectorySink(tmp_path / "record"), run, "a-0", has_run=False).send_changed()
+    RecordUploader(DirectorySink(tmp_path / "record"), run, "a-0", has_run=False).send_changed()
     assert (tmp_path / "record/attempts/a-0/verdict.json").read_text() == "{}"
 
 
@@ -420,3 +430,24 @@ def test_a_rehearsal_gets_the_gpus_that_its_run_asks_for() -> None:
     assert choose_gpus(plan_of(), (), gpus, users) == ()
     with pytest.raises(CheckRefused, match="0 in use"):
         choose_gpus(two, ("0", "1"), gpus, users)
+
+
+# A stop that comes after the entry's handler and before the agent's.
+
+
+def test_a_stop_before_the_agents_handlers_is_repeated_once_they_are_up_however_late() -> None:
+    """On a busy machine they were later than the half second after which it was repeated, and it was lost."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop, released, heard = StopFlag(), threading.Event(), list[int]()
+    try:
+        stop.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_asked
+        repeater = threading.Thread(target=_repeat_early_stop, args=(stop, released))
+        repeater.start()
+        time.sleep(1.0)
+        signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+        repeater.join()
+        wait_until(lambda: heard == [signal.SIGTERM], "the stop was lost")
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -216,7 +216,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("spot and a warm pool", {"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
     ("a warm pool too long", {"keep_alive_s": 21_601}, "KeepAlivePeriodInSeconds=21601"),
     ("60 tags", {"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
-    ("an unknown option", {"partition": "gpu"}, "partition says nothing to SageMaker"),
+    ("an unknown option", {"partition": "gpu"}, "partition is no option of SageMaker"),
     ("no role", {"profile": {"role": None}}, "has no role: the role that the job acts with"),
     ("no region", {"profile": {"region": None}}, "has no region"),
     ("no image", {"profile": {"repository": None}}, "has no image or repository"),

@@ -11,8 +11,8 @@ import pytest
 
 from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import RolePlan
-from strop.launch.sagemaker.bring_state import bring_state
-from strop.launch.sagemaker.site_objects import SiteObjects
+from strop.launch.sagemaker.checkpoint_sync import restore_newest
+from strop.launch.sagemaker.client import SiteObjects
 from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
 from strop.spec.site import SageMakerSite
 from strop.store.opening import open_record_store
@@ -22,7 +22,7 @@ from tests.fixtures.object_store import make_objects, store_environment, use_sto
 from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal
-from tests.launch.sagemaker.test_contract import HOST, wait_for_nobody, wait_for_state, wait_until
+from tests.launch.sagemaker.test_emulator import HOST, wait_for_nobody, wait_for_state, wait_until
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 900.0
@@ -121,7 +121,7 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     spec_path = tmp_path / "home/job/spec.toml"
     spec_path.parent.mkdir(parents=True)
     spec_path.write_text(f'name = "a"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
-    found = bring_state(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
+    found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step is None
     assert read_latest(store, uri) is None
 
@@ -141,7 +141,7 @@ def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ah
     spec_path = tmp_path / "home/job/spec.toml"
     spec_path.parent.mkdir(parents=True)
     spec_path.write_text(f'name = "tiny"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
-    found = bring_state(tmp_path / "ckpt", tmp_path / "home", "job-2", reaches_store=True, parent="job-1")
+    found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-2", reaches_store=True, parent="job-1")
     assert found.step == wanted, found.reason
     assert ("checkpoints/job-1 has step 4" in found.reason) == (kept in {None, 2})
     assert (tmp_path / f"home/checkpoints/step-{wanted:06d}/COMPLETE").is_file()
@@ -163,7 +163,7 @@ def test_a_store_that_is_away_leaves_the_state_that_is_here(
     spec_path = tmp_path / "home/job/spec.toml"
     spec_path.parent.mkdir(parents=True)
     spec_path.write_text('name = "a"\n[task]\nname = "arithmetic"\n[store]\nuri = "s3://strop-test/x"\n')
-    found = bring_state(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
+    found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step == 3
     assert "the mirror was not asked" in found.reason
 
@@ -174,16 +174,18 @@ def test_the_fake_follows_a_real_program(tmp_path: Path) -> None:
     started: list[Any] = []
 
     def make_instance() -> object:
-        from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
+        from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
         from tests.launch.sagemaker.rehearsal import SOURCE
 
-        runner = ContractRunner(
+        emulator = Emulator(
             tmp_path / f"instance-{len(started)}",
             rehearsal.folder,
-            RunnerSettings(environment={"PYTHONPATH": str(SOURCE), "STROP_STORE_URI": ""}, sync_every_s=0.2),
+            EmulatorSettings(
+                environment={"PYTHONPATH": str(SOURCE), "STROP_STORE_URI": ""}, sync_every_s=0.2
+            ),
         )
-        started.append(runner)
-        return runner
+        started.append(emulator)
+        return emulator
 
     fake = FakeSageMaker(make_instance=make_instance)  # type: ignore[arg-type]
     fake.create_training_job(**request)

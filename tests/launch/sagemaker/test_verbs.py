@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
+from strop.launch.build_request import _job_log_files
 from strop.launch.contract import JobRequest, JobState, StatusSource
-from strop.launch.home import job_path_of, read_plan
-from strop.launch.launcher import Launcher
+from strop.launch.job_dir import job_path_of, read_plan
+from strop.launch.launcher import Launcher, watch
 from strop.launch.logs import LogFilter
-from strop.launch.requesting import _job_log_files
 from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.snapshot import take_snapshot
-from strop.launch.watching import watch
 from strop.testing.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, make_request

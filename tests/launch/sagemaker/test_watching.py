@@ -13,19 +13,18 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.contract import JobEnvironment, JobRef
-from strop.launch.home import job_path_of, read_plan, read_ref
-from strop.launch.launcher import Launcher
-from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
+from strop.launch.job_dir import job_path_of, read_plan, read_ref
+from strop.launch.launcher import Launcher, watch
 from strop.launch.sagemaker.job_log import JobLog
+from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.snapshot import take_snapshot
-from strop.launch.watching import watch
 from strop.testing.sagemaker import FakeSageMaker, JobScript, Stage
 from tests.fixtures.object_store import store_environment
 from tests.fixtures.scripted_jobs import Killed, be_killed
 from tests.launch.sagemaker.aws import Site
 from tests.launch.sagemaker.building import NOON
 from tests.launch.sagemaker.rehearsal import ENDLESS, SOURCE, expected_metrics, free_port
-from tests.launch.sagemaker.test_contract import HOST, wait_until
+from tests.launch.sagemaker.test_emulator import HOST, wait_until
 from tests.launch.sagemaker.test_verbs import launcher_of, request_of, write_verdict
 
 SAVED = JobScript(
@@ -181,14 +180,14 @@ def test_a_kill_after_the_submission_is_one_job(
     save(site, ref, 20)
     site.fake.advance(1000.0)
     with monkeypatch.context() as patch:
-        patch.setattr("strop.launch.submitting.write_ref", lambda ref: be_killed())
+        patch.setattr("strop.launch.submit.write_ref", lambda ref: be_killed())
         with pytest.raises(Killed):
             Watcher(site, launcher, ref, {}).run()
     assert len(created(site)) == 2
     assert read_ref(job_path_of(ref.home)).job_id == ref.job_id
     if not is_listed:
         # A listing may not show a job yet that was just created: then its name is what makes it one.
-        monkeypatch.setattr(site.backend, "find_accepted", lambda plan: None)
+        monkeypatch.setattr(site.backend, "recover", lambda plan: None)
     watcher = Watcher(site, launcher, ref, {2: lambda: write_verdict(site, watcher.ref, 0)})
     watcher.run()
     names = {request["TrainingJobName"] for request in created(site)}
@@ -202,11 +201,11 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     site: Site, tmp_path: Path, store_address: str
 ) -> None:
     """The wall time ends the first job in the middle; the second one goes on at the very next step."""
-    runners: list[ContractRunner] = []
+    emulators: list[Emulator] = []
     num_steps = [ENDLESS]
 
-    def make_instance() -> ContractRunner:
-        if runners:
+    def make_instance() -> Emulator:
+        if emulators:
             # The second job has a little to do after whatever the first one had saved.
             num_steps.append((site.backend.find_saved_step(ref, 0) or 0) + 5)
         environment = {
@@ -217,9 +216,9 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
             "STROP_CACHE": str(tmp_path / "cache"),
             "STROP_STORE_URI": f"s3://strop-test/{site.prefix}",
         }
-        settings = RunnerSettings(environment=environment, sync_every_s=0.2, port=free_port())
-        runners.append(ContractRunner(tmp_path / f"instance-{len(runners)}", site.objects, settings))
-        return runners[-1]
+        settings = EmulatorSettings(environment=environment, sync_every_s=0.2, port=free_port())
+        emulators.append(Emulator(tmp_path / f"instance-{len(emulators)}", site.objects, settings))
+        return emulators[-1]
 
     site.fake = FakeSageMaker(now=NOON, make_instance=make_instance)
     site.clients.given["sagemaker"] = site.fake
@@ -237,11 +236,11 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     def run_out_of_time() -> None:
         wait_until(has_state, "no state came")
         site.fake.advance(250.0)
-        wait_until(lambda: runners[0].poll() is not None, "it did not stop")
+        wait_until(lambda: emulators[0].poll() is not None, "it did not stop")
 
     def finish() -> None:
         site.fake.advance(200.0)
-        wait_until(lambda: runners[1].poll() is not None, "it did not end")
+        wait_until(lambda: emulators[1].poll() is not None, "it did not end")
         site.fake.advance(60.0)
 
     script: list[Callable[[], Any]] = [
@@ -260,9 +259,9 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
             now=lambda: site.fake.now,
         )
     finally:
-        for runner in runners:
-            runner.kill()
-    assert [runner.codes for runner in runners] == [{HOST: 75}, {HOST: 0}]
+        for emulator in emulators:
+            emulator.kill()
+    assert [emulator.codes for emulator in emulators] == [{HOST: 75}, {HOST: 0}]
     assert said[-1].endswith(": succeeded")
     assert any("timeout" in line for line in said)
     text = site.objects.read(f"{state_uri}/{HOST}/run/metrics.jsonl").decode()
@@ -270,4 +269,4 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     assert [json.loads(line) for line in text.splitlines()] == expected_metrics(num_steps[-1])
     step = read_plan(job_path_of(ref.home)).start_step
     assert step is not None
-    assert f"train| begin at step {step}" in runners[1].log_of(HOST)
+    assert f"train| begin at step {step}" in emulators[1].log_of(HOST)

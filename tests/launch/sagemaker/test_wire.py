@@ -27,8 +27,8 @@ from strop.launch.sagemaker.ecr import (
     push_image,
     require_repository_name,
 )
-from strop.launch.sagemaker.logs import CloudWatchLogs
 from strop.launch.sagemaker.places import LOG_GROUP
+from strop.launch.sagemaker.status import CloudWatchLogs
 from strop.spec.site import SageMakerSite
 from strop.testing.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import HASTY, Site, prepare_account
@@ -104,14 +104,14 @@ def test_lau_7_an_image_that_was_never_pushed(site: Site) -> None:
     plan = ecr_plan(site, "tag-of-yesterday")
     assert "strop:tag-of-yesterday is not there" in errors(site, plan)["image"]
     with pytest.raises(RemoteMissing, match="tag-of-yesterday is not there"):
-        site.backend.hand_over(plan)
+        site.backend.submit(plan)
     assert site.list_keys() == []
     assert site.fake.sent("create_training_job") == []
 
 
 def test_the_image_goes_by_digest(site: Site) -> None:
     prepare_account(site.clients, tag="tag-digest")
-    site.backend.hand_over(ecr_plan(site, "tag-digest"))
+    site.backend.submit(ecr_plan(site, "tag-digest"))
     image = site.fake.sent("create_training_job")[0]["AlgorithmSpecification"]["TrainingImage"]
     assert image.startswith("123456789012.dkr.ecr.us-east-1.amazonaws.com/strop@sha256:")
 
@@ -214,7 +214,7 @@ def test_lau_7_a_refused_plan_sends_nothing(site: Site) -> None:
 def test_refused_credentials_name_action_resource_and_identity(site: Site) -> None:
     site.fake.fail_next("create_training_job", "AccessDeniedException", "not authorized")
     with pytest.raises(RemoteDenied) as caught:
-        site.backend.hand_over(site.plan())
+        site.backend.submit(site.plan())
     text = str(caught.value)
     assert (
         "sagemaker:CreateTrainingJob on training job job-20261121-120000 is not allowed for arn:aws:" in text
@@ -226,7 +226,7 @@ def test_expired_tokens_say_to_log_in(site: Site) -> None:
     site.clients.profile = SageMakerSite(**{**PROFILE, "aws_profile": "mine"})
     site.fake.fail_next("create_training_job", "ExpiredTokenException")
     with pytest.raises(RemoteDenied, match=r"have expired.*aws sso login --profile mine"):
-        site.backend.hand_over(site.plan())
+        site.backend.submit(site.plan())
 
 
 def test_no_credentials_at_all(store_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_the_request_arrives_at_a_real_server(site: Site) -> None:
     """Moto accepts nearly anything and echoes most of it: that our request is well-formed on the wire."""
     del site.clients.given["sagemaker"]
     plan = site.plan(job_name=f"wire-{site.prefix[-20:].replace('/', '-').strip('-')}")
-    ref = site.backend.hand_over(plan)
+    ref = site.backend.submit(plan)
     described = site.clients.client("sagemaker").describe_training_job(TrainingJobName=ref.job_id)
     request = plan.details["jobs"][0]["request"]
     for key in ("HyperParameters", "InputDataConfig", "ResourceConfig", "CheckpointConfig"):

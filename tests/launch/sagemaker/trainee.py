@@ -1,4 +1,4 @@
-"""A training of numbers, for contract tests: deterministic, saves as strop saves, and continues exactly.
+"""A training of numbers, for emulator tests: deterministic, saves as strop saves, and continues exactly.
 
 Run as `python trainee.py RUN_DIR`; what it does besides stands in variables TRAINEE_*.
 """

@@ -16,7 +16,7 @@ from strop.launch.launcher import Launcher
 from strop.launch.slurm import SlurmBackend
 from strop.spec.site import SlurmSite
 from tests.conftest import require_system_part
-from tests.launch.slurm.plans import Desk, a_role
+from tests.launch.slurm.plans import LoginNode, a_role
 from tools.slurm_cluster import Cluster, ClusterOptions, is_installed, slurm_cluster
 
 # All nodes are one machine here. What is a folder of each machine is one of each node.
@@ -42,27 +42,27 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Early]:
     """Jobs that are submitted before any other, and looked at after all others."""
     require_system_part("slurm-wlm", is_installed())
     minute = Resources(time_limit_s=60.0)
-    root = tmp_path_factory.mktemp("early-desk")
+    root = tmp_path_factory.mktemp("early-login")
     # They are asked for when all others have had their turn, which may take longer than Slurm remembers.
     options = ClusterOptions(min_job_age_s=3600)
     with (
         slurm_cluster(tmp_path_factory.mktemp("early"), options) as cluster,
         pytest.MonkeyPatch.context() as patch,
     ):
-        desk = open_desk(cluster, root, patch)
+        login = log_in(cluster, root, patch)
         # Slurm looks at limits every 30 s, so it is told 30 to 60 s before the end: after a minute at least,
         # when it has long begun to listen. Its next life has nothing left to do.
-        told = desk.submit(
+        told = login.submit(
             a_role("--steps", "3000,0"),
             name="told",
             resources=Resources(time_limit_s=120.0),
             grace_s=30.0,
             max_requeue=20,
         )
-        deaf = desk.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
-        saving = desk.submit(a_role("--codes", "75"), name="saving", max_requeue=2)
-        refused = desk.submit(a_role("--codes", "76,0"), name="refused")
-        refused_twice = desk.submit(a_role("--codes", "76"), name="refused-twice")
+        deaf = login.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
+        saving = login.submit(a_role("--codes", "75"), name="saving", max_requeue=2)
+        refused = login.submit(a_role("--codes", "76,0"), name="refused")
+        refused_twice = login.submit(a_role("--codes", "76"), name="refused-twice")
         patch.undo()
         refs = (told, deaf, saving, refused, refused_twice)
         yield Early(cluster=cluster, root=root, refs={ref.name: ref for ref in refs})
@@ -84,7 +84,7 @@ def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def open_desk(cluster: Cluster, root: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def log_in(cluster: Cluster, root: Path, monkeypatch: pytest.MonkeyPatch) -> LoginNode:
     """Log in to a cluster."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf_path))
     python = root / "node-python"
@@ -94,11 +94,13 @@ def open_desk(cluster: Cluster, root: Path, monkeypatch: pytest.MonkeyPatch) -> 
     python.chmod(0o755)
     backend = SlurmBackend(SlurmSite(cpus_per_gpu=1, cpu_partition="cpu"), site="cluster")
     environ = {**os.environ, "XDG_STATE_HOME": str(root / "state")}
-    return Desk(root=root, python=str(python), launcher=Launcher(backend, environ=environ), backend=backend)
+    return LoginNode(
+        root=root, python=str(python), launcher=Launcher(backend, environ=environ), backend=backend
+    )
 
 
 @pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def login(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoginNode]:
     """A login node of the cluster that all tests share."""
-    yield open_desk(cluster, tmp_path / "desk", monkeypatch)
+    yield log_in(cluster, tmp_path / "login", monkeypatch)
     cluster.clear()

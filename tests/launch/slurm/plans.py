@@ -81,7 +81,7 @@ def a_request(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class LoginNode:
     """A login node of the cluster, with a folder that everybody sees."""
 
     root: Path
@@ -91,7 +91,7 @@ class Desk:
     backend: SlurmBackend
 
     def request(self, *roles: RolePlan, **more: Any) -> JobRequest:
-        """A request of this desk."""
+        """A request from this node."""
         return a_request(self.root, *roles, profile=self.backend.profile, python=self.python, **more)
 
     def submit(self, *roles: RolePlan, **more: Any) -> JobRef:
@@ -134,10 +134,10 @@ class Desk:
             time.sleep(0.2)
 
 
-def verdict(desk: Desk, ref: JobRef, number: int = 0) -> dict[str, Any]:
+def verdict(login: LoginNode, ref: JobRef, number: int = 0) -> dict[str, Any]:
     """What the batch shell wrote of an attempt; agents have ended some moments earlier."""
     path = Path(ref.home) / f"attempts/{ref.job_id}-{number}/verdict.json"
-    desk.wait_until(path.exists)
+    login.wait_until(path.exists)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 

@@ -10,7 +10,7 @@ import pytest
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 from tests.fixtures.own_code import own_settings, write_own_code
-from tests.launch.slurm.plans import Desk
+from tests.launch.slurm.plans import LoginNode
 
 __all__ = ["folder", "run"]
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def state_of(run: Run, name: str) -> str:
 
 
 @pytest.fixture
-def place(folder: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(folder: Path, login: LoginNode, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a login node, with a list of jobs and leases of this test alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder.parent / "config"))

@@ -11,59 +11,59 @@ import pytest
 from strop.errors import CheckRefused
 from strop.hardware.findings import Severity
 from strop.launch.contract import JobEnvironment, JobState
-from strop.launch.home import job_path_of
+from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
 from strop.spec.site import SlurmSite
-from tests.launch.slurm.conftest import open_desk
-from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log, verdict
+from tests.launch.slurm.conftest import log_in
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_job_succeeds_and_leaves_nothing_behind(desk: Desk) -> None:
-    ref = desk.submit(a_role("--steps", "3"))
-    status = desk.wait_for(ref, *ALL_ENDS)
+def test_a_job_succeeds_and_leaves_nothing_behind(login: LoginNode) -> None:
+    ref = login.submit(a_role("--steps", "3"))
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     attempt = f"{ref.job_id}-0"
-    end = verdict(desk, ref)
+    end = verdict(login, ref)
     assert (end["exit_code"], end["signal"], end["number"]) == (0, "", 0)
     assert end["nodes"] in (["n1"], ["n2"])
     assert end["started_at"] <= end["ended_at"]
     found = seen(ref, attempt)
     assert f"-{ref.job_id}-0-" in found["TMPDIR"]
-    desk.wait_until(lambda: not Path(found["TMPDIR"]).parents[1].exists())
+    login.wait_until(lambda: not Path(found["TMPDIR"]).parents[1].exists())
 
 
-def test_a_plan_submits_nothing(desk: Desk, cluster: Cluster) -> None:
-    plan = desk.launcher.plan(desk.request())
-    assert plan == desk.launcher.plan(desk.request())
+def test_a_plan_submits_nothing(login: LoginNode, cluster: Cluster) -> None:
+    plan = login.launcher.plan(login.request())
+    assert plan == login.launcher.plan(login.request())
     assert plan.files["job.sh"].startswith("#!/bin/bash\n#SBATCH --job-name=run\n")
     assert not Path(plan.home).exists()
     assert cluster.run("squeue", "-h") == ""
 
 
-def test_the_same_plan_twice_is_one_job(desk: Desk, cluster: Cluster) -> None:
-    request = desk.request(a_role("--held"))
-    first = desk.launcher.submit(request)
-    again = desk.launcher.submit(replace(request, home=str(desk.root / "run-2"), submitted_at=1.9e9))
+def test_the_same_plan_twice_is_one_job(login: LoginNode, cluster: Cluster) -> None:
+    request = login.request(a_role("--held"))
+    first = login.launcher.submit(request)
+    again = login.launcher.submit(replace(request, home=str(login.root / "run-2"), submitted_at=1.9e9))
     assert (first.is_new, again.is_new) == (True, False)
     assert again.ref == first.ref
     assert len(cluster.run("squeue", "-h").splitlines()) == 1
     with pytest.raises(CheckRefused, match="belongs to run-1, whose plan is another"):
-        desk.submit(a_role("--steps", "1"))
+        login.submit(a_role("--steps", "1"))
 
 
 def test_a_submission_that_was_killed_before_it_was_noted_is_found_again(
-    desk: Desk, cluster: Cluster
+    login: LoginNode, cluster: Cluster
 ) -> None:
-    request = desk.request(a_role("--held"))
-    first = desk.launcher.submit(request)
+    request = login.request(a_role("--held"))
+    first = login.launcher.submit(request)
     (job_path_of(first.ref.home) / "ref.json").unlink()
-    again = desk.launcher.submit(request)
+    again = login.launcher.submit(request)
     assert (again.is_new, again.ref.job_id, again.ref.home) == (False, first.ref.job_id, first.ref.home)
     assert len(cluster.run("squeue", "-h").splitlines()) == 1
-    assert [ref.job_id for ref in desk.backend.list_tagged()] == [first.ref.job_id]
+    assert [ref.job_id for ref in login.backend.list_tagged()] == [first.ref.job_id]
 
 
 @pytest.mark.parametrize(
@@ -79,45 +79,45 @@ def test_a_submission_that_was_killed_before_it_was_noted_is_found_again(
     ],
 )
 def test_a_check_finds_what_would_stop_a_job(
-    desk: Desk, cluster: Cluster, code: str, changes: dict[str, object]
+    login: LoginNode, cluster: Cluster, code: str, changes: dict[str, object]
 ) -> None:
-    request = desk.request(**changes)
-    findings = desk.launcher.check(desk.launcher.plan(request))
+    request = login.request(**changes)
+    findings = login.launcher.check(login.launcher.plan(request))
     assert code in [finding.code for finding in findings if finding.severity is Severity.ERROR], findings
     with pytest.raises(CheckRefused):
-        desk.launcher.submit(request)
+        login.launcher.submit(request)
     assert not Path(request.home).exists()
     assert cluster.run("squeue", "-h") == ""
 
 
-def test_a_check_finds_a_home_that_cannot_be_made_and_a_missing_interpreter(desk: Desk) -> None:
-    (desk.root / "file").write_text("")
-    request = replace(desk.request(), home=str(desk.root / "file" / "run-1"), python="/nowhere/python")
-    findings = desk.backend.probe(desk.launcher.plan(request))
+def test_a_check_finds_a_home_that_cannot_be_made_and_a_missing_interpreter(login: LoginNode) -> None:
+    (login.root / "file").write_text("")
+    request = replace(login.request(), home=str(login.root / "file" / "run-1"), python="/nowhere/python")
+    findings = login.backend.probe(login.launcher.plan(request))
     assert [finding.code for finding in findings] == ["home", "python"]
     assert "is a file" in str(findings[0])
 
 
-def test_a_good_plan_finds_nothing(desk: Desk) -> None:
-    request = desk.request(resources=gpus(2), options={"gpu_type": "h100", "partition": "high"})
-    assert desk.launcher.check(desk.launcher.plan(request)) == []
+def test_a_good_plan_finds_nothing(login: LoginNode) -> None:
+    request = login.request(resources=gpus(2), options={"gpu_type": "h100", "partition": "high"})
+    assert login.launcher.check(login.launcher.plan(request)) == []
 
 
-def test_an_account_that_nobody_can_look_up_is_a_question_and_no_error(desk: Desk) -> None:
-    findings = desk.launcher.check(desk.launcher.plan(desk.request(options={"account": "lab"})))
+def test_an_account_that_nobody_can_look_up_is_a_question_and_no_error(login: LoginNode) -> None:
+    findings = login.launcher.check(login.launcher.plan(login.request(options={"account": "lab"})))
     assert [(finding.code, finding.severity) for finding in findings] == [("account", Severity.UNKNOWN)]
 
 
-def test_what_sbatch_refuses_is_said_in_its_own_words(desk: Desk) -> None:
-    plan = desk.launcher.plan(desk.request())
+def test_what_sbatch_refuses_is_said_in_its_own_words(login: LoginNode) -> None:
+    plan = login.launcher.plan(login.request())
     with pytest.raises(CheckRefused, match=r"Unable to open file .*/job/job\.sh"):
-        desk.backend.hand_over(plan)
+        login.backend.submit(plan)
 
 
-def test_two_nodes_with_four_gpus_each_have_two_agents(desk: Desk) -> None:
+def test_two_nodes_with_four_gpus_each_have_two_agents(login: LoginNode) -> None:
     role = a_role("--steps", "2", nodes="all", gpus=4)
-    ref = desk.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
-    status = desk.wait_for(ref, *ALL_ENDS)
+    ref = login.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     found = [seen(ref, f"{ref.job_id}-0", node) for node in (0, 1)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1,2,3", "0,1,2,3"]
@@ -130,44 +130,44 @@ def test_two_nodes_with_four_gpus_each_have_two_agents(desk: Desk) -> None:
     assert sorted(agent["host"] for agent in agents) == ["n1", "n2"]
 
 
-def test_two_runs_on_one_node_share_nothing(desk: Desk) -> None:
+def test_two_runs_on_one_node_share_nothing(login: LoginNode) -> None:
     role = a_role("--held", gpus=2)
     refs = [
-        desk.submit(role, name=name, resources=gpus(2), options={"nodelist": "n1"}) for name in ("a", "b")
+        login.submit(role, name=name, resources=gpus(2), options={"nodelist": "n1"}) for name in ("a", "b")
     ]
     for ref in refs:
-        desk.wait_for_step(ref)
+        login.wait_for_step(ref)
     for ref in refs:
-        desk.let_go(ref)
-        assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+        login.let_go(ref)
+        assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     found = [seen(ref, f"{ref.job_id}-0") for ref in refs]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"]
     for name in ("TMPDIR", "XDG_CACHE_HOME"):
         assert found[0][name] != found[1][name]
 
 
-def test_a_whole_node_gives_its_roles_what_they_asked_for(desk: Desk) -> None:
+def test_a_whole_node_gives_its_roles_what_they_asked_for(login: LoginNode) -> None:
     # --exclusive shows all four.
-    ref = desk.submit(a_role(gpus=2), resources=gpus(2, is_whole_node=True))
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    ref = login.submit(a_role(gpus=2), resources=gpus(2, is_whole_node=True))
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     assert seen(ref, f"{ref.job_id}-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_a_slice_is_asked_for_by_its_type(desk: Desk) -> None:
+def test_a_slice_is_asked_for_by_its_type(login: LoginNode) -> None:
     options = {"partition": "mig", "gpu_type": "1g.10gb"}
-    ref = desk.submit(a_role(gpus=2), resources=gpus(2), options=options)
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    ref = login.submit(a_role(gpus=2), resources=gpus(2), options=options)
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     assert seen(ref, f"{ref.job_id}-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_a_job_from_inside_another_one_inherits_nothing_of_it(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    login: LoginNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inherited = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "cpu", "MASTER_ADDR": "far"}
     for name, value in {**inherited, "RANK": "3", "CUDA_VISIBLE_DEVICES": "9"}.items():
         monkeypatch.setenv(name, value)
-    ref = desk.submit(a_role("--steps", "1"))
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    ref = login.submit(a_role("--steps", "1"))
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     found = seen(ref, f"{ref.job_id}-0")
     assert (found["MASTER_ADDR"], found["RANK"], found["CUDA_VISIBLE_DEVICES"] or None) == (None, None, None)
     assert found["slurm"]["SLURM_JOB_ID"] == ref.job_id
@@ -176,25 +176,25 @@ def test_a_job_from_inside_another_one_inherits_nothing_of_it(
 
 
 def test_a_secret_reaches_its_role_and_nothing_else(
-    desk: Desk, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    login: LoginNode, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = "k3y, \"with\" $HOME `x` 'y'"
     monkeypatch.setenv("API_KEY", value)
-    launcher = Launcher(desk.backend, environ={**desk.launcher.environ, "API_KEY": value})
+    launcher = Launcher(login.backend, environ={**login.launcher.environ, "API_KEY": value})
     environment = JobEnvironment(variables={"MODE": "a,b 'c' $d"}, secrets=("API_KEY",))
-    ref = launcher.submit(desk.request(a_role("--held"), environment=environment)).ref
-    desk.wait_for(ref, JobState.RUNNING)
+    ref = launcher.submit(login.request(a_role("--held"), environment=environment)).ref
+    login.wait_for(ref, JobState.RUNNING)
     shown = cluster.run("scontrol", "show", "job", ref.job_id) + cluster.run(
         "scontrol", "write", "batch_script", ref.job_id, "-"
     )
     assert "k3y" not in shown
-    desk.let_go(ref)
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    login.let_go(ref)
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     path = next(Path(ref.home).glob("seen-*.json"))
     found = json.loads(path.read_text())
     assert (found["API_KEY"], found["MODE"]) == (value, "a,b 'c' $d")
     path.unlink()
-    desk.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
+    login.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
     holders = [file for file in Path(ref.home).rglob("*") if file.is_file() and b"k3y" in file.read_bytes()]
     assert holders == []
 
@@ -202,9 +202,9 @@ def test_a_secret_reaches_its_role_and_nothing_else(
 def test_sec_5_a_home_of_quotes_and_signs_is_no_trouble(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = open_desk(cluster, tmp_path / "a b$HOME'q\"z`id` %j;#&", monkeypatch)
-    ref = desk.submit(a_role("--steps", "1"))
-    status = desk.wait_for(ref, *ALL_ENDS)
+    login = log_in(cluster, tmp_path / "a b$HOME'q\"z`id` %j;#&", monkeypatch)
+    ref = login.submit(a_role("--steps", "1"))
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     assert "begins at step 0" not in slurm_log(ref)
     assert (job_path_of(ref.home) / f"slurm-{ref.job_id}.out").exists()
@@ -232,7 +232,7 @@ exec /usr/bin/srun "$@"
     ids=["podman", "pyxis"],
 )
 def test_steps_run_in_an_image_where_one_is_asked_for(
-    desk: Desk,
+    login: LoginNode,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     program: str,
@@ -245,9 +245,9 @@ def test_steps_run_in_an_image_where_one_is_asked_for(
     path.write_text(text.format(asked=tmp_path / "asked"))
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin:/usr/sbin:/sbin")
-    desk.backend.profile = SlurmSite(container_mounts=("/data:/data:ro", "/models"))
-    ref = desk.submit(a_role("--steps", "1"), options={"container_image": "image:1"})
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    login.backend.profile = SlurmSite(container_mounts=("/data:/data:ro", "/models"))
+    ref = login.submit(a_role("--steps", "1"), options={"container_image": "image:1"})
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked_for <= set(asked)
     assert "--device=nvidia.com/gpu=all" not in asked

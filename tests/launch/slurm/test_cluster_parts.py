@@ -9,76 +9,76 @@ from pathlib import Path
 import pytest
 
 from strop.launch.contract import JobEnvironment, JobRef, JobState
-from strop.launch.home import job_path_of
+from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
-from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 RATES = tuple((f"optimizer.lr={rate}",) for rate in ("1e-5", "2e-5", "3e-5", "4e-5"))
 
 
-def test_a_sweep_is_an_array_whose_members_live_apart(desk: Desk, cluster: Cluster) -> None:
+def test_a_sweep_is_an_array_whose_members_live_apart(login: LoginNode, cluster: Cluster) -> None:
     """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
     role = a_role("--held", "--special", "3=75,0")
-    ref = desk.submit(role, sweep=RATES, options={"array": "%2"})
-    desk.wait_for(ref, JobState.RUNNING)
-    desk.wait_for(ref, JobState.RUNNING, member=1)
-    states = [status.state for status in desk.launcher.status([ref])]
+    ref = login.submit(role, sweep=RATES, options={"array": "%2"})
+    login.wait_for(ref, JobState.RUNNING)
+    login.wait_for(ref, JobState.RUNNING, member=1)
+    states = [status.state for status in login.launcher.status([ref])]
     assert states[2:] == [JobState.QUEUED, JobState.QUEUED]
     assert len(cluster.run("squeue", "-h", "-t", "RUNNING").splitlines()) <= 2
-    desk.let_go(ref, *(f"members/{member}" for member in range(4)))
+    login.let_go(ref, *(f"members/{member}" for member in range(4)))
     for member in range(4):
-        desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
-    numbers = [len(desk.launcher.read_attempts(ref, member)) for member in range(4)]
+        login.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
+    numbers = [len(login.launcher.read_attempts(ref, member)) for member in range(4)]
     assert numbers == [1, 1, 1, 2]
-    desk.wait_until(lambda: cluster.run("squeue", "-h") == "")
+    login.wait_until(lambda: cluster.run("squeue", "-h") == "")
 
 
 def test_the_last_member_of_a_sweep_takes_the_secrets_along(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    login: LoginNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "k3y")
-    launcher = Launcher(desk.backend, environ={**desk.launcher.environ, "API_KEY": "k3y"})
+    launcher = Launcher(login.backend, environ={**login.launcher.environ, "API_KEY": "k3y"})
     environment = JobEnvironment(secrets=("API_KEY",))
     # The second member lives twice: what the first one took along would be missing then.
     role = a_role("--steps", "5", "--special", "1=75,0")
-    ref = launcher.submit(desk.request(role, environment=environment, sweep=RATES[:2])).ref
+    ref = launcher.submit(login.request(role, environment=environment, sweep=RATES[:2])).ref
     for member in (0, 1):
-        desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=member)
-    desk.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
+        login.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=member)
+    login.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
 
 
-def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:
-    ref = desk.submit(a_role("--held"), sweep=RATES[:2])
+def test_one_member_of_a_sweep_is_cancelled_alone(login: LoginNode) -> None:
+    ref = login.submit(a_role("--held"), sweep=RATES[:2])
     for member in (0, 1):
-        desk.wait_for_step(ref, member=f"members/{member}")
-    outcome = desk.launcher.cancel(ref, member=1, grace_s=60.0)
+        login.wait_for_step(ref, member=f"members/{member}")
+    outcome = login.launcher.cancel(ref, member=1, grace_s=60.0)
     assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
-    desk.let_go(ref, "members/0")
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    login.let_go(ref, "members/0")
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
 
 
-def test_one_member_of_a_sweep_is_told_alone_and_goes_on(desk: Desk) -> None:
-    ref = desk.submit(a_role("--held"), sweep=RATES[:2])
+def test_one_member_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> None:
+    ref = login.submit(a_role("--held"), sweep=RATES[:2])
     for member in (0, 1):
-        desk.wait_for_step(ref, member=f"members/{member}")
-    desk.backend.preempt(ref, 1)
-    desk.wait_for_step(ref, member="members/1", attempt=1)
-    desk.let_go(ref, "members/0", "members/1")
-    assert desk.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
-    assert [len(desk.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
+        login.wait_for_step(ref, member=f"members/{member}")
+    login.backend.preempt(ref, 1)
+    login.wait_for_step(ref, member="members/1", attempt=1)
+    login.let_go(ref, "members/0", "members/1")
+    assert login.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
+    assert [len(login.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
 
 
-def _submit_with_companion(desk: Desk, companion_steps: int, *words: str) -> JobRef:
+def _submit_with_companion(login: LoginNode, companion_steps: int, *words: str) -> JobRef:
     companion = a_role("--steps", str(companion_steps), name="companion", nodes="cpu", must_succeed=False)
-    return desk.submit(a_role(*words, gpus=2), companion, resources=gpus(2, num_cpu_nodes=1))
+    return login.submit(a_role(*words, gpus=2), companion, resources=gpus(2, num_cpu_nodes=1))
 
 
-def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(desk: Desk) -> None:
-    ref = _submit_with_companion(desk, 5000, "--steps", "10")
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> None:
+    ref = _submit_with_companion(login, 5000, "--steps", "10")
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     attempt = f"{ref.job_id}-0"
     assert [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0,1", ""]
     folder = Path(ref.home) / "attempts" / attempt
@@ -87,17 +87,17 @@ def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(desk: Desk) -> None:
     assert (agent["host"], agent["part"]) == ("c1", "cpu")
 
 
-def test_a_companion_that_ends_early_ends_the_run(desk: Desk) -> None:
-    ref = _submit_with_companion(desk, 3, "--steps", "5000")
-    status = desk.wait_for(ref, *ALL_ENDS)
+def test_a_companion_that_ends_early_ends_the_run(login: LoginNode) -> None:
+    ref = _submit_with_companion(login, 3, "--steps", "5000")
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert "role companion ended while the run went on" in status.reason
 
 
-def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk, cluster: Cluster) -> None:
-    ref = _submit_with_companion(desk, 5000, "--held")
-    desk.wait_for_step(ref)
-    desk.backend.preempt(ref, 0)
+def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: Cluster) -> None:
+    ref = _submit_with_companion(login, 5000, "--held")
+    login.wait_for_step(ref)
+    login.backend.preempt(ref, 0)
 
     def lives_again() -> bool:
         # Only the backfill scheduler starts such jobs; 22.05 looks again only once something happens.
@@ -105,8 +105,8 @@ def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk, cluster: Cluste
         time.sleep(1.0)
         return (Path(ref.home) / f"seen-{ref.job_id}-1-0.json").exists()
 
-    desk.wait_until(lives_again)
-    desk.let_go(ref)
-    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
+    login.wait_until(lives_again)
+    login.let_go(ref)
+    status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     assert seen(ref, f"{ref.job_id}-1")["begin"] > 0

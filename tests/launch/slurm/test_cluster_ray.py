@@ -13,7 +13,7 @@ import pytest
 
 from strop.launch.contract import JobEnvironment, RolePlan
 from tests.fixtures.ray_traces import is_alive, needs_ray
-from tests.launch.slurm.plans import ALL_ENDS, Desk, gpus, slurm_log
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, gpus, slurm_log
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -21,15 +21,15 @@ TRAINER = Path(__file__).with_name("ray_role.py")
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
 
 
-def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(desk: Desk) -> None:
+def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(login: LoginNode) -> None:
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}"))
     join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
     ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False, may_be_lost=True)
     # Every role on both nodes proves to the run that it has these bytes.
     environment = JobEnvironment(variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"})
-    ref = desk.submit(train, ray, resources=gpus(0, nodes=2), environment=environment, max_requeue=0)
+    ref = login.submit(train, ray, resources=gpus(0, nodes=2), environment=environment, max_requeue=0)
     trained, survived, lost = (Path(ref.home) / f"{name}.json" for name in ("trained", "survived", "lost"))
-    desk.wait_until(lambda: trained.exists() or desk.status(ref).state in ALL_ENDS, limit_s=400.0)
+    login.wait_until(lambda: trained.exists() or login.status(ref).state in ALL_ENDS, limit_s=400.0)
     assert trained.exists(), describe(ref.home) + slurm_log(ref)
     found = json.loads(trained.read_text())
     assert sorted(name.partition("@")[0] for name in found["nodes"]) == ["0", "1"]
@@ -37,20 +37,20 @@ def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(desk: De
     mine = find_processes(ref.job_id, "strop.cluster.ray") | set(found["roles"].values())
     assert node_of(found["roles"]["engine-1"]) == "1"
     assert node_of(found["roles"]["engine-0"]) == node_of(found["roles"]["learner-0"]) == "0"
-    os.kill(find_raylet(desk, ref.job_id, "1"), signal.SIGKILL)
-    desk.wait_until(lambda: survived.exists() or desk.status(ref).state in ALL_ENDS)
+    os.kill(find_raylet(login, ref.job_id, "1"), signal.SIGKILL)
+    login.wait_until(lambda: survived.exists() or login.status(ref).state in ALL_ENDS)
     assert survived.exists(), describe(ref.home) + slurm_log(ref)
     (event,) = json.loads(survived.read_text())["events"]
     assert event["replica"] == "engine-1"
     assert "node 1" in event["detail"], event
     os.kill(found["roles"]["engine-0"], signal.SIGKILL)
-    desk.wait_until(lambda: desk.status(ref).state in ALL_ENDS)
+    login.wait_until(lambda: login.status(ref).state in ALL_ENDS)
     assert lost.exists(), describe(ref.home) + slurm_log(ref)
     cause = json.loads(lost.read_text())["cause"]
     assert "engine-0 on node 0" in cause, cause
     assert "the run goes on without it" in describe(ref.home)
     everything = mine | find_processes(ref.job_id, "")
-    desk.wait_until(lambda: not [pid for pid in everything if is_alive(pid)])
+    login.wait_until(lambda: not [pid for pid in everything if is_alive(pid)])
 
 
 def find_processes(job_id: str, words: str) -> set[int]:
@@ -65,7 +65,7 @@ def find_processes(job_id: str, words: str) -> set[int]:
     return found
 
 
-def find_raylet(desk: Desk, job_id: str, node: str) -> int:
+def find_raylet(login: LoginNode, job_id: str, node: str) -> int:
     """Return the raylet of a node. What it starts looks like a second one until it is another program."""
     found: set[int] = set()
 
@@ -75,7 +75,7 @@ def find_raylet(desk: Desk, job_id: str, node: str) -> int:
             found = {pid for pid in find_processes(job_id, "raylet/raylet") if node_of(pid) == node}
         return len(found) == 1
 
-    desk.wait_until(is_one)
+    login.wait_until(is_one)
     return found.pop()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.contract import JobState
-from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log, verdict
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -27,13 +27,13 @@ def starts_nothing(cluster: Cluster) -> Iterator[None]:
         cluster.run("scontrol", "update", "PartitionName=low", "State=UP")
 
 
-def test_a_told_job_saves_and_goes_on_from_there(desk: Desk, cluster: Cluster) -> None:
-    ref = desk.submit(a_role("--steps", "5000,0"))
-    desk.wait_for_step(ref)
+def test_a_told_job_saves_and_goes_on_from_there(login: LoginNode, cluster: Cluster) -> None:
+    ref = login.submit(a_role("--steps", "5000,0"))
+    login.wait_for_step(ref)
     with starts_nothing(cluster):
-        assert desk.backend.preempt(ref, 0) == "SIGUSR2"
-        assert desk.wait_for(ref, JobState.PREEMPTED).reason
-    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
+        assert login.backend.preempt(ref, 0) == "SIGUSR2"
+        assert login.wait_for(ref, JobState.PREEMPTED).reason
+    status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     begin = seen(ref, f"{ref.job_id}-1")["begin"]
     assert 0 < begin < 5000
@@ -44,109 +44,109 @@ def test_a_told_job_saves_and_goes_on_from_there(desk: Desk, cluster: Cluster) -
     assert slurm_log(ref).count("started train") == 2
 
 
-def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> None:
+def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(login: LoginNode) -> None:
     role = a_role("--steps", "3", "--codes", "75", "--special", "n2=1", nodes="all")
-    ref = desk.submit(role, resources=gpus(0, nodes=2))
-    status = desk.wait_for(ref, *ALL_ENDS)
+    ref = login.submit(role, resources=gpus(0, nodes=2))
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert "role train ended with exit code 1" in status.reason
     # The script goes on after its verdict; once it has ended, Slurm says so too.
-    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state.is_terminal)
-    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state.is_terminal)
+    answer = login.backend.poll([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.FAILED, 0)
-    end = verdict(desk, ref)
+    end = verdict(login, ref)
     assert (end["exit_code"], end["nodes"]) == (1, ["n1", "n2"])
 
 
 @pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
-def test_lau_3_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
+def test_lau_3_a_preempted_job_makes_room_and_lives_again(login: LoginNode, words: tuple[str, ...]) -> None:
     role = a_role("--steps", "5000,5", *words, gpus=4)
-    low = desk.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
-    desk.wait_for_step(low)
+    low = login.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
+    login.wait_for_step(low)
     asked_at = time.monotonic()
     options = {"partition": "high", "nodelist": "n1"}
-    high = desk.submit(a_role("--held", gpus=4), name="high", resources=gpus(4), options=options)
-    desk.wait_for(high, JobState.RUNNING)
+    high = login.submit(a_role("--held", gpus=4), name="high", resources=gpus(4), options=options)
+    login.wait_for(high, JobState.RUNNING)
     # Far below the job's own end, and far above what it takes: 3 s, and 25 s of who does not listen.
     assert time.monotonic() - asked_at < (60.0 if not words else 90.0)
-    desk.wait_for(low, JobState.PREEMPTED)
-    desk.let_go(high)
-    assert desk.wait_for(high, *ALL_ENDS).state is JobState.SUCCEEDED
-    status = desk.wait_for(low, *ALL_ENDS, attempt=1)
+    login.wait_for(low, JobState.PREEMPTED)
+    login.let_go(high)
+    assert login.wait_for(high, *ALL_ENDS).state is JobState.SUCCEEDED
+    status = login.wait_for(low, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(low)
     begin = seen(low, f"{low.job_id}-1")["begin"]
     assert begin == 0 if words else begin > 0
 
 
-def test_lau_3_a_failed_job_is_requeued_from_outside_alone_and_others_not_at_all(desk: Desk) -> None:
-    ref = desk.submit(a_role("--held", "--codes", "3,0"))
-    desk.wait_for(ref, JobState.RUNNING)
+def test_lau_3_a_failed_job_is_requeued_from_outside_alone_and_others_not_at_all(login: LoginNode) -> None:
+    ref = login.submit(a_role("--held", "--codes", "3,0"))
+    login.wait_for(ref, JobState.RUNNING)
     with pytest.raises(CheckRefused, match="is running"):
-        desk.backend.requeue(ref)
-    desk.let_go(ref)
-    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.FAILED
-    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state is JobState.FAILED)
-    desk.backend.requeue(ref)
-    assert desk.wait_for(ref, JobState.SUCCEEDED, attempt=1).attempt is not None
-    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state is JobState.SUCCEEDED)
+        login.backend.requeue(ref)
+    login.let_go(ref)
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.FAILED
+    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state is JobState.FAILED)
+    login.backend.requeue(ref)
+    assert login.wait_for(ref, JobState.SUCCEEDED, attempt=1).attempt is not None
+    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state is JobState.SUCCEEDED)
     with pytest.raises(CheckRefused, match=r"is succeeded \(COMPLETED\)"):
-        desk.backend.requeue(ref)
+        login.backend.requeue(ref)
 
 
-def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end(desk: Desk, cluster: Cluster) -> None:
+def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end(login: LoginNode, cluster: Cluster) -> None:
     """`wait` returns 128 + n for any signal with a trap, and for a resumed job Slurm sends CONT."""
-    ref = desk.submit(a_role("--held"))
-    desk.wait_for_step(ref)
+    ref = login.submit(a_role("--held"))
+    login.wait_for_step(ref)
     for target in ("--batch", "--full"):
         cluster.run("scancel", target, "--signal=CONT", str(ref.job_id))
         # For a script that would take it for an end.
         time.sleep(0.5)
-    desk.let_go(ref)
-    status = desk.wait_for(ref, *ALL_ENDS)
+    login.let_go(ref)
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    answer = login.backend.poll([ref])[ref.job_id, 0]
     assert answer.num_restarts == 0
     assert slurm_log(ref).count("started train") == 1
 
 
-def test_cancelling_names_what_ended_a_job(desk: Desk, cluster: Cluster) -> None:
-    running = desk.submit(a_role("--held", gpus=4), name="running", resources=gpus(4, nodes=2))
-    desk.wait_for_step(running)
-    waiting = desk.submit(a_role(gpus=4), name="waiting", resources=gpus(4, nodes=2))
-    assert desk.wait_for(waiting, JobState.QUEUED).reason in {"Resources", "Priority", "PENDING", "None"}
-    outcome = desk.launcher.cancel(waiting, grace_s=60.0)
+def test_cancelling_names_what_ended_a_job(login: LoginNode, cluster: Cluster) -> None:
+    running = login.submit(a_role("--held", gpus=4), name="running", resources=gpus(4, nodes=2))
+    login.wait_for_step(running)
+    waiting = login.submit(a_role(gpus=4), name="waiting", resources=gpus(4, nodes=2))
+    assert login.wait_for(waiting, JobState.QUEUED).reason in {"Resources", "Priority", "PENDING", "None"}
+    outcome = login.launcher.cancel(waiting, grace_s=60.0)
     assert (outcome.ended_by, outcome.statuses[0].state) == ("TERM", JobState.CANCELLED)
-    outcome = desk.launcher.cancel(running, grace_s=60.0)
+    outcome = login.launcher.cancel(running, grace_s=60.0)
     assert (outcome.ended_by, outcome.statuses[0].state) == ("TERM", JobState.CANCELLED)
     assert "saved at step" in (Path(running.home) / f"attempts/{running.job_id}-0/0/train.log").read_text()
-    assert desk.launcher.cancel(running, grace_s=60.0).ended_by == "it had ended"
+    assert login.launcher.cancel(running, grace_s=60.0).ended_by == "it had ended"
     # Slurm itself says nothing of a job that it does not know.
     cluster.run("scancel", "99999")
 
 
-def test_a_cancelled_job_is_not_started_again(desk: Desk) -> None:
+def test_a_cancelled_job_is_not_started_again(login: LoginNode) -> None:
     """TERM means that somebody else decides: the job saves, ends with 75, and does not requeue itself."""
-    ref = desk.submit(a_role("--held"))
-    desk.wait_for_step(ref)
-    desk.launcher.cancel(ref, grace_s=60.0)
+    ref = login.submit(a_role("--held"))
+    login.wait_for_step(ref)
+    login.launcher.cancel(ref, grace_s=60.0)
     time.sleep(1.0)
-    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    answer = login.backend.poll([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
-    end = verdict(desk, ref)
+    end = verdict(login, ref)
     assert (end["exit_code"], end["signal"]) == (75, "SIGTERM")
 
 
-def test_a_held_job_and_a_broken_dependency_say_so(desk: Desk, cluster: Cluster) -> None:
-    first = desk.submit(a_role("--held", "--codes", "3", gpus=4), name="first", resources=gpus(4, 2))
-    after = desk.submit(a_role(), name="after", options={"dependency": f"afterok:{first.job_id}"})
-    held = desk.submit(a_role(gpus=4), name="held", resources=gpus(4, 2))
+def test_a_held_job_and_a_broken_dependency_say_so(login: LoginNode, cluster: Cluster) -> None:
+    first = login.submit(a_role("--held", "--codes", "3", gpus=4), name="first", resources=gpus(4, 2))
+    after = login.submit(a_role(), name="after", options={"dependency": f"afterok:{first.job_id}"})
+    held = login.submit(a_role(gpus=4), name="held", resources=gpus(4, 2))
     cluster.run("scontrol", "hold", held.job_id)
-    desk.wait_until(lambda: desk.status(held).reason == "held: JobHeldAdmin")
-    assert (desk.status(held).state, desk.status(after).state) == (JobState.QUEUED, JobState.QUEUED)
-    assert desk.status(after).reason == "Dependency"
-    desk.let_go(first)
-    assert desk.wait_for(first, *ALL_ENDS).state is JobState.FAILED
-    assert desk.wait_for(after, *ALL_ENDS).state is JobState.CANCELLED
+    login.wait_until(lambda: login.status(held).reason == "held: JobHeldAdmin")
+    assert (login.status(held).state, login.status(after).state) == (JobState.QUEUED, JobState.QUEUED)
+    assert login.status(after).reason == "Dependency"
+    login.let_go(first)
+    assert login.wait_for(first, *ALL_ENDS).state is JobState.FAILED
+    assert login.wait_for(after, *ALL_ENDS).state is JobState.CANCELLED
     # Now it is known to be impossible.
     with pytest.raises(CheckRefused, match="a dependency can never be met"):
-        desk.submit(a_role(), name="late", options={"dependency": f"afterok:{first.job_id}"})
+        login.submit(a_role(), name="late", options={"dependency": f"afterok:{first.job_id}"})

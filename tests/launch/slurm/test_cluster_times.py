@@ -7,58 +7,60 @@ from pathlib import Path
 import pytest
 
 from strop.launch.contract import JobState
-from tests.launch.slurm.conftest import Early, open_desk
-from tests.launch.slurm.plans import ALL_ENDS, Desk, seen, slurm_log
+from tests.launch.slurm.conftest import Early, log_in
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, seen, slurm_log
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def desk(early: Early, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def login(early: Early, monkeypatch: pytest.MonkeyPatch) -> LoginNode:
     """The login node that they were submitted from."""
-    return open_desk(early.cluster, early.root, monkeypatch)
+    return log_in(early.cluster, early.root, monkeypatch)
 
 
-def test_lau_3_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk, early: Early) -> None:
+def test_lau_3_a_job_that_always_saves_is_requeued_as_often_as_it_may(login: LoginNode, early: Early) -> None:
     ref = early.refs["saving"]
-    status = desk.wait_for(ref, *ALL_ENDS)
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert status.reason.startswith("requeue budget")
-    assert len(desk.launcher.read_attempts(ref, 0)) == 3
+    assert len(login.launcher.read_attempts(ref, 0)) == 3
 
 
-def test_lau_10_a_node_whose_preflight_fails_is_left_out_of_the_next_life(desk: Desk, early: Early) -> None:
+def test_lau_10_a_node_whose_preflight_fails_is_left_out_of_the_next_life(
+    login: LoginNode, early: Early
+) -> None:
     ref = early.refs["refused"]
-    status = desk.wait_for(ref, *ALL_ENDS)
+    status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    first, second = (attempt.nodes[0] for attempt in desk.launcher.read_attempts(ref, 0))
+    first, second = (attempt.nodes[0] for attempt in login.launcher.read_attempts(ref, 0))
     assert {first, second} == {"n1", "n2"}
     assert (Path(ref.home) / "excluded-nodes").read_text() == f"{first}\n"
 
 
-def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk, early: Early) -> None:
+def test_a_preflight_that_fails_twice_ends_the_job(login: LoginNode, early: Early) -> None:
     ref = early.refs["refused-twice"]
-    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
+    status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert (status.state, status.reason.split(":")[0]) == (JobState.FAILED, "preflight")
-    assert desk.backend.ask([ref])[ref.job_id, 0].num_restarts == 1
+    assert login.backend.poll([ref])[ref.job_id, 0].num_restarts == 1
 
 
-def test_a_job_that_is_told_of_its_limit_goes_on_in_another_life(desk: Desk, early: Early) -> None:
+def test_a_job_that_is_told_of_its_limit_goes_on_in_another_life(login: LoginNode, early: Early) -> None:
     ref = early.refs["told"]
-    status = desk.wait_for(ref, *ALL_ENDS, limit_s=300.0, attempt=1)
+    status = login.wait_for(ref, *ALL_ENDS, limit_s=300.0, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    attempts = desk.launcher.read_attempts(ref, 0)
+    attempts = login.launcher.read_attempts(ref, 0)
     assert [attempt.exit_code for attempt in attempts] == [75] * (len(attempts) - 1) + [0]
     assert attempts[0].signal == "SIGUSR2"
     assert seen(ref, f"{ref.job_id}-1")["begin"] > 0
 
 
 def test_a_job_that_does_not_listen_ends_at_its_limit_and_is_not_started_again(
-    desk: Desk, early: Early
+    login: LoginNode, early: Early
 ) -> None:
     ref = early.refs["deaf"]
-    desk.wait_for(ref, *ALL_ENDS, limit_s=300.0)
-    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state.is_terminal)
-    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    login.wait_for(ref, *ALL_ENDS, limit_s=300.0)
+    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state.is_terminal)
+    answer = login.backend.poll([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.TIMEOUT, 0)
     assert len(list((Path(ref.home) / "attempts").glob("*/verdict.json"))) == 1

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from strop.errors import StoreError
 from strop.launch.contract import JobState
-from strop.launch.slurm.clients import Said, ask_client
-from strop.launch.slurm.outputs import read_accounting, read_json, read_plain, read_restarts
-from strop.launch.slurm.queries import answer_for, list_jobs
-from strop.launch.slurm.states import read_state
+from strop.launch.slurm.queries import ClientReply, answer_for, ask_client, list_jobs
+from strop.launch.slurm.states import read_accounting, read_json, read_plain, read_restarts, read_state
 
 OUTPUTS = Path(__file__).with_name("outputs")
 NOW = 1795293509.0
@@ -43,20 +41,20 @@ class FakeClient:
         self.version = version
         self.asked: list[str] = []
 
-    def __call__(self, argv: Sequence[str]) -> Said:
+    def __call__(self, argv: Sequence[str]) -> ClientReply:
         program = argv[0]
         self.asked.append(program)
         if program == "sacct":
-            return Said(code=1, output="", errors="Slurm accounting storage is disabled\n")
+            return ClientReply(code=1, output="", errors="Slurm accounting storage is disabled\n")
         if "--json" in argv:
             if self.version == "20.11":
-                return Said(code=1, output="", errors="squeue: unrecognized option '--json'\n")
+                return ClientReply(code=1, output="", errors="squeue: unrecognized option '--json'\n")
             return _said(f"squeue-{self.version}.json")
         return _said("squeue-22.05.txt" if program == "squeue" else "scontrol-22.05.txt")
 
 
-def _said(name: str) -> Said:
-    return Said(code=0, output=(OUTPUTS / name).read_bytes().decode(), errors="")
+def _said(name: str) -> ClientReply:
+    return ClientReply(code=0, output=(OUTPUTS / name).read_bytes().decode(), errors="")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -102,11 +100,11 @@ def test_jobs_that_only_accounting_remembers() -> None:
         "garbage",
     ]
 
-    def client(argv: Sequence[str]) -> Said:
+    def client(argv: Sequence[str]) -> ClientReply:
         if argv[0] == "sacct":
             assert argv[argv.index("-j") + 1] == "7,8,9,10,11"
-            return Said(code=0, output="\n".join(lines) + "\n", errors="")
-        return Said(code=0, output='{"jobs": []}', errors="")
+            return ClientReply(code=0, output="\n".join(lines) + "\n", errors="")
+        return ClientReply(code=0, output='{"jobs": []}', errors="")
 
     answers = answer_for(["11", "10", "9", "8", "7"], client=client, now=NOW)
     assert {key: (one.state, one.nodes) for key, one in answers.items()} == {
@@ -124,8 +122,8 @@ def test_a_forgotten_job_without_accounting_has_no_answer() -> None:
 def test_lau_6_a_failing_query_is_an_error_and_no_state() -> None:
     """Incident: one flag that a version did not know, and a running job was cancelled as dead."""
 
-    def broken(argv: Sequence[str]) -> Said:
-        return Said(code=1, output="", errors="squeue: error: something new")
+    def broken(argv: Sequence[str]) -> ClientReply:
+        return ClientReply(code=1, output="", errors="squeue: error: something new")
 
     with pytest.raises(StoreError, match="squeue failed with 1: squeue: error: something new"):
         list_jobs(client=broken)
@@ -134,10 +132,11 @@ def test_lau_6_a_failing_query_is_an_error_and_no_state() -> None:
 def test_lau_6_no_controller_is_no_empty_list() -> None:
     """Recorded: `squeue --json` exits with 0 and lists no job where it could not ask anybody."""
 
-    def alone(argv: Sequence[str]) -> Said:
+    def alone(argv: Sequence[str]) -> ClientReply:
         if "--json" in argv:
             return _said("squeue-22.05-down.json")
-        return Said(code=1, output="", errors="slurm_load_jobs error: Unable to contact slurm controller")
+        errors = "slurm_load_jobs error: Unable to contact slurm controller"
+        return ClientReply(code=1, output="", errors=errors)
 
     with pytest.raises(StoreError, match="Unable to contact slurm controller"):
         answer_for(["7"], client=alone)

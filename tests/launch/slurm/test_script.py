@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
+from strop.launch.attempts import combine
+from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, Resources
-from strop.launch.exit_codes import combine
-from strop.launch.planning import make_plan
 from strop.launch.slurm import SlurmBackend
-from strop.launch.slurm.clients import clean_environment
-from strop.launch.slurm.options import SlurmOptions
-from strop.launch.slurm.script import write_header, write_script
+from strop.launch.slurm.queries import clean_environment
+from strop.launch.slurm.script import SlurmOptions, write_header, write_script
 from strop.spec.site import SlurmSite
 from tests.launch.slurm.plans import a_request, gpus
 
@@ -66,7 +65,7 @@ def test_scripts_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     assert isinstance(profile, SlurmSite)
     request = replace(request, home="/runs/run-1", project_path=Path("/project"))
     plan = replace(make_plan(request, SlurmBackend(profile)), plan_hash="0123456789abcdef")
-    plan = SlurmBackend(profile).complete(plan, request)
+    plan = SlurmBackend(profile).render(plan, request)
     golden_path = GOLDEN / f"{name}.sh"
     assert plan.files["job.sh"] == golden_path.read_text()
     subprocess.run(["bash", "-n"], input=plan.files["job.sh"], text=True, check=True)
@@ -163,7 +162,7 @@ def test_names_and_homes_that_slurm_would_spoil_are_refused(
     request = a_request(tmp_path)
     backend = SlurmBackend(SlurmSite())
     with pytest.raises(ConfigError, match=message):
-        backend.complete(replace(make_plan(request, backend), **change), request)
+        backend.render(replace(make_plan(request, backend), **change), request)
 
 
 def test_flags_win_over_the_profile(tmp_path: Path) -> None:

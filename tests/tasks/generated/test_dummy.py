@@ -30,5 +30,5 @@ def test_all_examples_are_one_problem_that_is_trained_on() -> None:
 
 
 def test_a_foreign_example_is_refused() -> None:
-    with pytest.raises(DataError, match=r"Allowed: examples of task dummy"):
+    with pytest.raises(DataError, match=r"is not one of task dummy"):
         build_task(DummySpec(name="dummy")).verify(make_example("dummy", {}, None), "1")

@@ -218,7 +218,7 @@ def test_too_few_different_questions_are_refused() -> None:
 
 
 def test_foreign_example_is_refused() -> None:
-    with pytest.raises(DataError, match="build the task from the spec"):
+    with pytest.raises(DataError, match="is not one of data set"):
         rg("chain_sum").verify(make_example("reasoning-gym", {"question": "?"}, "1"), "1")
 
 

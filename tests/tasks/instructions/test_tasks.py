@@ -232,9 +232,9 @@ def test_the_harness_rules_need_a_sentence_splitter(
 def test_without_langdetect_the_task_says_what_to_install(
     ifeval_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strop.tasks.instructions import language
+    from strop.tasks.instructions import segments
 
-    monkeypatch.setattr(language, "find_spec", lambda _: None)
+    monkeypatch.setattr(segments, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"langdetect is not installed.*Next: pip install 'strop\[tasks\]'"):
         ifeval(ifeval_file, rules="lm-eval").examples(Split.HELD_OUT)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.tasks.instructions.bench import BENCH
+from strop.tasks.instructions.bench import BENCH, count_syllables
 from strop.tasks.instructions.bench_customs import CAPITALS as NORTHERN
-from strop.tasks.instructions.bench_lists import count_syllables
 
 OPTIONS = "A) one\nB) two\nC) three\nD) four\nE) five"
 ASKED = [f"Question {n}: {'Why ' * n}so?\n{OPTIONS}" for n in (1, 2, 3, 4)]

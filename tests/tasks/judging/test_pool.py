@@ -21,8 +21,8 @@ import pytest
 from strop.errors import CheckRefused
 from strop.rollout import FailureOwner
 from strop.tasks.failures import owner_of_error
-from strop.tasks.judging import CallFailure, WorkerPool, pool, worker
-from strop.tasks.judging.nursery import Handler
+from strop.tasks.judging import CallFailure, WorkerPool, pool
+from strop.tasks.judging.fork_server import Handler
 
 
 def make_handler() -> Handler:
@@ -139,7 +139,7 @@ def test_results_come_back_to_their_calls_in_order() -> None:
 
 
 def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_MAX_CALLS", 4)
+    monkeypatch.setattr(pool, "_MAX_CALLS", 4)
 
     async def work(workers: WorkerPool) -> list[int]:
         return [(await workers.call({}))["pid"] for _ in range(10)]
@@ -254,7 +254,7 @@ def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> 
     assert with_pool(work) == {"call": 2, "start": 2}
 
 
-def test_where_none_may_be_aside_no_more_run_at_once_than_there_are_workers(
+def test_where_none_may_be_in_the_background_no_more_run_at_once_than_there_are_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "SLOW_WALL_S", 0.05)
@@ -301,12 +301,12 @@ def test_descendants_of_a_killed_worker_go_with_it(tmp_path: Path) -> None:
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
 
 
-def test_a_killed_nursery_is_replaced() -> None:
+def test_a_killed_fork_server_is_replaced() -> None:
     async def work(workers: WorkerPool) -> list[Any]:
         first = await workers.call({"number": 0})
         os.kill(parent_of(first["pid"]), signal.SIGKILL)
         assert wait_until_dead(first["pid"])
-        # The dead one is told to end too, and its nursery is not there to know it.
+        # The dead one is told to end too, and its fork server is not there to know it.
         return [
             first,
             *await call_all([{"number": 1}, {"number": 2}], workers),
@@ -333,12 +333,12 @@ def test_closing_ends_what_is_under_way() -> None:
 
     async def run() -> tuple[list[Any], Any, WorkerPool]:
         workers = WorkerPool(make_handler, num_workers=2, limit_s=600.0)
-        nursery = parent_of((await workers.call({}))["pid"])
+        fork_server = parent_of((await workers.call({}))["pid"])
         # Two sleep, and the third waits for its turn.
         calls = [asyncio.ensure_future(workers.call({"sleep": 600, "number": n})) for n in range(3)]
         await asyncio.sleep(0.2)
         await asyncio.wait_for(workers.close(), timeout=60)
-        assert not is_alive(nursery)
+        assert not is_alive(fork_server)
         return [call.result() for call in calls], await workers.call({}), workers
 
     replies, late, workers = asyncio.run(run())
@@ -383,10 +383,10 @@ def test_nothing_survives_a_killed_owner() -> None:
     )
     assert owner.stdout is not None
     worker = int(owner.stdout.readline())
-    nursery = parent_of(worker)
+    fork_server = parent_of(worker)
     time.sleep(0.2)  # The hanging one begins.
     owner.kill()
     owner.wait()
     owner.stdout.close()
     assert wait_until_dead(worker)
-    assert wait_until_dead(nursery)
+    assert wait_until_dead(fork_server)

@@ -1,4 +1,4 @@
-"""Templates with places, and replies in delimiters that they cannot forge."""
+"""What a judge is shown, what of its answer counts, and which judgements are kept."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.audit.judge_probes import INJECTIONS
+from strop.audit.probes import INJECTIONS
 from strop.errors import ConfigError, DataError
-from strop.tasks.llm_judge.rubric import BUILT_IN, CONTRACT, read_rubric, wrap_reply
-from strop.tasks.llm_judge.verdict import Judgement, read_judgement
+from strop.rollout import Failure, FailureOwner
+from strop.tasks.llm_judge.rubric import (
+    BUILT_IN,
+    CONTRACT,
+    Judgement,
+    find_judgement,
+    keep_judgement,
+    read_judgement,
+    read_rubric,
+    wrap_reply,
+)
 from tests.fixtures.judge_server import REPLY
 
 
@@ -96,3 +105,77 @@ def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
     assert len(raw) == 3
     for text in raw:
         assert json.dumps("score") not in wrap_reply(text, "s")
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ('{"score": 0.25, "reason": "thin"}', 0.25),
+        ('It has 3 faults of 10.\n{"score": 0.7, "reason": "x"}\n', 0.7),
+        ('```json\n{"score": 1, "reason": "x"}\n```', 1.0),
+        ('{"score": 1, "reason": "first"} and then {"score": 0, "reason": "last"}', 0.0),
+        ('{"score": 0.5, "reason": "it uses {braces} and }"}', 0.5),
+        ('{"reason": "nested", "parts": {"score": 1}, "score": 0.1}', 0.1),
+        ('<think>{"score": 1, "reason": "maybe"}</think>{"score": 0.2, "reason": "no"}', 0.2),
+        ('I would give {"score": 1}.</think>\n{"score": 0.3}', 0.3),
+    ],
+)
+def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
+    found = read_judgement(answer)
+    assert isinstance(found, Judgement)
+    assert found.score == score
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "I give it 0.9.",
+        "Score: 1",
+        "I cannot help with that.",
+        '{"score": 1, "reason": "x"} That is my grade.',
+        '{"score": "1", "reason": "x"}',
+        '{"score": true, "reason": "x"}',
+        '{"score": null, "reason": "x"}',
+        '{"grade": 1}',
+        '[{"score": 1}]',
+        '{"outer": {"score": 1}}',
+        '{"score": 1, "reason": "cut in the mid',
+        '<think>still at it {"score": 1, "reason": "x"}',
+        "{" * 5000 + "}",
+    ],
+)
+def test_anything_else_has_no_score(answer: str) -> None:
+    found = read_judgement(answer)
+    assert isinstance(found, Failure)
+    assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_unparsable")
+
+
+@pytest.mark.parametrize("score", ["1.5", "-0.1", "10", "NaN", "Infinity", "1e400"])
+def test_a_score_out_of_bounds_is_no_score(score: str) -> None:
+    found = read_judgement('{"score": ' + score + ', "reason": "x"}')
+    assert isinstance(found, Failure)
+    assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_out_of_bounds")
+
+
+def test_what_was_kept_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "ab" / "entry.json"
+    assert find_judgement(path) is None
+    keep_judgement(path, Judgement(score=0.25, reason="thin"))
+    assert find_judgement(path) == Judgement(score=0.25, reason="thin")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"score": 0.5}',
+        '{"score": null, "reason": ""}',
+        '{"score": 1.5, "reason": ""}',
+        '{"score": NaN, "reason": ""}',
+    ],
+)
+def test_what_is_no_judgement_counts_as_absent(text: str, tmp_path: Path) -> None:
+    (tmp_path / "entry.json").write_text(text)
+    assert find_judgement(tmp_path / "entry.json") is None

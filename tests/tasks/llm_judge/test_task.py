@@ -101,7 +101,7 @@ def test_a_busy_judge_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         task = judge_task(tmp_path, server.url)
         assert verify(task, "word-0").reward == 1.0
     # Each try is a call.
-    assert task.client.desk.num_calls == 3
+    assert task.client.limiter.num_calls == 3
 
 
 def test_nobody_there_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.tasks.answers import judged_text, text_after_thinking
 from strop.tasks.mathematics.answers import AnswerForm, find_answer, find_boxes, last_formula
-from strop.tasks.thinking import judged_text, text_after_thinking
 
 
 @pytest.mark.parametrize(

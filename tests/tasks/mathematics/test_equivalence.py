@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.tasks.mathematics import symbolic
-from strop.tasks.mathematics.equivalence import Strictness, answers_equal
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal, compare_numbers, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form, without_name
-from strop.tasks.mathematics.numbers import compare_numbers, parse_exact
 from strop.tasks.mathematics.symbolic import is_bounded, require_math_verify
 
 STRICT, STANDARD, SYMBOLIC = Strictness.STRICT, Strictness.STANDARD, Strictness.SYMBOLIC

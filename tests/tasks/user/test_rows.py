@@ -16,7 +16,7 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, DataError
 from strop.rollout import Outcome, Split
-from strop.spec.rows_task import RowsSpec
+from strop.spec.own_tasks import RowsSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge

@@ -1,6 +1,6 @@
-"""Notices the end of any role within seconds, names it, and ends whatever waits for an answer.
+"""Notices the end of any role within seconds, names it, and fails every pending call.
 
-Of replicas, roles that do the same work, all but the last may end: that is told, and the others go on.
+Of replicas (roles that do the same work) all but the last may end: that is reported, and the others go on.
 A role's process is followed by a call to it that never returns: the moment it dies, Ray fails that call.
 """
 
@@ -63,7 +63,7 @@ class DeathWatch:
         self._keep(self._look_at_nodes())
 
     def stop(self) -> None:
-        """What ends from now on was told to."""
+        """Expect every role to end from now on."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()

@@ -29,9 +29,17 @@ from strop.cluster.ray.settings import (
     start_args,
 )
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
-from strop.hardware.orphans import adopt_orphans, bury_orphans, end_descendants
-from strop.hardware.owned_dirs import own_dir
-from strop.hardware.process import TAIL_BYTES, ChildProcess, spawn, tail, terminate
+from strop.hardware.leftovers import own_dir
+from strop.hardware.process import (
+    TAIL_BYTES,
+    ChildProcess,
+    adopt_orphans,
+    end_descendants,
+    reap_orphans,
+    spawn,
+    tail,
+    terminate,
+)
 from strop.hardware.tuning import tune_process
 
 _POLL_S = 0.1
@@ -76,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def say(text: str) -> None:
-    """Tell whoever reads this process's log."""
+    """Write a line to this process's log."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -112,7 +120,7 @@ def _wait(child: ChildProcess, find_order: Callable[[], str | None]) -> str | No
         why = find_order()
         if why is not None:
             return why
-        bury_orphans([child.pid])
+        reap_orphans([child.pid])
         time.sleep(_POLL_S)
     return None
 

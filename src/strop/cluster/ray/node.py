@@ -1,7 +1,7 @@
 """A node of a job that joins the run's Ray cluster: `python -m strop.cluster.ray.node RUN`.
 
 A role like any other, started by the node's agent with the run's environment, which all roles that Ray
-places here inherit. It waits for the head's file (`record.meeting`), joins, and ends its Ray processes when
+places here inherit. It waits for the head's file (`record.fence`), joins, and ends its Ray processes when
 that file goes; then it waits for the agent's order, since a companion does not leave a run by itself.
 """
 
@@ -23,18 +23,16 @@ from strop.cluster.ray.settings import (
     RAY_VERSION,
     NodeSettings,
     check_object_store,
+    choose_temp_dir,
     describe_here,
     require_ray,
     require_same_version,
 )
-from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.errors import EXIT_DONE, CheckRefused, StropError, explain_refusal
-from strop.hardware.job_variables import NODE_VARIABLE
-from strop.hardware.owned_dirs import SHARED_MEMORY
-from strop.hardware.ports import find_host_address
+from strop.hardware.leftovers import SHARED_MEMORY
+from strop.hardware.ports import NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
-from strop.record.fence import ATTEMPT_VARIABLE
-from strop.record.meeting import ROLES_FOLDER, meeting_path
+from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, meeting_path
 
 NODE_MODULE = "strop.cluster.ray.node"
 _POLL_S = 0.2

@@ -17,35 +17,40 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.contract import ModelSource, Publisher, Roles
+from strop.cluster.contract import ModelSource, Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
-from strop.cluster.ray.engines import EngineAddress, EngineHost
 from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
 from strop.cluster.ray.node import NODE_MODULE, find_own_address
-from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
+from strop.cluster.ray.roles import (
+    NodeOffer,
+    RayRole,
+    RoleCounts,
+    RoleKind,
+    RoleSlot,
+    RoleStart,
+    plan_slots,
+    prove_environment,
+)
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import (
     NodeSettings,
     check_object_store,
+    choose_temp_dir,
     node_resource,
     require_ray,
 )
-from strop.cluster.ray.slots import NodeOffer, RoleCounts, RoleKind, RoleSlot, plan_slots
-from strop.cluster.ray.temp_dirs import choose_temp_dir
-from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
-from strop.cluster.starting import start_all
+from strop.cluster.ray.workers import EngineAddress, EngineHost, RolloutWorker, RolloutWorkers, assign_engines
 from strop.engine.contract import Engine, default_rows
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError, explain_refusal
-from strop.hardware.job_variables import NAMES_VARIABLE, count_nodes
-from strop.hardware.owned_dirs import SHARED_MEMORY
-from strop.record.fence import ATTEMPT_VARIABLE
-from strop.record.meeting import meeting_path
+from strop.hardware.leftovers import SHARED_MEMORY
+from strop.hardware.ports import NAMES_VARIABLE, count_nodes
+from strop.record.fence import ATTEMPT_VARIABLE, meeting_path
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
-from strop.tasks.llm_judge.role import list_handovers
+from strop.tasks.llm_judge.client import list_handovers
 from strop.tokenizer import Tokenizer
 
 DEFAULT_OBJECT_STORE_BYTES = 256 << 20
@@ -276,6 +281,7 @@ class RayPlacement:
         """Make an actor of every slot on its node, and let each check itself."""
         import ray
         from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles = [{node_resource(slot.node): _NODE_SHARE} for slot in slots]
         group = placement_group(bundles, strategy="PACK")
@@ -309,7 +315,9 @@ class RayPlacement:
                 .options(
                     num_cpus=0,
                     name=slot.name,
-                    scheduling_strategy=_strategy(group, index),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=group, placement_group_bundle_index=index
+                    ),
                 )
                 .remote(start)
             )
@@ -463,12 +471,6 @@ def list_nodes(spec: RunSpec, num_nodes: int) -> list[NodeOffer]:
     if NODE_MODULE not in (spec.job.cpu_command or ""):
         return main
     return [*main, *(NodeOffer(index=index, is_cpu=True) for index in range(num_main, num_nodes))]
-
-
-def _strategy(group: Any, index: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
 
 async def _answer(call: Any) -> Any:

@@ -97,8 +97,14 @@ class RayHead:
         Raises: EngineError with the last log lines if it does not come up.
         """
         deadline = time.monotonic() + START_LIMIT_S
-        self._set_variables()
-        address = await self._await_address(deadline)
+        # This process and its children become clients; before Ray is imported, which reads these once.
+        own = ray_variables(host=self._settings.host, token_path=Path(self._settings.token_path))
+        self._variables = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        path = Path(self._settings.temp_dir) / ADDRESS_NAME
+        while not path.exists() or not (address := path.read_text().strip()):
+            self._require_alive(deadline, "it wrote no address")
+            await asyncio.sleep(_POLL_S)
         import ray
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
@@ -182,19 +188,6 @@ class RayHead:
             os.replace(partial, path)
         except OSError as error:
             raise explain_write_failure(error, path) from error
-
-    async def _await_address(self, deadline: float) -> str:
-        path = Path(self._settings.temp_dir) / ADDRESS_NAME
-        while not path.exists() or not (address := path.read_text().strip()):
-            self._require_alive(deadline, "it wrote no address")
-            await asyncio.sleep(_POLL_S)
-        return address
-
-    def _set_variables(self) -> None:
-        """Let this process and its children be clients; before Ray is imported, which reads them once."""
-        own = ray_variables(host=self._settings.host, token_path=Path(self._settings.token_path))
-        self._variables = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
 
     def _require_alive(self, deadline: float, cause: str) -> None:
         assert self._keeper is not None, "launch comes first"

@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, explain_refusal
-from strop.hardware.owned_dirs import SHARED_MEMORY
+from strop.hardware.leases import leases_dir, open_folder
+from strop.hardware.leftovers import PREFIX, SHARED_MEMORY
 from strop.hardware.ports import LOOPBACK, hold_port
+from strop.io.atomic import explain_write_failure
 
 RAY_VERSION = "2.60.0"
 ADDRESS_NAME = "ray_current_cluster"
@@ -46,7 +50,7 @@ _HELD_PORTS = (
 _OWN_VARIABLES = re.compile(
     r"RAY_(ADDRESS|NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
 )
-"""Of somebody else's Ray: they would lead the run's processes there."""
+"""Of another Ray cluster: they would lead the run's processes there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +160,7 @@ def ray_environment(environ: Mapping[str, str], *, host: str, token_path: Path) 
 
 
 def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
-    """Return Ray's switches, for a node and for whoever connects to it."""
+    """Return Ray's switches, for a node and for its clients."""
     return {
         "RAY_AUTH_MODE": "token",
         TOKEN_PATH: str(token_path),
@@ -232,3 +236,43 @@ def require_same_version(where: str, found: str) -> None:
 def describe_here() -> dict[str, Any]:
     """Return what a head says of itself to nodes that want to join: versions must be equal."""
     return {"ray": RAY_VERSION, "python": ".".join(map(str, sys.version_info[:3])), "pid": os.getpid()}
+
+
+def choose_temp_dir(configured: Path | None = None) -> Path:
+    """Return the path of a directory that is to be made, below the one that the run file names if it does.
+
+    Else below this user's own folder of this machine, TMPDIR, or in memory: the first that is short enough.
+    Raises: ConfigError if the named one is too long for a socket; StoreError if it is not writable.
+    """
+    name = PREFIX + secrets.token_hex(4)
+    if configured is None:
+        # For this user alone, and made as leases make it.
+        usual = open_folder(leases_dir()).parent
+        places = [usual, Path(tempfile.gettempdir()), SHARED_MEMORY]
+        chosen = next((place for place in places if _is_short(place / name)), places[-1])
+        return _require_writable(chosen.absolute() / name)
+    path = configured.absolute() / name
+    if not _is_short(path):
+        allowed = MAX_TEMP_DIR_BYTES - len(name) - 1
+        raise ConfigError(
+            explain_refusal(
+                f"ray.temp_dir is {configured}, {len(os.fsencode(configured.absolute()))} bytes long",
+                allowed=f"{allowed} bytes at most: paths of sockets end at 107, and Ray adds the rest",
+                next_step="name a shorter one, or leave it out",
+            )
+        )
+    return _require_writable(path)
+
+
+def _is_short(path: Path) -> bool:
+    return len(os.fsencode(path.absolute())) <= MAX_TEMP_DIR_BYTES
+
+
+def _require_writable(path: Path) -> Path:
+    """Raise StoreError if a directory cannot be made there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise explain_write_failure(error, path) from error

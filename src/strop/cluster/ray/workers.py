@@ -1,28 +1,107 @@
-"""Rollout workers as actors: each attempts and judges groups, and asks an engine over HTTP by itself.
+"""Engines and rollout workers as actors.
 
-The loop sends plans and gets whole groups; prompts, replies and judging stay out of its process.
+An engine's actor only starts, watches and ends its process: requests go over HTTP, never through Ray. A
+rollout worker attempts and judges whole groups and asks an engine by itself; the loop sends plans and gets
+groups.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.contract import ModelSource
 from strop.cluster.ray.deaths import DeathWatch
-from strop.cluster.ray.engines import EngineAddress
+from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
 from strop.errors import EngineLost, explain_refusal
+from strop.hardware.process import tail
 from strop.rollout import Group
+from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
+    from strop.cluster.engine_process import EngineProcess
     from strop.environments import RolloutPlan
     from strop.tasks import Task
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineAddress:
+    """Where an engine listens, and what opens it."""
+
+    url: str
+    key: str
+    is_streamed: bool
+    """Whether replies come home as they end."""
+    model_digest: str
+    tokenizer_digest: str
+    pid: int
+    log_path: str
+
+
+class EngineHost(RayRole):
+    """Keeps one engine's process on its node. No coroutines here: Ray would run all calls in one loop."""
+
+    _process: EngineProcess | None = None
+
+    def load(self, spec: RunSpec, source: ModelSource, work_dir: Path, num_nodes: int) -> EngineAddress:
+        """Start the engine and wait until it listens, of several nodes at the address of this one.
+
+        Its log goes beside this role's, its key into `work_dir`.
+
+        Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
+        """
+        host = find_own_address(os.environ, num_nodes)
+        from strop.cluster.engine_process import EngineProcess
+
+        log_dir = Path(self._start.log_path).with_suffix("")
+        self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
+        self._process.launch()
+        return asyncio.run(_connect(self._process))
+
+    def wait_for_end(self) -> str:
+        """Return why the engine ended."""
+        while not self._ended.is_set():
+            end = None if self._process is None else self._process.find_death()
+            if end is not None:
+                # The run may not see this machine's disk.
+                words = tail(self._process.log_path) if self._process is not None else ""
+                return f"the engine of {os.uname().nodename} ended: {end}\nIt said last:\n{words}"
+            time.sleep(_POLL_S)
+        return "it was told to end"
+
+    def end(self) -> None:
+        """End the engine's process."""
+        super().end()
+        if self._process is not None:
+            asyncio.run(self._process.stop())
+
+
+async def _connect(process: EngineProcess) -> EngineAddress:
+    """Wait until an engine listens, and return what a client needs."""
+    engine = await process.connect()
+    health = await engine.health()
+    url, key = process.address
+    await engine.close()
+    return EngineAddress(
+        url=url,
+        key=key,
+        is_streamed=engine.is_streamed,
+        model_digest=health.model_digest,
+        tokenizer_digest=health.tokenizer_digest,
+        pid=process.pid or 0,
+        log_path=str(process.log_path),
+    )
+
 
 CALL_LIMIT_S = 3600.0
 """A group takes no longer."""
@@ -49,9 +128,9 @@ class RolloutWorker(RayRole):
         Raises: StropError as building the task does; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
-        from strop.environments import SingleTurn
+        from strop.environments import choose_environment
         from strop.tasks.judging import open_judge
-        from strop.tasks.llm_judge.role import adopt_handovers
+        from strop.tasks.llm_judge.client import adopt_handovers
         from strop.tokenizer import Tokenizer
 
         if judges:
@@ -61,10 +140,10 @@ class RolloutWorker(RayRole):
         self._judge = open_judge(task, make_task)
         self._engine = RemoteEngine(address.url, address.key, is_streamed=address.is_streamed)
         self._tokenizer = Tokenizer.load(source.path)
-        self._make_environment = partial(SingleTurn, task, self._judge)
+        self._make_environment = choose_environment(task, self._judge)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
-        """Attempt one group; pickled here, so that its arrays are nobody's views of shared memory."""
+        """Attempt one group; pickled here, so that its arrays are no views of Ray's shared memory."""
         from strop.environments import run_group
 
         return pickle.dumps(await run_group(self._make_environment, self._engine, self._tokenizer, plans))
@@ -116,19 +195,15 @@ class RolloutWorkers:
                     )
                 )
             chosen = min(serving, key=self._num_running.__getitem__)
-            group = await self._run_at(chosen, plans)
+            self._num_running[chosen] += 1
+            try:
+                call = self._actors[chosen].run_group.remote(list(plans))
+                # From our own worker, over a connection that carries the run's token.
+                group: Group = pickle.loads(await self._watch.guard(call, CALL_LIMIT_S))
+            finally:
+                self._num_running[chosen] -= 1
             if self._serves(chosen) or not any(map(self._serves, range(len(self._actors)))):
                 return group
-
-    async def _run_at(self, chosen: int, plans: Sequence[RolloutPlan]) -> Group:
-        self._num_running[chosen] += 1
-        try:
-            call = self._actors[chosen].run_group.remote(list(plans))
-            # From our own worker, over a connection that carries the run's token.
-            group: Group = pickle.loads(await self._watch.guard(call, CALL_LIMIT_S))
-        finally:
-            self._num_running[chosen] -= 1
-        return group
 
 
 def assign_engines(num_workers: int, num_engines: int) -> list[int]:

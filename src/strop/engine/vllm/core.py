@@ -1,4 +1,4 @@
-"""The seam to vLLM itself: what `VllmEngine` needs of it, and AsyncLLM behind that. Made for vllm 0.32.
+"""The interface to vLLM that `VllmEngine` uses, and AsyncLLM behind it. Made for vllm 0.32.
 
 Everything that names one of vLLM's classes or settings is here and in `weights`. Facts about 0.32 that this
 relies on: `processed_logprobs` are of the distribution sampled from (of a greedy token: at temperature 1),
@@ -48,7 +48,7 @@ class Piece:
 
 
 class Core(Protocol):
-    """What `VllmEngine` needs of vLLM."""
+    """The part of vLLM that `VllmEngine` uses."""
 
     def sample(
         self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
@@ -201,9 +201,15 @@ class VllmCore:
             async for output in outputs:
                 yield output
         except EngineDeadError as error:
-            # Whoever started this process learns of it by its end.
+            # The process that started this one sees it end.
             os.kill(os.getpid(), signal.SIGTERM)
-            raise _lost(error) from error
+            raise EngineLost(
+                explain_refusal(
+                    f"vLLM's own process died ({error})",
+                    allowed="an engine that lives as long as the run",
+                    next_step="read the engine's log for the first error in it; the run resumes",
+                )
+            ) from error
         except (EngineGenerateError, *RAISED) as error:
             raise _failed("answer a request", error) from error
         finally:
@@ -227,16 +233,6 @@ def _read_piece(output: Any) -> Piece:
         finish=reply.finish_reason,
         segments=tuple(VersionSegment(start=span.start, version=int(span.version)) for span in spans),
         num_cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _lost(error: Exception) -> EngineLost:
-    return EngineLost(
-        explain_refusal(
-            f"vLLM's own process died ({error})",
-            allowed="an engine that lives as long as the run",
-            next_step="read the engine's log for the first error in it; the run resumes",
-        )
     )
 
 

@@ -30,12 +30,11 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.fetching import memory_dir
-from strop.engine.requests import check_ids, check_room, closed
-from strop.engine.stops import StopStrings
+from strop.engine.requests import StopStrings, check_ids, check_room, closed
 from strop.engine.vllm.core import Adapter, Core, Piece
-from strop.engine.vllm.limits import EngineLimits
+from strop.engine.vllm.environment import EngineLimits
 from strop.errors import EngineError, WeightMismatch, explain_refusal
+from strop.policy.publication import memory_dir
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 
@@ -229,10 +228,8 @@ class VllmEngine:
             target = folder / update.path.rpartition("/")[2]
             await asyncio.to_thread(self._fetch, update.path, target)
             return str(target)
-        raise _mismatch(
-            f"weight update {update.version} is by {update.transport} and names {update.path}",
-            allowed="an absolute path to a safetensors file, a sender's address, or an object's URI",
-            next_step="publish it again",
+        raise WeightMismatch(
+            f"weight update {update.version} is by {update.transport} and names {update.path}"
         )
 
     async def _stop_running(self, mode: UpdateMode) -> None:
@@ -349,7 +346,7 @@ class VllmEngine:
 
 
 class _Counter:
-    """How many of something run now."""
+    """Counts concurrent operations, and waits until none is left."""
 
     def __init__(self) -> None:
         self._count = 0

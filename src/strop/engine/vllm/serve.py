@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop.engine.contract import default_rows
-from strop.engine.fetching import fetch_object
 from strop.engine.server import Loaded, run_server, server_parser
-from strop.engine.vllm.limits import CPU_KV_CACHE_BYTES, EngineLimits, plan_limits
-from strop.engine.vllm.parent import follow_parent
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, follow_parent, plan_limits
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.machine import Machine, describe_machine
 from strop.policy.footprint import read_model_size
@@ -70,6 +68,7 @@ async def _load(options: argparse.Namespace) -> Loaded:
     from strop.engine.vllm.core import VllmCore
     from strop.engine.vllm.engine import VllmEngine
     from strop.engine.vllm.weights import model_digest
+    from strop.policy.publication import fetch_object
 
     digest = await asyncio.to_thread(model_digest, options.model, getattr(torch, options.dtype))
     core = _start(VllmCore, engine_settings(options, limits, is_gpu=is_gpu))

@@ -1,4 +1,4 @@
-"""How new weights get into vLLM's workers, and the proof that they are there.
+"""Loads new weights into vLLM's workers, and proves that they are live.
 
 A worker reads the file, compares digest, names, shapes and types with what it must get, and only then hands
 the tensors to vLLM's own reload. Then it looks at the live model, because a reload that drops a tensor says
@@ -24,17 +24,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from strop.engine.vllm.parent import follow_parent
+from strop.engine.vllm.environment import follow_parent
 from strop.errors import WeightMismatch
-from strop.policy.digest import tensors_digest
-from strop.policy.published import read_published, unfit
+from strop.policy.publication import read_published, tensors_digest, unfit
 
 _PROBED_COLUMNS = 16
 """Of each repacked matrix. A step of training changes far more than one value in so many columns."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTER_FILE = "adapter_model.safetensors"
 RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
-"""What vLLM raises of what its workers and loaders met."""
+"""What vLLM raises for failures of its workers and loaders."""
 
 
 class WeightWorker:
@@ -134,7 +133,8 @@ def find_stale(model: Any, tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 def _places(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, str, int]]:
     """Yield tensor, live module, kind (weight or bias) and first row there."""
-    fused = {part: (whole, parts) for whole, parts in _fusions(model).items() for part in parts}
+    fusions: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    fused = {part: (whole, parts) for whole, parts in fusions.items() for part in parts}
     for name in tensors:
         module_name, _, leaf = name.rpartition(".")
         prefix, _, last = module_name.rpartition(".")
@@ -145,11 +145,6 @@ def _places(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[s
         before = parts[: parts.index(last)]
         start = sum(len(tensors[f"{prefix}.{part}.{leaf}"]) for part in before)
         yield name, f"{prefix}.{whole}", leaf, start
-
-
-def _fusions(model: Any) -> Mapping[str, list[str]]:
-    found: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    return found
 
 
 def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
@@ -171,7 +166,7 @@ def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
 
 
 def _probed_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Return columns that nobody can foresee: which ones depends on the values themselves."""
+    """Return unpredictable columns: which ones depends on the values themselves."""
     sample = tensor[0].contiguous().view(torch.uint8).numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(sample, digest_size=7).digest(), "little")
     generator = torch.Generator().manual_seed(seed)

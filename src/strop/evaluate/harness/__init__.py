@@ -1,12 +1,11 @@
 """Scores that others can repeat: a foreign harness beside strop, on the examples of strop's own tasks."""
 
-from strop.evaluate.harness.environment import LM_EVAL
 from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProtocol, find_protocol
-from strop.evaluate.harness.result import HarnessJob, HarnessMetric, HarnessPart, HarnessResult
-from strop.evaluate.harness.run import run_harness
-from strop.evaluate.harness.staging import (
+from strop.evaluate.harness.result import LM_EVAL, HarnessJob, HarnessMetric, HarnessPart, HarnessResult
+from strop.evaluate.harness.run import (
     refuse_small_model,
     refuse_unconfirmed_code,
+    run_harness,
 )
 
 __all__ = [

@@ -7,7 +7,7 @@ tried without a GPU: `PreflightRequest.device`.
 """
 
 from strop.hardware.findings import Finding, Severity
-from strop.hardware.preflight.ladder import require_ready, run_preflight
+from strop.hardware.preflight.checks import require_ready, run_preflight
 from strop.hardware.preflight.request import Level, NodeGroup, PreflightRequest
 
 __all__ = [

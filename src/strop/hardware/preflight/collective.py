@@ -8,23 +8,34 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strop.errors import StropError
-from strop.hardware.endpoints import publish_ports, wait_for_ports
 from strop.hardware.findings import Finding, find_refusal
-from strop.hardware.ports import HeldPort, find_host_address, find_interface, hold_port
-from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
-from strop.hardware.preflight.request import NodeGroup, PreflightRequest
+from strop.hardware.ports import (
+    HeldPort,
+    find_host_address,
+    find_interface,
+    hold_port,
+    publish_ports,
+    wait_for_ports,
+)
+from strop.hardware.preflight.request import (
+    FOLDER_NAME,
+    NodeGroup,
+    PreflightRequest,
+    await_probes,
+    start_probe,
+)
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PORTS_NAME = "preflight-ports.json"
-_MEETING = "meeting"
+_RENDEZVOUS = "rendezvous"
 _START_S = 60.0
 """What importing torch may take more, on the slowest node."""
 _EXCLUDE = "exclude that node and tell its administrators"
 
 
 def check_collective(request: PreflightRequest) -> list[Finding]:
-    """Sum a known tensor over all nodes. Every node calls this; the first one keeps the meeting place."""
+    """Sum a known tensor over all nodes. Every node calls this; the first one keeps the rendezvous."""
     group = request.group
     if group is None or len(group.names) < 2:
         return []
@@ -42,18 +53,18 @@ def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | 
         held = hold_port(find_host_address(len(group.names), group.interface))
         address = held.address
         publish_ports(
-            group.attempt_path, group.attempt, {_MEETING: address}, node=group.name, name=_PORTS_NAME
+            group.attempt_path, group.attempt, {_RENDEZVOUS: address}, node=group.name, name=_PORTS_NAME
         )
     else:
         published = wait_for_ports(
             group.attempt_path,
             group.attempt,
-            [_MEETING],
+            [_RENDEZVOUS],
             node=group.names[0],
             wait_limit_s=group.wait_limit_s,
             name=_PORTS_NAME,
         )
-        address = published.addresses[_MEETING]
+        address = published.addresses[_RENDEZVOUS]
     try:
         return _run_probe(request, group, address, held)
     finally:
@@ -64,7 +75,10 @@ def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | 
 def _run_probe(
     request: PreflightRequest, group: NodeGroup, address: str, held: HeldPort | None
 ) -> dict[str, Any] | None:
-    shown = _show_first_device(request)
+    # This node's first device alone, if it has one.
+    roles = () if request.allocation is None else request.allocation.roles.values()
+    first = (role for role in roles if role.visible.ids)
+    shown = next(({**role.variables, VISIBLE_DEVICES: role.visible.ids[0]} for role in first), {})
     words = ["--names", json.dumps(group.names), "--rank", str(group.index), "--address", address]
     words += ["--device", request.device if shown else "cpu", "--wait-limit-s", str(group.wait_limit_s)]
     if held is not None:
@@ -85,15 +99,6 @@ def _run_probe(
     )
     (answer,) = await_probes([probe], 2 * group.wait_limit_s + _START_S)
     return answer
-
-
-def _show_first_device(request: PreflightRequest) -> Mapping[str, str]:
-    """Return the variables that show this node's first device alone; none where it has no devices."""
-    roles = () if request.allocation is None else request.allocation.roles.values()
-    for role in roles:
-        if role.visible.ids:
-            return {**role.variables, VISIBLE_DEVICES: role.visible.ids[0]}
-    return {}
 
 
 def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterator[Finding]:
@@ -140,7 +145,7 @@ def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding
 def _name_missing(answer: dict[str, Any]) -> Iterator[Finding]:
     """Blame each node that did not come as far as the others."""
     said = {
-        "come": ("node_missing", "has not come to the meeting place"),
+        "come": ("node_missing", "has not come to the rendezvous"),
         "start": ("node_stuck", "came, and has not started"),
         "join": ("node_stuck", "has not joined the others"),
         "sum": ("node_stuck", "has not finished the sum"),

@@ -2,11 +2,11 @@
 
     python -P -m strop.hardware.preflight.collective_probe --names '["n0", "n1"]' --rank 1 --address HOST:PORT
 
-The nodes announce at a meeting place, which the first one keeps, how far they are: *come* (reached it),
-*start*, *join* (reached each other), *sum*, *pair* (exchanged a block with the first node alone). They also
-give signs of life there. The first node judges who is missing, when time is up or a connection breaks, and
-all say the same. A stuck sum cannot be left, so that a thread watches over it and ends the process. Each
-prints one line of JSON.
+The nodes announce their progress at a rendezvous, a TCPStore of the first node: *come* (reached it), *start*,
+*join* (reached each other), *sum*, *pair* (exchanged a block with the first node alone). They also send
+heartbeats there. When time is up or a connection breaks, the first node decides which nodes are missing, and
+all report the same. A stuck sum cannot be cancelled, so a thread watches it and ends the process. Each prints
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from strop.hardware.preflight.probes import tell
+from strop.hardware.preflight.request import tell
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ _FAREWELL_S = 3.0
 _VERDICT_S = 10.0
 
 
-class Meeting:
-    """The meeting place: what every node has announced, and how the first one judges it."""
+class Rendezvous:
+    """What every node has announced, and the first node's verdict."""
 
     def __init__(self, watch: TCPStore, names: list[str], rank: int) -> None:
         self._watch = watch
@@ -73,7 +73,7 @@ class Meeting:
             if self._rank == 0:
                 if exit_code != 0:
                     self._watch.set("verdict", json.dumps(answer))
-                # The meeting place closes with this process.
+                # The rendezvous closes with this process.
                 deadline = time.monotonic() + _FAREWELL_S
                 gone = {self._names[0], *self.find_missing("come")}
                 while set(self.find_missing("leave")) - gone and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class Meeting:
             os._exit(exit_code)
 
     def judge(self, said: Mapping[str, Any]) -> None:
-        """End with who is missing: judged by the first node, and asked of it by the others."""
+        """End with the missing nodes, which the first node decides and the others ask it for."""
         try:
             answer = self.find_late(said) if self._rank == 0 else self._await_verdict(_VERDICT_S)
         except RuntimeError as error:
@@ -122,7 +122,7 @@ class Meeting:
                 self._watch.set(f"beat/{self._rank}", str(number))
                 verdict = self._await_verdict(0.0) if self._rank != 0 else None
             except RuntimeError:
-                # The meeting place has closed.
+                # The rendezvous has closed.
                 return
             if verdict is not None:
                 self.conclude(verdict, 1)
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--wait-limit-s", type=float, required=True)
     given = parser.parse_args()
     try:
-        meeting, store = _meet(given)
+        rendezvous, store = _open_rendezvous(given)
     except (RuntimeError, OSError) as error:
         tell({"stage": "reach", "error": _first_line(error)})
         return 1
@@ -149,26 +149,26 @@ def main() -> int:
     # The others wait for longer: it is the first node that judges.
     patience_s = limit_s if given.rank == 0 else limit_s + _VERDICT_S
     try:
-        meeting.announce("come")
-        if meeting.find_missing("come", patience_s):
-            meeting.judge(late)
+        rendezvous.announce("come")
+        if rendezvous.find_missing("come", patience_s):
+            rendezvous.judge(late)
     except RuntimeError as error:
-        meeting.judge({"error": _first_line(error)})
-    timer = threading.Timer(patience_s, meeting.judge, (late,))
+        rendezvous.judge({"error": _first_line(error)})
+    timer = threading.Timer(patience_s, rendezvous.judge, (late,))
     timer.daemon = True
     timer.start()
-    meeting.announce("start")
+    rendezvous.announce("start")
     try:
-        answer = _compute(given, meeting, store)
+        answer = _compute(given, rendezvous, store)
     except RuntimeError as error:
-        meeting.judge({"error": _first_line(error)})
+        rendezvous.judge({"error": _first_line(error)})
     timer.cancel()
-    meeting.conclude(answer, 0)
+    rendezvous.conclude(answer, 0)
     return 0
 
 
-def _meet(given: argparse.Namespace) -> tuple[Meeting, TCPStore]:
-    """Open the meeting place, or reach it. Raises: RuntimeError if it cannot be reached in time."""
+def _open_rendezvous(given: argparse.Namespace) -> tuple[Rendezvous, TCPStore]:
+    """Open the rendezvous, or reach it. Raises: RuntimeError if it cannot be reached in time."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not marked as exported
 
     host, _, port = given.address.rpartition(":")
@@ -186,14 +186,14 @@ def _meet(given: argparse.Namespace) -> tuple[Meeting, TCPStore]:
 
     store = connect(given.descriptor)
     # A connection of its own: a store answers one question at a time, also where one waits.
-    return Meeting(connect(None), given.names, given.rank), store
+    return Rendezvous(connect(None), given.names, given.rank), store
 
 
 def _first_line(error: RuntimeError | OSError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> dict[str, Any]:
+def _compute(given: argparse.Namespace, rendezvous: Rendezvous, store: TCPStore) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not marked as exported
@@ -208,7 +208,7 @@ def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> di
     device = torch.device("cuda", 0) if given.device == "cuda" else torch.device("cpu")
     warm = torch.ones(8, device=device)
     dist.all_reduce(warm)
-    meeting.announce("join")
+    rendezvous.announce("join")
     numbers = torch.arange(_BYTES[given.device] // 4, device=device, dtype=torch.float32) % 1000
     mine = numbers * (given.rank + 1)
     began = time.monotonic()
@@ -216,9 +216,9 @@ def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> di
     # Exact in float32: at most 999 times the sum of the ranks.
     is_exact = bool(torch.equal(mine.cpu(), (numbers * sum(range(1, len(given.names) + 1))).cpu()))
     sum_s = time.monotonic() - began
-    meeting.announce("sum")
+    rendezvous.announce("sum")
     pairs = _exchange(given, numbers)
-    meeting.announce("pair")
+    rendezvous.announce("pair")
     # All judge by the same speeds, so that the slow node knows itself.
     if given.rank == 0:
         store.set("pairs", json.dumps(pairs))

@@ -2,8 +2,8 @@
 
     python -P -m strop.hardware.preflight.gpu_probe --device cuda
 
-prints one line of JSON: the sum, and whether bytes came back from the device as they went. The process that
-asks never imports torch, and a device that hangs takes only this one along.
+prints one line of JSON: the sum, and whether bytes came back from the device unchanged. The parent never
+imports torch, and a device that hangs stops only this process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from strop.hardware.preflight.probes import tell
+from strop.hardware.preflight.request import tell
 
 SIZE = 1024
 """Rows and columns of both factors. The product has integers below 2**24, so float32 is exact."""

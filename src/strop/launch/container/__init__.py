@@ -1,5 +1,5 @@
-"""Runs in a container on this machine, by podman or docker.
+"""Jobs in a container on this machine, by podman or docker.
 
-`ContainerBackend` keeps the seam of `jobs.contract`; `find_engine` says which program starts containers here,
-and with which flags; `plan_image` and `build_image` make the project's own image, also without a registry.
+`backend.ContainerBackend` implements `launch.contract.Backend`; `engine` finds the program that starts
+containers; `image` builds the project's own image, also without a registry.
 """

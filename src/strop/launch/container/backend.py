@@ -1,12 +1,11 @@
-"""Jobs in a container on this machine: one container per job, whose process 1 is the jobs' supervisor.
+"""Jobs in a container on this machine: one container per job, whose process 1 is its supervisor.
 
-Covered: podman and docker; network none by default; limits of memory, cores and processes; GPUs by id; the
-submitting user's own files; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
-containers that were killed, whose end is written down by `watch` or by the next submission; single members
-of a sweep, which live one after the other in one container, and are ended by its process 1.
-Not covered: several nodes; engines on other machines. Model-written code needs a sandbox inside the container
-(`sandboxes` of the profile); where none can be made, such a run is refused.
-Tried with podman 4.3.1 and runc 1.1.5 as root.
+Covered: podman and docker; no network by default; limits of memory, cores and processes; GPUs by id; files
+owned by the submitting user; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
+killed containers, whose end `watch` or the next submission records; single members of a sweep, which run
+one after the other in one container and are ended by its process 1. Not covered: several nodes; engines on
+other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the profile); where
+none can be made, such a run is refused. Tried with podman 4.3.1 and runc 1.1.5 as root.
 """
 
 from __future__ import annotations
@@ -26,26 +25,15 @@ from strop.launch.container.command import (
     HOST,
     IMAGE,
     LABEL,
+    LABEL_DEVICES,
     Mount,
+    choose_devices,
     complete_plan,
+    device_words,
     fill_argv,
+    leased_devices,
     mounts_of,
     name_container,
-)
-from strop.launch.container.devices import LABEL_DEVICES, choose_devices, device_words, leased_devices
-from strop.launch.container.ending import (
-    END_NAME,
-    LOG_NAME,
-    START_NAME,
-    STOP_NAME,
-    answer_for,
-    inspect_containers,
-    is_over,
-    note_stop,
-    read_container_file,
-    secrets_mtime_ns,
-    settle,
-    write_container_file,
 )
 from strop.launch.container.engine import (
     Engine,
@@ -63,29 +51,42 @@ from strop.launch.container.image import (
     strop_folder,
 )
 from strop.launch.container.probing import probe_plan
-from strop.launch.container.watch import start_watcher
-from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
-from strop.launch.home import job_path_of, read_plan
-from strop.launch.local.identity import read_identity
-from strop.launch.local.members import answer_members, forget_orders, order_end
+from strop.launch.container.watch import (
+    END_NAME,
+    LOG_NAME,
+    START_NAME,
+    STOP_NAME,
+    answer_for,
+    inspect_containers,
+    is_over,
+    note_stop,
+    read_container_file,
+    secrets_mtime_ns,
+    settle,
+    start_watcher,
+    write_container_file,
+)
+from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.job_dir import job_path_of, read_plan
+from strop.launch.local.supervisor_files import answer_members, forget_orders, order_end, read_identity
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0
-"""How long process 1 may take to say that it is there."""
+"""How long process 1 may take to write its identity."""
 KILL_LIMIT_S = 10.0
 _POLL_S = 0.1
 
 
 class ContainerBackend:
-    """Keeps `Backend` with a container engine."""
+    """Implements `Backend` with a container engine."""
 
     name = "container"
 
     def __init__(self, profile: ContainerSite) -> None:
         self._profile = profile
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the command line of the container."""
         return complete_plan(plan, request, self._profile)
 
@@ -93,8 +94,8 @@ class ContainerBackend:
         """Ask for engine, image, folders, cores, memory and devices."""
         return probe_plan(plan, self._profile)
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
-        """Start the container, and wait until its process 1 has said that it is there."""
+    def submit(self, plan: JobPlan) -> JobRef:
+        """Start the container, and wait until its process 1 has written its identity."""
         job_path, name = job_path_of(plan.home), name_container(plan)
         located = locate_engine(self._profile.engine)
         remove_leftovers(located)
@@ -119,20 +120,21 @@ class ContainerBackend:
         write_container_file(job_path, START_NAME, details)
         done = engine.ask(*self._words(engine, plan, image_id, devices), limit_s=START_LIMIT_S)
         if done.returncode != 0:
-            # What could not start may stand there as created. Not --force: it would end one that lives.
+            # A container that could not start may exist as created. Not --force: that would end a running
+            # one.
             engine.ask("rm", "--volumes", name)
             raise _refuse_start(plan, engine, quote_words(done))
         self._wait_for_start(engine, plan, before)
         try:
             start_watcher(job_path)
         except StropError:
-            # What is refused must not run, least of all with nobody to end it in time.
+            # A refused job must not run on, without a watcher to end it in time.
             _end_at_once(engine, name, job_path)
             raise
         return self._refer_to(plan, details)
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the job whose container was started in this home, also where it has ended since."""
+    def recover(self, plan: JobPlan) -> JobRef | None:
+        """Return the job whose container was started in this home, even if it has ended since."""
         job_path = job_path_of(plan.home)
         start = read_container_file(job_path, START_NAME)
         if start is None:
@@ -144,15 +146,15 @@ class ContainerBackend:
         start_watcher(job_path)
         return self._refer_to(plan, start)
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
-        """Ask each engine once for all containers; of those that are gone, say what was kept of their end."""
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
+        """Ask each engine once for all containers; for those that are gone, read the record of their end."""
         starts = {ref.job_id: read_container_file(job_path_of(ref.home), START_NAME) for ref in refs}
         facts: dict[str, dict[str, Any]] = {}
         for program in {str(start["engine"]["program"]) for start in starts.values() if start}:
             mine = [start for start in starts.values() if start and start["engine"]["program"] == program]
             engine = engine_from_json(mine[0]["engine"])
             facts |= inspect_containers(engine, [str(start["container"]) for start in mine])
-        answers: dict[tuple[str, int], Answer] = {}
+        answers: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
             answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
             if answer is not None:
@@ -170,7 +172,7 @@ class ContainerBackend:
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
         """Send TERM to process 1; with no grace KILL, which ends everything in the container at once.
 
-        One member of several is ended by process 1, and the others live on.
+        One member of several is ended by process 1, and the others go on.
         """
         job_path = job_path_of(ref.home)
         if member is not None and len(read_plan(job_path).members) > 1:
@@ -180,7 +182,7 @@ class ContainerBackend:
         self._signal(ref, "TERM" if grace_s > 0.0 else "KILL")
 
     def preempt(self, ref: JobRef, member: int) -> str:
-        """Tell process 1 what a scheduler would tell it."""
+        """Send process 1 the signal by which a scheduler announces a preemption."""
         self._signal(ref, "USR2")
         return "SIGUSR2"
 
@@ -200,33 +202,30 @@ class ContainerBackend:
             )
 
     def _words(self, engine: Engine, plan: JobPlan, image_id: str, devices: Sequence[str]) -> list[str]:
-        """Return everything behind the engine's name."""
+        """Return the arguments of the engine."""
         mounts = mounts_of(plan.details)
         missing = [
             mount.to_words()[1] for mount in mounts if mount.is_optional and not Path(mount.source).exists()
         ]
+        # Without this flag the kernel shows a sandbox inside no /proc of its own.
+        unmask = "unmask=ALL" if engine.kind == "podman" else "systempaths=unconfined"
+        sandbox = ["--security-opt", unmask] if self._profile.sandboxes else []
         host = [
             *user_words(engine),
-            *self._sandbox_words(engine),
+            *sandbox,
             "--label",
             f"{LABEL_DEVICES}={','.join(devices)}",
         ]
         if self._profile.environment == "mounted":
             for folder in environment_mounts():
                 host += Mount(source=folder, target=folder, is_read_only=True).to_words()
-            # A checkout is found by its path; an installed strop would be anyway.
+            # A checkout is found by this path; an installed strop is found anyway.
             host += ["--env", f"PYTHONPATH={strop_folder()}"]
         places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
         return fill_argv(plan.argv[1:], places, missing)
 
-    def _sandbox_words(self, engine: Engine) -> list[str]:
-        """Return the flag without which the kernel shows a sandbox inside no /proc of its own."""
-        if not self._profile.sandboxes:
-            return []
-        return ["--security-opt", "unmask=ALL" if engine.kind == "podman" else "systempaths=unconfined"]
-
     def _clear_name(self, engine: Engine, plan: JobPlan) -> None:
-        """Remove what an earlier life of this home left. Raises: CheckRefused if that still lives."""
+        """Remove an earlier container of this home. Raises: CheckRefused if it is running."""
         name = name_container(plan)
         settle(job_path_of(plan.home))
         facts = inspect_containers(engine, [name]).get(name)
@@ -252,7 +251,7 @@ class ContainerBackend:
         return choose_devices(read_gpus(), read_gpu_users(), num_wanted=num_wanted, asked=asked, taken=taken)
 
     def _wait_for_start(self, engine: Engine, plan: JobPlan, before: object) -> None:
-        """Wait for the word of process 1. Raises: CheckRefused with what it said, if it ended without one."""
+        """Wait for the identity of process 1. Raises: CheckRefused with its output if it ends without one."""
         job_path, name = job_path_of(plan.home), name_container(plan)
         deadline = time.monotonic() + START_LIMIT_S
         while read_identity(job_path) == before:
@@ -271,7 +270,7 @@ class ContainerBackend:
                 if (job_path / LOG_NAME).exists()
                 else ""
             )
-            raise _refuse_start(plan, engine, words.strip() or "process 1 said nothing")
+            raise _refuse_start(plan, engine, words.strip() or "process 1 printed nothing")
 
     def _signal(self, ref: JobRef, signal_name: str) -> None:
         start = read_container_file(job_path_of(ref.home), START_NAME)
@@ -331,7 +330,7 @@ def require_image(engine: Engine, name: str) -> str:
 
 
 def remove_leftovers(engine: Engine) -> list[str]:
-    """Settle every ended container of this user that nobody watches any more; return their names.
+    """Settle every ended container of this user that has no watcher any more; return their names.
 
     One whose home has gone is removed. Raises: StoreError if the engine does not answer.
     """
@@ -368,7 +367,7 @@ def list_containers(engine: Engine, condition: str) -> dict[str, dict[str, Any]]
 
 
 def user_words(engine: Engine) -> list[str]:
-    """Return the flags with which files that are written inside belong to this user outside."""
+    """Return the flags with which files written inside belong to this user outside."""
     if os.getuid() == 0 and not engine.is_rootless:
         return []
     user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
@@ -388,6 +387,6 @@ def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
         explain_refusal(
             f"{engine.kind} did not start {plan.name}: {words}",
             allowed="a container that starts",
-            next_step="mend what it says, then submit again; strop check asks without starting the job",
+            next_step="correct it, then submit again; `strop check` tests without starting the job",
         )
     )

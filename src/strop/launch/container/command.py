@@ -1,7 +1,8 @@
-"""The command line that starts a job's container. Pure; what only the host knows stands in braces.
+"""The command line of a job's container, and the GPUs it gets. Pure, but for `leased_devices`.
 
-No value of a variable of the job is on it: those arrive in `job/env.json` and `job/secrets.json` of the home,
-which the agent inside reads. Paths are given as CSV fields, so that commas, colons and quotes are theirs.
+What only the host knows is a placeholder in braces, which `fill_argv` fills in. The command line holds no
+value of the job's variables: those are in `job/env.json` and `job/secrets.json`, which the agent inside
+reads. Paths are CSV fields, so that they may contain commas, colons and quotes.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
-from strop.launch.contract import JobPlan, JobRequest, RolePlan
-from strop.launch.home import job_path_of
+from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.hardware import Gpu, GpuUser
+from strop.hardware.leases import find_living
+from strop.launch.contract import JobPlan, JobRequest
+from strop.launch.job_dir import job_path_of
 from strop.spec.display import dotted, walk_values
 from strop.spec.site import ContainerSite
 from strop.spec.task_base import PROMPTING
 
 LABEL = "strop"
 """Its value is the plan's hash. The others are `strop.<name>`."""
+LABEL_DEVICES = "strop.devices"
 IMAGE = "{image}"
 DEVICES = "{devices}"
 HOST = "{host}"
-"""A word that stands for all flags that depend on the engine and the user."""
+"""Placeholder for the flags that depend on the engine and the user."""
 INSIDE_PYTHON = "python"
 SUPERVISOR = ("-m", "strop.launch.local.supervisor")
 MAX_PROCESSES = 32768
@@ -40,13 +44,13 @@ _MAX_NAME = 63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """A folder or file of this machine that is shown inside."""
+    """A folder or file of this machine that is mounted into the container."""
 
     source: str
     target: str
     is_read_only: bool = False
     is_optional: bool = False
-    """Whether it is left out where it does not exist."""
+    """Whether it is left out if it does not exist."""
 
     def to_words(self) -> tuple[str, str]:
         """Return the option and its value."""
@@ -57,7 +61,7 @@ class Mount:
 
 
 def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) -> JobPlan:
-    """Add the command line and what `hand_over` needs to fill it in.
+    """Add the command line and what `submit` needs to fill it in.
 
     Raises: ConfigError for several nodes, and for a mount or a memory limit that is not understood.
     """
@@ -72,7 +76,13 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
         )
     is_own = profile.python is None and profile.environment == "image"
     python = INSIDE_PYTHON if is_own else plan.python
-    roles = tuple(_with_python(role, request.python, python) for role in plan.roles)
+    roles = tuple(
+        replace(role, argv=(python, *role.argv[1:])) if role.argv[:1] == (request.python,) else role
+        for role in plan.roles
+    )
+    devices: Any = request.options.get("devices") or ()
+    if isinstance(devices, str):
+        devices = devices.split(",")
     mounts = list_mounts(plan, request, profile)
     plan = replace(plan, python=python, roles=roles)
     argv = build_argv(plan, profile, mounts)
@@ -81,7 +91,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
         "container": name_container(plan),
         "image": str(request.options.get("container_image") or profile.image or ""),
         "mounts": [[mount.source, mount.target, mount.is_read_only, mount.is_optional] for mount in mounts],
-        "devices": _split_devices(request.options.get("devices")),
+        "devices": [text for word in devices if (text := str(word).strip())],
         "paths": list(_find_paths(request, plan)),
     }
     return replace(plan, argv=argv, details=details)
@@ -114,13 +124,13 @@ def build_argv(plan: JobPlan, profile: ContainerSite, mounts: Sequence[Mount]) -
         words.append(DEVICES)
     for mount in mounts:
         words += mount.to_words()
-    # The image's own entry is the agent of one attempt; above it is who starts one after the other.
+    # The image's own entry runs one attempt; the supervisor starts one after the other.
     words += ["--workdir", plan.home, "--entrypoint", plan.python, IMAGE, *SUPERVISOR]
     return (*words, "--job", str(job_path_of(plan.home)), "--job-id", name)
 
 
 def fill_argv(argv: Sequence[str], places: Mapping[str, Sequence[str]], missing: Sequence[str]) -> list[str]:
-    """Put the host's flags, the devices and the image in their places, and leave out missing mounts."""
+    """Replace the placeholders, and leave out missing mounts."""
     words: list[str] = []
     for word in argv:
         if words[-1:] == ["--mount"] and word in missing:
@@ -131,7 +141,7 @@ def fill_argv(argv: Sequence[str], places: Mapping[str, Sequence[str]], missing:
 
 
 def list_mounts(plan: JobPlan, request: JobRequest, profile: ContainerSite) -> list[Mount]:
-    """Return the home, the profile's folders, the model caches, and the project where no copy is sent."""
+    """Return mounts of the home, the profile's folders, model caches, and the project if no copy is sent."""
     found = [Mount(source=plan.home, target=plan.home)]
     found += [_parse_mount(text) for text in profile.mounts]
     if request.snapshot is None:
@@ -145,7 +155,7 @@ def list_mounts(plan: JobPlan, request: JobRequest, profile: ContainerSite) -> l
 
 
 def name_container(plan: JobPlan) -> str:
-    """Return the container's name: one for each home, so that no job is started twice."""
+    """Return the container's name, one per home, so that no job is started twice."""
     digest = hashlib.sha256(plan.home.encode()).hexdigest()[:8]
     stem = re.sub(r"[^a-z0-9.-]+", "-", PurePosixPath(plan.home).name.lower()).strip("-.") or "job"
     return f"strop-{stem}"[: _MAX_NAME - 9].rstrip("-.") + f"-{digest}"
@@ -181,18 +191,6 @@ def mounts_of(details: Mapping[str, Any]) -> list[Mount]:
     ]
 
 
-def _split_devices(given: object) -> list[str]:
-    """Return devices that are asked for as '0,1' or as a list."""
-    words = given.split(",") if isinstance(given, str) else list(given or ())  # type: ignore[call-overload]
-    return [str(word).strip() for word in words if str(word).strip()]
-
-
-def _with_python(role: RolePlan, outside: str, inside: str) -> RolePlan:
-    if role.argv[:1] != (outside,):
-        return role
-    return replace(role, argv=(inside, *role.argv[1:]))
-
-
 def _parse_mount(text: str) -> Mount:
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
@@ -220,8 +218,93 @@ def _find_paths(request: JobRequest, plan: JobPlan) -> list[str]:
             if isinstance(value, str)
             and value.startswith("/")
             and not dotted(path).startswith(skipped)
-            # '/no_think' is what some models are told, and no path.
+            # '/no_think' is an instruction for some models, not a path.
             and path[-1] not in PROMPTING
             and not PurePosixPath(value).is_relative_to(plan.home)
         }
     )
+
+
+# Devices are passed by the container device interface (`nvidia.com/gpu=UUID`), which podman knows since
+# 4.1, and by `--gpus` to docker. Inside, the same ids are in CUDA_VISIBLE_DEVICES, so that roles share
+# them. Not tried on a machine with GPUs.
+
+
+def choose_devices(
+    gpus: Sequence[Gpu],
+    users: Iterable[GpuUser],
+    *,
+    num_wanted: int,
+    asked: Sequence[str],
+    taken: Collection[str],
+) -> tuple[str, ...]:
+    """Return the ids of the GPUs or slices that a container gets.
+
+    `asked`: indices or UUIDs, () for any; `taken`: what other jobs hold.
+
+    Raises: CheckRefused if there are too few, or if one of those asked for is unknown or taken.
+    """
+    if not num_wanted and not asked:
+        return ()
+    busy = {*taken, *(user.gpu_uuid for user in users)}
+    names = _name_devices(gpus)
+    if asked:
+        return _choose_asked(asked, names, busy, num_wanted)
+    free = [device for device in dict.fromkeys(names.values()) if device not in busy]
+    # A role cannot use several slices, and one container has one kind of device.
+    free = [device for device in free if not device.startswith("MIG-")] if num_wanted > 1 else free
+    if len(free) < num_wanted:
+        raise CheckRefused(
+            explain_refusal(
+                f"{num_wanted} GPUs are asked for, and {len(free)} of {len(gpus)} here are free",
+                allowed="as many as are free",
+                next_step="wait for other jobs, or ask for fewer",
+            )
+        )
+    return tuple(free[:num_wanted])
+
+
+def leased_devices() -> set[str]:
+    """Return the GPUs that running jobs of this user hold on this machine."""
+    return {device for lease in find_living() for device in lease.gpus}
+
+
+def device_words(kind: str, devices: Sequence[str]) -> list[str]:
+    """Return the options of an engine that give devices to a container."""
+    if not devices:
+        return []
+    if kind == "docker":
+        words = ["--gpus", f'"device={",".join(devices)}"']
+    else:
+        words = [word for device in devices for word in ("--device", f"nvidia.com/gpu={device}")]
+    return [*words, "--env", f"CUDA_VISIBLE_DEVICES={','.join(devices)}"]
+
+
+def _name_devices(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the id of each device by all its names: UUID and index."""
+    names: dict[str, str] = {}
+    for gpu in gpus:
+        if gpu.has_mig:
+            names |= {part.uuid: part.uuid for part in gpu.slices}
+        else:
+            names |= {gpu.uuid: gpu.uuid, gpu.index: gpu.uuid}
+    return names
+
+
+def _choose_asked(
+    asked: Sequence[str], names: dict[str, str], busy: Collection[str], num_wanted: int
+) -> tuple[str, ...]:
+    unknown = [name for name in asked if name not in names]
+    taken = [name for name in asked if names.get(name) in busy]
+    if unknown or taken or len(asked) < num_wanted:
+        why = f"{', '.join(unknown)} not known here" if unknown else f"{', '.join(taken)} in use"
+        if not unknown and not taken:
+            why = f"the run asks for {num_wanted}"
+        raise CheckRefused(
+            explain_refusal(
+                f"devices {','.join(asked)}: {why}",
+                allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
+                next_step="name others, or none for any that are free",
+            )
+        )
+    return tuple(names[name] for name in asked)

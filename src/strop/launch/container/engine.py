@@ -41,7 +41,7 @@ _MAX_QUOTED = 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """One program that runs containers, and what it has to be told here."""
+    """One program that runs containers, and the flags that it needs on this machine."""
 
     kind: str
     """`podman` or `docker`."""
@@ -158,7 +158,7 @@ def prove_engine(engine: Engine, image: str | None = None) -> Engine:
 
 
 def quote_words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a command said about its failure, for a message."""
+    """Return a failed command's output, for a message."""
     words = (done.stderr.strip() or done.stdout.strip())[-_MAX_QUOTED:]
     return " ".join(words.split()) or f"exit code {done.returncode} without a word"
 

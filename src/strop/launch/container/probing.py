@@ -1,4 +1,4 @@
-"""What would stop a container from starting or from being of use: asked for, nothing changed.
+"""Find what would stop a job's container, or make it useless. Changes nothing.
 
 The engine has to start one real container, which is removed at once.
 """
@@ -59,7 +59,7 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
 
 
 def _probe_python(engine: Engine, plan: JobPlan, name: str, image_id: str) -> Iterator[Finding]:
-    """Look whether the image has an interpreter with strop."""
+    """Check that the image has an interpreter with strop."""
     words = ("--rm", "--pull", "never", "--network", "none", "--entrypoint", plan.python, image_id)
     done = engine.ask("run", *words, "-c", _IMPORT_CHECK, limit_s=120.0)
     if done.returncode != 0:
@@ -72,7 +72,7 @@ def _probe_python(engine: Engine, plan: JobPlan, name: str, image_id: str) -> It
 
 
 def _probe_storage(engine: Engine) -> Iterator[Finding]:
-    """Look for room where containers write what is not in the job's home."""
+    """Check the free space where containers write outside the job's home."""
     word = "{{.Store.GraphRoot}}" if engine.kind == "podman" else "{{.DockerRootDir}}"
     done = engine.ask("info", "--format", word)
     free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
@@ -82,7 +82,7 @@ def _probe_storage(engine: Engine) -> Iterator[Finding]:
             code="storage",
             given=f"the storage of {engine.kind} has {shown} free",
             allowed=f"{_MIN_STORAGE_BYTES / 1e9:.1f} GB or more for what is written beside the job's home",
-            next_step="free some: remove images that nobody needs",
+            next_step="free some: remove images that are not needed",
             severity=Severity.UNKNOWN if free is None else Severity.ERROR,
         )
 

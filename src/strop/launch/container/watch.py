@@ -1,51 +1,75 @@
-"""Waits for the end of a job's container, and puts everything in order then. One small process per job.
+"""The end of a job's container: waiting for it, recording it, and removing what is left. One process per job.
 
     python -m strop.launch.container.watch --job DIR
 
-Also ends the job at its time limit: the grace before it by TERM, so that it saves its state, then by KILL. If
-the watcher itself is killed the job goes on, without a time limit; the next command finds the ended container
-by its label.
+The watcher also ends the job at its time limit: by TERM, one grace before it, so that it saves its state,
+then by KILL. If the watcher itself is killed the job goes on without a time limit. A killed container
+cannot report its own end: the watcher or the next command, whichever comes first, writes what the engine
+still knows (exit code, lack of memory) into the job's folder and removes the container. `settle` is
+idempotent.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from strop.errors import StoreError
-from strop.hardware.detached import start_detached
-from strop.launch.container.ending import (
-    START_NAME,
-    inspect_containers,
-    is_over,
-    note_stop,
-    read_container_file,
-    settle,
-)
+from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
+from strop.hardware.process import start_detached
+from strop.io import write_bytes_atomically
+from strop.io.atomic import explain_write_failure
+from strop.launch.attempts import SIGNAL_BASE, describe_exit, read_attempts, write_verdict
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.container.image import strop_folder
-from strop.launch.contract import JobState
-from strop.launch.home import read_plan
-from strop.launch.owned import clean_inherited
+from strop.launch.contract import JobState, SchedulerStatus
+from strop.launch.environment import clean_inherited
+from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
+from strop.launch.local.supervisor_files import read_identity
+from strop.launch.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
+from strop.record.files import DirectoryRecord
 
+START_NAME = "container.json"
+"""Written before the start: engine, container, time."""
+END_NAME = "container-end.json"
+"""Written after the end: what the engine reported."""
+STOP_NAME = "container-stop.json"
+"""Written before a signal: why the job is ended."""
+LOG_NAME = "supervisor.log"
+"""Standard output and error of the container, whose process 1 is the supervisor."""
+_MAX_LOG_BYTES = 4 << 20
+_KILLED = SIGNAL_BASE + signal.SIGKILL
+_LIVING = {
+    "created": JobState.STARTING,
+    "configured": JobState.STARTING,
+    "initialized": JobState.STARTING,
+    "running": JobState.RUNNING,
+    "paused": JobState.RUNNING,
+    "restarting": JobState.RUNNING,
+    "stopping": JobState.RUNNING,
+}
+_ENDED = {"exited", "stopped", "dead"}
 RETRY_S = 5.0
 _POLL_S = 0.1
 T = TypeVar("T")
 
 
 def watch(job_path: Path, *, retry_s: float = RETRY_S) -> int:
-    """Wait for the container of a job, and settle. Returns 0, or 1 where there is none.
+    """Wait for the container of a job, then settle it. Returns 0, or 1 if there is none.
 
-    `retry_s`: how long after an engine or a disk that failed it is asked again.
+    `retry_s`: the pause after the engine or the disk has failed.
 
     Raises: StoreError if the job's folder cannot be read.
     """
@@ -83,7 +107,7 @@ def start_watcher(job_path: Path) -> None:
 
 
 def _wait(engine: Engine, name: str, limit_s: float, retry_s: float) -> bool:
-    """Return whether a container has ended, or is gone, in time. An engine that fails has told neither."""
+    """Return whether a container has ended, or is gone, within the limit; a failing engine tells neither."""
     deadline = time.monotonic() + limit_s
     while not _try(lambda: is_over(inspect_containers(engine, [name]).get(name))):
         left_s = deadline - time.monotonic()
@@ -106,15 +130,198 @@ def _wait(engine: Engine, name: str, limit_s: float, retry_s: float) -> bool:
 
 
 def _try(action: Callable[[], T]) -> T | None:
-    """Do something, or say why it failed: a watcher does not end before what it watches."""
+    """Run an action; log a StoreError and return None: a watcher does not end before its container."""
     try:
         return action()
     except StoreError as error:
-        # Its words go to the disk that may be full.
+        # The log is on the disk that may be full.
         with suppress(OSError):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerEnd:
+    """How a container ended, as the engine reports it."""
+
+    exit_code: int
+    is_out_of_memory: bool
+    started_at: float
+    ended_at: float
+
+    @property
+    def reason(self) -> str:
+        """The reason, for the user."""
+        if self.is_out_of_memory:
+            return "the container had more memory than it was allowed, and was killed"
+        return f"the container ended with {describe_exit(self.exit_code)}"
+
+
+def read_container_file(job_path: Path, name: str) -> dict[str, Any] | None:
+    """Return one of the container's JSON files in the job's folder; None if it is missing or damaged."""
+    try:
+        content = json.loads((job_path / name).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_container_file(job_path: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write one of the container's JSON files. Raises: StoreError."""
+    write_bytes_atomically(job_path / name, json.dumps(content, indent=1).encode())
+
+
+def secrets_mtime_ns(job_path: Path) -> int | None:
+    """Return when the secrets were written, which identifies their attempt; None without a file."""
+    try:
+        return (job_path / SECRETS_NAME).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def note_stop(job_path: Path, state: JobState) -> None:
+    """Record why the job is about to be ended, unless that is recorded. Raises: StoreError."""
+    if read_container_file(job_path, STOP_NAME) is None:
+        write_container_file(job_path, STOP_NAME, {"state": state.value, "at": time.time()})
+
+
+def inspect_containers(engine: Engine, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what the engine knows of containers, by name; unknown ones are missing.
+
+    Raises: StoreError if the engine does not answer.
+    """
+    if not names:
+        return {}
+    found = engine.read_json("container", "inspect", *names)
+    return {str(one["Name"]).lstrip("/"): one for one in found or ()}
+
+
+def is_over(facts: Mapping[str, Any] | None) -> bool:
+    """Whether a container has ended. `facts` None: the engine no longer knows it."""
+    return facts is None or str(facts["State"]["Status"]) in _ENDED
+
+
+def answer_for(job_path: Path, facts: Mapping[str, Any] | None) -> SchedulerStatus | None:
+    """Return a job's status from the engine's facts, or from the record of its end; None if both are missing.
+
+    `facts` None: the engine does not know the container.
+    """
+    if facts is None:
+        kept = read_container_file(job_path, END_NAME)
+        return None if kept is None else _answer_ended(job_path, ContainerEnd(**kept), "gone")
+    word = str(facts["State"]["Status"])
+    if word in _ENDED:
+        return _answer_ended(job_path, read_end(facts), word)
+    since = _parse_time(facts["State"].get("StartedAt"))
+    return SchedulerStatus(
+        state=_LIVING.get(word, JobState.UNKNOWN),
+        raw=word,
+        nodes=socket.gethostname(),
+        since=since or None,
+    )
+
+
+def read_end(facts: Mapping[str, Any]) -> ContainerEnd:
+    """Return how an ended container ended."""
+    state = facts["State"]
+    return ContainerEnd(
+        exit_code=int(state.get("ExitCode", EXIT_FAILED)),
+        is_out_of_memory=bool(state.get("OOMKilled", False)),
+        started_at=_parse_time(state.get("StartedAt")),
+        ended_at=_parse_time(state.get("FinishedAt")) or time.time(),
+    )
+
+
+def settle(job_path: Path) -> bool:
+    """Complete the record of a job whose container has ended, and remove the container.
+
+    Returns whether it has ended. Without a container file there is nothing to do.
+
+    Raises: StoreError if the engine or the disk fails: then everything is still there.
+    """
+    start = read_container_file(job_path, START_NAME)
+    if start is None:
+        return True
+    engine, name = engine_from_json(start["engine"]), str(start["container"])
+    facts = inspect_containers(engine, [name]).get(name)
+    if not is_over(facts):
+        return False
+    if facts is not None:
+        end = read_end(facts)
+        _keep_log(engine, name, job_path)
+        _complete_record(job_path, end)
+        write_container_file(job_path, END_NAME, asdict(end))
+    # Not those of a later attempt, for which the folder may have been filled again already.
+    if start.get("secrets_mtime_ns") == secrets_mtime_ns(job_path):
+        remove_secrets(job_path)
+    if facts is not None:
+        # Last: until everything is written, the engine alone knows of the end.
+        engine.ask("rm", "--force", "--volumes", name)
+    return True
+
+
+def _complete_record(job_path: Path, end: ContainerEnd) -> None:
+    """Write the verdict of attempts that ended with their container and could write none."""
+    for member in read_plan(job_path).members:
+        member_path = Path(member.path)
+        for attempt in read_attempts(DirectoryRecord(member_path)):
+            if attempt.exit_code is not None:
+                continue
+            # A supervisor that exits normally leaves a verdict, so this attempt did not end well.
+            exit_code = end.exit_code if end.exit_code != EXIT_DONE else EXIT_FAILED
+            write_verdict(
+                member_path / ATTEMPTS_FOLDER / attempt.name,
+                number=attempt.number,
+                exit_code=exit_code,
+                signal="SIGKILL" if exit_code == _KILLED else "",
+                started_at=attempt.started_at or end.started_at,
+                ended_at=end.ended_at,
+                nodes=attempt.nodes,
+            )
+
+
+def _keep_log(engine: Engine, name: str, job_path: Path) -> None:
+    """Append the container's output to the job's log, without secrets. Raises: StoreError."""
+    done = engine.ask("logs", name)
+    text = redact((done.stdout + done.stderr)[-_MAX_LOG_BYTES:], secret_values(job_path))
+    if not text:
+        return
+    try:
+        with (job_path / LOG_NAME).open("a", encoding="utf-8", errors="backslashreplace") as log:
+            log.write(text)
+    except OSError as error:
+        raise explain_write_failure(error, job_path / LOG_NAME) from error
+
+
+def _answer_ended(job_path: Path, end: ContainerEnd, word: str) -> SchedulerStatus:
+    stop, supervisor = read_container_file(job_path, STOP_NAME), read_identity(job_path)
+    state, reason = JobState.FAILED, end.reason
+    if end.exit_code == EXIT_DONE:
+        state, reason = JobState.SUCCEEDED, ""
+    elif stop is not None:
+        state = JobState(stop["state"])
+        reason = "its time limit ended it" if state is JobState.TIMEOUT else "cancelled"
+    elif supervisor is not None and supervisor.cancelled_by:
+        state, reason = JobState.CANCELLED, f"cancelled by {supervisor.cancelled_by}"
+    return SchedulerStatus(
+        state=state, raw=word, reason=reason, nodes=socket.gethostname(), since=end.ended_at
+    )
+
+
+def _parse_time(text: str | None) -> float:
+    """Return an engine's time in Unix seconds; 0 for its zero time, which means never."""
+    if not text or text.startswith("0001-"):
+        return 0.0
+    # Python reads microseconds, engines write nanoseconds.
+    head, _, tail = text.partition(".")
+    digits = "".join(character for character in tail[:9] if character.isdigit())
+    zone = tail.lstrip("0123456789") if tail else head[19:]
+    try:
+        moment = datetime.fromisoformat(f"{head[:19]}.{digits[:6] or '0':0<6}{zone.replace('Z', '+00:00')}")
+    except ValueError as error:
+        raise StoreError(f"the engine's time {text!r} is not understood") from error
+    return moment.timestamp()
 
 
 def main(arguments: list[str] | None = None) -> int:

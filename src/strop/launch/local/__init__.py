@@ -1,4 +1,4 @@
-"""Jobs on this machine: detached from the terminal, supervised, living again after an orderly end.
+"""Jobs on this machine: detached from the terminal, supervised, requeued after an orderly end.
 
 `supervisor` is the program above the agents, also inside a container; `backend` starts it and asks for it.
 """

@@ -13,34 +13,33 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import Lease, clear_leftovers, find_leases
-from strop.hardware.detached import start_detached
 from strop.hardware.findings import Finding, Severity
-from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
-from strop.launch.home import job_path_of, read_plan
-from strop.launch.local.identity import read_identity
-from strop.launch.local.members import answer_members, forget_orders, order_end
-from strop.launch.owned import clean_inherited
+from strop.hardware.process import start_detached
+from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.environment import clean_inherited
+from strop.launch.job_dir import job_path_of, read_plan
+from strop.launch.local.supervisor_files import answer_members, forget_orders, order_end, read_identity
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0
-"""How long a supervisor may take to say that it is there."""
+"""How long a supervisor may take to write its identity."""
 _POLL_S = 0.02
 
 
 class LocalBackend:
-    """Keeps `Backend` on one machine. GPUs are chosen on start; there is no queue."""
+    """Implements `Backend` for one machine. GPUs are chosen at start; there is no queue."""
 
     name = "local"
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the supervisor's command. Companions have no nodes of their own here."""
         roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
         argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
         return replace(plan, argv=argv, roles=roles)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Look for the interpreter."""
+        """Check that the interpreter exists."""
         if shutil.which(plan.python) is not None:
             return []
         return [
@@ -53,8 +52,8 @@ class LocalBackend:
             )
         ]
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
-        """Start the supervisor, detached, and wait until it has said that it is there."""
+    def submit(self, plan: JobPlan) -> JobRef:
+        """Start the supervisor, detached, and wait until it has written its identity."""
         job_path, job_id = job_path_of(plan.home), f"local-{secrets.token_hex(4)}"
         before = read_identity(job_path)
         forget_orders(job_path)
@@ -65,11 +64,11 @@ class LocalBackend:
         deadline = time.monotonic() + START_LIMIT_S
         while read_identity(job_path) == before and started is not None and started.is_alive():
             if time.monotonic() > deadline:
-                # What is refused must not begin later.
+                # A refused job must not begin later.
                 started.send(signal.SIGKILL)
                 break
             time.sleep(_POLL_S)
-        # Asked once more: it may have begun, and even ended, between the two questions.
+        # Checked once more: it may have begun, and even ended, since the last check.
         if read_identity(job_path) == before:
             words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
             raise CheckRefused(
@@ -81,8 +80,8 @@ class LocalBackend:
             )
         return self._refer_to(plan, job_id)
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the job whose supervisor has begun in this home."""
+    def recover(self, plan: JobPlan) -> JobRef | None:
+        """Return the job whose supervisor has begun in this directory."""
         found = read_identity(job_path_of(plan.home))
         return None if found is None else self._refer_to(plan, found.job_id)
 
@@ -97,24 +96,24 @@ class LocalBackend:
             submitted_at=plan.submitted_at,
         )
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
-        """Say of each whether its supervisor lives. Of another machine's jobs nothing is known."""
-        answers: dict[tuple[str, int], Answer] = {}
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
+        """Return whether each job's supervisor is alive. Jobs of other machines are left out."""
+        answers: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
             answer = self._ask_one(ref)
             if answer is not None:
                 answers |= answer_members(ref, answer)
         return answers
 
-    def _ask_one(self, ref: JobRef) -> Answer | None:
+    def _ask_one(self, ref: JobRef) -> SchedulerStatus | None:
         found = read_identity(job_path_of(ref.home))
         if found is None or not found.is_here:
             return None
         if found.cancelled_by:
-            return Answer(state=JobState.CANCELLED, raw=found.cancelled_by, nodes=found.host)
+            return SchedulerStatus(state=JobState.CANCELLED, raw=found.cancelled_by, nodes=found.host)
         if found.process.is_alive():
-            return Answer(state=JobState.RUNNING, raw="alive", nodes=found.host)
-        return Answer(
+            return SchedulerStatus(state=JobState.RUNNING, raw="alive", nodes=found.host)
+        return SchedulerStatus(
             state=JobState.FAILED,
             raw="gone",
             reason=f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume",
@@ -130,9 +129,9 @@ class LocalBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Ask the supervisor for an end; with no grace kill it, and everything of it at once.
+        """Ask the supervisor for an end; with no grace kill it and all of its processes at once.
 
-        One member of several is ended by the supervisor, and the others live on.
+        One member of several is ended by the supervisor, and the others go on.
         """
         if member is not None and len(read_plan(job_path_of(ref.home)).members) > 1:
             order_end(job_path_of(ref.home), member, grace_s=grace_s)
@@ -141,19 +140,19 @@ class LocalBackend:
             self._signal(ref, signal.SIGTERM)
             return
         self._signal(ref, signal.SIGKILL)
-        # Its agent dies with it; what the roles had started in sessions of their own does not.
+        # Its agent dies with it; processes that the roles had started in sessions of their own do not.
         deadline = time.monotonic() + KILL_LIMIT_S
         while _find_own_leases(ref) and time.monotonic() < deadline:
             clear_leftovers()
             time.sleep(0.05)
 
     def preempt(self, ref: JobRef, member: int) -> str:
-        """Tell the supervisor what a scheduler would tell it."""
+        """Send the supervisor the signal of a preemption."""
         self._signal(ref, signal.SIGUSR2)
         return "SIGUSR2"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield nothing: without its home a job of this machine does not exist."""
+        """Yield nothing: without its directory a job of this machine does not exist."""
         return iter(())
 
     def _signal(self, ref: JobRef, number: signal.Signals) -> None:
@@ -170,5 +169,5 @@ class LocalBackend:
 
 
 def _find_own_leases(ref: JobRef) -> list[Lease]:
-    """Return what attempts of a job hold, or had held when they were killed."""
+    """Return the leases that attempts of a job hold, or held when they were killed."""
     return [lease for lease in find_leases() if lease.attempt.startswith(f"{ref.job_id}-")]

@@ -1,11 +1,11 @@
-"""The program above a job's agents where no scheduler is: it starts attempts, one after the other.
+"""The program above a job's agents where there is no scheduler: it starts attempts, one after the other.
 
     python -m strop.launch.local.supervisor --job DIR --job-id ID
 
-SIGUSR2 is a preemption: the attempt saves its state, and lives again while the budget lasts. SIGTERM and
-SIGINT are a cancellation. An agent that was killed counts as a lost node, which a scheduler would replace
-too. The members of a sweep live one after the other; one that is ordered to end (`members`) ends alone. It
-may be process 1 of a container.
+SIGUSR2 is a preemption: the attempt saves its state, and the job is requeued at most `max_requeue` times.
+SIGTERM and SIGINT are a cancellation. An agent that was killed counts as a lost node, which a scheduler would
+replace too. The members of a sweep run one after the other; one of them can be ended alone
+(`supervisor_files`). The supervisor may be process 1 of a container.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
 from strop.hardware import ChildProcess, clear_leftovers, spawn
-from strop.hardware.orphans import adopt_orphans, bury_orphans
-from strop.launch.attempts import combine_exit_files, write_verdict
+from strop.hardware.process import adopt_orphans, reap_orphans
+from strop.launch.attempts import combine_exit_files, from_wait, write_verdict
 from strop.launch.contract import JobPlan, MemberPlan
-from strop.launch.exit_codes import from_wait
-from strop.launch.home import ATTEMPTS_FOLDER, read_plan
-from strop.launch.local.identity import write_identity
-from strop.launch.local.members import confirm_end, read_orders
+from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
+from strop.launch.local.supervisor_files import confirm_end, read_orders, write_identity
 from strop.launch.secrets import remove_secrets
 
 _POLL_S = 0.1
 
 
 class _Orders:
-    """What signals and orders for single members ask for: noted here, passed on by the loop."""
+    """Pending signals, and orders for single members: stored by handlers, passed on by the loop."""
 
     def __init__(self, job_path: Path) -> None:
         self.pending: list[signal.Signals] = []
@@ -51,20 +49,20 @@ class _Orders:
             self.cancelled_by = order.name
         self.pending.append(order)
 
-    def take(self, living: int) -> list[signal.Signals]:
-        """Return what the living member is to be told now, each word once.
+    def take(self, running: int) -> list[signal.Signals]:
+        """Return the signals for the running member, each order once.
 
-        An order for a member that has not begun is confirmed: it is passed over when its turn comes.
+        An order for a member that has not begun is confirmed at once: it is skipped when its turn comes.
         """
         taken = []
         while self.pending:
             taken.append(self.pending.pop(0))
         for order in read_orders(self._job_path):
             member, signal_name = order
-            if member < living or order in self._for_members:
+            if member < running or order in self._for_members:
                 continue
             self._for_members.add(order)
-            if member == living:
+            if member == running:
                 taken.append(signal_name)
             else:
                 confirm_end(self._job_path, member)
@@ -75,27 +73,26 @@ class _Orders:
         return any(member == one for one, _ in self._for_members)
 
     def forget_preemptions(self) -> None:
-        """Leave out what was meant for a life that is over; a cancellation is meant for all."""
+        """Drop preemptions of an attempt that is over; a cancellation is for the whole job."""
         self.pending[:] = [order for order in self.pending if order is not signal.SIGUSR2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Life:
+class _AttemptEnd:
     """How one attempt ended."""
 
     exit_code: int
-    signal_name: str
     is_lost: bool
     """Whether the agent itself was killed."""
 
 
 def supervise(job_path: Path, job_id: str) -> int:
-    """Let every member of a job live to its end; return the first code that is not 0, else 0.
+    """Run every member of a job to its end; return the first code that is not 0, else 0.
 
     Raises: StoreError if the job's folder cannot be read.
     """
     plan = read_plan(job_path)
-    # Before anybody can know that it is there: as process 1 it would not hear a signal otherwise.
+    # Before its identity is written: process 1 ignores signals without a handler.
     orders = _Orders(job_path)
     adopt_orphans()
     write_identity(job_path, job_id)
@@ -112,7 +109,7 @@ def supervise(job_path: Path, job_id: str) -> int:
         if result and orders.cancelled_by:
             write_identity(job_path, job_id, cancelled_by=orders.cancelled_by)
     finally:
-        # Of a job that was saved and may go on, the next submission brings them again.
+        # If the job goes on from a checkpoint, the next submission writes them again.
         remove_secrets(job_path)
     return result
 
@@ -124,19 +121,19 @@ def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id:
         if orders.cancelled_by or orders.end_alone(member.index):
             break
         attempt = f"{job_id}-{number}"
-        life = _live(plan, member, job_path, attempt, number, orders)
-        exit_code = life.exit_code
-        if exit_code != EXIT_INTERRUPTED and not life.is_lost:
+        end = _run_attempt(plan, member, job_path, attempt, number, orders)
+        exit_code = end.exit_code
+        if exit_code != EXIT_INTERRUPTED and not end.is_lost:
             break
     return exit_code
 
 
-def _live(
+def _run_attempt(
     plan: JobPlan, member: MemberPlan, job_path: Path, attempt: str, number: int, orders: _Orders
-) -> _Life:
+) -> _AttemptEnd:
     """Run one attempt, pass signals on, and write its verdict.
 
-    One whose agent was killed could not say how it ended: it has no code unless it was the last one.
+    An attempt whose agent was killed has no exit code unless it was the last one.
     """
     member_path = Path(member.path)
     attempt_path = member_path / ATTEMPTS_FOLDER / attempt
@@ -146,9 +143,9 @@ def _live(
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
     argv += ["--term-grace", str(plan.grace_s)]
     agent = spawn(argv, attempt_path / "supervisor.log", cwd=member_path)
-    told = _wait(agent, orders, member.index)
+    signal_name = _wait(agent, orders, member.index)
     ended = agent.poll() or 0
-    # By its own death: an agent whose role was killed returns the role's code, and is not lost.
+    # Only if the agent itself was killed: after a role was killed it returns that role's code.
     exit_code, is_lost = from_wait(ended), ended < 0
     if is_lost:
         for cleared in clear_leftovers():
@@ -161,31 +158,31 @@ def _live(
         attempt_path,
         number=number,
         exit_code=None if is_lost and not is_last else exit_code,
-        signal=told,
+        signal=signal_name,
         started_at=started_at,
         ended_at=time.time(),
         nodes=(socket.gethostname(),),
     )
-    return _Life(exit_code=exit_code, signal_name=told, is_lost=is_lost)
+    return _AttemptEnd(exit_code=exit_code, is_lost=is_lost)
 
 
 def _wait(agent: ChildProcess, orders: _Orders, member: int) -> str:
     """Wait for an agent's end; return the first signal that was passed on to it."""
-    told = ""
+    first = ""
     while agent.poll() is None:
         for order in orders.take(member):
-            told = told or order.name
+            first = first or order.name
             os.kill(agent.pid, order)
-        bury_orphans([agent.pid])
+        reap_orphans([agent.pid])
         time.sleep(_POLL_S)
-    return told
+    return first
 
 
 def main(arguments: list[str] | None = None, *, run: Callable[[Path, str], int] = supervise) -> int:
-    """Be the supervisor of one job; return its exit code."""
+    """Supervise one job; return its exit code."""
     parser = argparse.ArgumentParser(prog="strop.launch.local.supervisor")
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
-    parser.add_argument("--job-id", required=True, help="what attempts are called after")
+    parser.add_argument("--job-id", required=True, help="prefix of attempt names")
     given = parser.parse_args(arguments)
     return run(given.job, given.job_id)
 

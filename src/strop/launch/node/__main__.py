@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 
 from strop.launch.node.agent import run_node
-from strop.launch.node.task import TERM_GRACE_S, NodeTask
+from strop.launch.node.environment import TERM_GRACE_S, NodeTask
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Be the agent that a script asks for; return its exit code."""
+    """Run the agent of one node; return its exit code."""
     parser = argparse.ArgumentParser(prog="strop.launch.node", description=__doc__)
     parser.add_argument("--member", type=Path, required=True, help="the run's directory")
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
     parser.add_argument("--attempt", required=True, help="name of the attempt's folder")
-    parser.add_argument("--number", type=int, required=True, help="how often the member lived before")
-    parser.add_argument("--node", type=int, default=0, help="which node this is, from 0")
-    parser.add_argument("--node-variable", help="environment variable that says which node this is")
+    parser.add_argument("--number", type=int, required=True, help="number of earlier attempts of it")
+    parser.add_argument("--node", type=int, default=0, help="index of this node, from 0")
+    parser.add_argument("--node-variable", help="environment variable with this index")
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--part", choices=("main", "cpu"), default="main")
     parser.add_argument("--grace", type=float, default=120.0, help="seconds after the announcement of an end")

@@ -1,11 +1,11 @@
 """One node of one attempt, from its lease to its exit code.
 
-In this order: folders and log, fence, start record, lease (and the end of what dead runs left), code,
-environment, preflight, roles, end. The exit code is written last, after the processes have gone: whoever sees
-it may use the node. A kill of the agent kills its roles; what outlives them carries the lease's id and is
+In this order: folders and log, fence, leftovers of dead runs, lease, start record, code, preflight,
+environment, roles, end. The exit code is written last, after the processes have gone: once it is there, the
+node is free. A kill of the agent kills its roles; processes that outlive them carry the lease's id and are
 ended by the next agent of this user on the machine.
 
-Lines for people go to `<node>/agent.log` and to standard error.
+Messages go to `<node>/agent.log` and to standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import print_exception
@@ -25,19 +25,22 @@ from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, StropError
 from strop.hardware import HeldLease, clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
-from strop.hardware.leftovers import end_processes
-from strop.hardware.orphans import adopt_orphans, bury_orphans
-from strop.hardware.owned_dirs import clear_shared_memory
+from strop.hardware.leftovers import clear_shared_memory, end_processes
+from strop.hardware.process import adopt_orphans, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.contract import JobPlan, RolePlan
-from strop.launch.env_files import read_environment
-from strop.launch.home import CODE_NAME, read_plan
-from strop.launch.node.environment import Workplace, build_environment, request_devices, require_names
-from strop.launch.node.peers import PeerWatch
+from strop.launch.environment import read_environment
+from strop.launch.job_dir import CODE_NAME, read_plan
+from strop.launch.node.environment import (
+    NodeTask,
+    Workplace,
+    build_environment,
+    request_devices,
+    require_names,
+)
 from strop.launch.node.preflight import check_node, host_name
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
-from strop.launch.node.silence import SilenceWatch
-from strop.launch.node.task import NodeTask
+from strop.launch.node.watchdogs import PeerWatch, StallWatch
 from strop.launch.snapshot import unpack_code
 from strop.record import RunDir, point_latest
 from strop.record.fence import raise_fence
@@ -46,7 +49,7 @@ from strop.record.run_dir import STATE_NAME
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Node:
-    """Everything that an agent holds while its roles run."""
+    """The context of an agent while its roles run."""
 
     task: NodeTask
     plan: JobPlan
@@ -55,7 +58,7 @@ class _Node:
     log: TextIO
 
     def say(self, text: str) -> None:
-        """Tell a person."""
+        """Write a message to the log and to standard error."""
         _say(self.task, self.log, text)
 
 
@@ -68,7 +71,7 @@ def _say(task: NodeTask, log: TextIO, text: str) -> None:
 def run_node(task: NodeTask) -> int:
     """Run one node of an attempt to its end; return its exit code, which is also in `exit/<node>`.
 
-    Never raises what strop foresees: a refusal is an exit code and a cause on disk.
+    A StropError is not raised: it becomes an exit code and a cause on disk.
     """
     stop = StopRequest(grace_s=task.grace_s, term_grace_s=task.term_grace_s)
     stop.install()
@@ -77,14 +80,14 @@ def run_node(task: NodeTask) -> int:
     log_path = task.log_path / "agent.log"
     with (
         log_path.open("a", encoding="utf-8", errors="backslashreplace") as log,
-        _LastWord(task, log, stop) as last_word,
+        _EndRecord(task, log, stop) as record,
     ):
-        last_word.end = _run(task, log, stop)
-    return last_word.end.exit_code
+        record.end = _run(task, log, stop)
+    return record.end.exit_code
 
 
-class _LastWord:
-    """Whatever happens, there is an exit code on disk: peers and schedulers wait for it."""
+class _EndRecord:
+    """Writes an exit code to disk in any case: peers and schedulers wait for it."""
 
     def __init__(self, task: NodeTask, log: TextIO, stop: StopRequest) -> None:
         self.end = NodeEnd(exit_code=EXIT_FAILED, cause="", role="agent")
@@ -92,7 +95,7 @@ class _LastWord:
         self._log = log
         self._stop = stop
 
-    def __enter__(self) -> _LastWord:
+    def __enter__(self) -> _EndRecord:
         """Begin."""
         return self
 
@@ -120,7 +123,7 @@ class _LastWord:
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
-    node = _Node(task=task, plan=plan, roles=_leave_out_done(tuple(_roles_of(plan, task)), task), log=log)
+    node = _Node(task=task, plan=plan, roles=_choose_roles(plan, task), log=log)
     adopt_orphans()
     if task.node == 0:
         raise_fence(task.member_path, task.number, task.attempt)
@@ -139,7 +142,7 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
 
 
 def _end_strays(node: _Node, lease: HeldLease) -> None:
-    """End what the roles had left. What cannot be ended keeps the lease, by which the next agent finds it."""
+    """End the processes that the roles left. What survives keeps the lease: the next agent finds it."""
     ended, surviving = end_processes(lease.lease)
     if ended:
         node.say(f"ended {len(ended)} processes that the roles had left: {', '.join(map(str, ended))}")
@@ -150,17 +153,11 @@ def _end_strays(node: _Node, lease: HeldLease) -> None:
         node.say(f"processes {', '.join(map(str, surviving))} did not end, and are left to the next agent")
 
 
-def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
-    """Yield what runs on this node."""
-    for role in plan.roles:
-        is_here = role.nodes == "all" or role.nodes == ("first" if task.node == 0 else "others")
-        is_main = task.part == "main" and is_here
-        if is_main or (task.part == "cpu" and role.nodes == "cpu"):
-            yield role
-
-
-def _leave_out_done(roles: tuple[RolePlan, ...], task: NodeTask) -> tuple[RolePlan, ...]:
-    """Leave only what is awaited, where an earlier life has finished the run and was stopped after it."""
+def _choose_roles(plan: JobPlan, task: NodeTask) -> tuple[RolePlan, ...]:
+    """Return the roles of this node: the awaited ones alone where an earlier attempt has finished the run."""
+    place = "first" if task.node == 0 else "others"
+    wanted = {"cpu"} if task.part == "cpu" else {"all", place}
+    roles = tuple(role for role in plan.roles if role.nodes in wanted)
     awaited = tuple(role for role in roles if role.is_awaited)
     has_run = bool(awaited) and (task.member_path / STATE_NAME).is_file()
     return awaited if has_run and RunDir.open(task.member_path).is_finished else roles
@@ -178,7 +175,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
         plan, task, allocation, lease.lease.lease_id, node.say, is_stopped=lambda: bool(stop.signal_name)
     )
     if stop.signal_name:
-        # Told to end before anything began: what the last attempt saved is the state.
+        # Told to end before anything began: the last attempt's checkpoint is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
     place = Workplace(
         task=task,
@@ -188,9 +185,13 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
         work_path=work_path,
         code_path=code_path,
     )
-    environments = {role.name: _environment_of(role, place) for role in node.roles}
+    environments = {}
+    for planned in node.roles:
+        given = read_environment(task.job_path, planned.name)
+        environments[planned.name] = build_environment(planned, place, given=given, environ=os.environ)
+        require_names(planned, environments[planned.name], list(plan.environment.variables))
     if not node.roles:
-        # A node of the main part whose work another node's role does: it lends its devices.
+        # A node of the main part that only lends its devices to another node's role.
         return _wait_for_peers(task, stop)
     roles = start_roles(
         node.roles,
@@ -208,36 +209,29 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
     is_companion = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
     names = [role.name for role in roles]
-    # Companions may have nothing to say while the run goes on, whose record this node may not even see.
-    silence = None if is_companion else SilenceWatch(node.plan, node.task, names)
+    # Companions may be silent while the run goes on, and this node may not even see the run's record.
+    stall = None if is_companion else StallWatch(node.plan, node.task, names)
     with PeerWatch(node.task, is_companion=is_companion) as peers:
 
-        def find_order() -> NodeEnd | None:
-            bury_orphans([role.child.pid for role in roles])
-            return peers.find_order() or (silence.find_order() if silence else None)
+        def check() -> NodeEnd | None:
+            reap_orphans([role.child.pid for role in roles])
+            return peers.check() or (stall.check() if stall else None)
 
-        return watch_roles(roles, stop, find_order=find_order, say=node.say)
+        return watch_roles(roles, stop, check=check, say=node.say)
 
 
 def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
     with PeerWatch(task, is_companion=True) as peers:
         while time.monotonic() < stop.deadline:
-            order = peers.find_order()
-            if order is not None:
-                return order
+            end = peers.check()
+            if end is not None:
+                return end
             time.sleep(0.2)
     return NodeEnd(exit_code=EXIT_DONE, cause="")
 
 
-def _environment_of(role: RolePlan, place: Workplace) -> dict[str, str]:
-    given = read_environment(place.task.job_path, role.name)
-    built = build_environment(role, place, given=given, environ=os.environ)
-    require_names(role, built, list(place.plan.environment.variables))
-    return built
-
-
 def _fill(word: str, task: NodeTask, code_path: Path) -> str:
-    """Put paths in the place of their names. Not str.format: a command may well hold other braces."""
+    """Replace `{run}`, `{job}` and `{code}`. Not by str.format: a command may contain other braces."""
     places = {"{run}": task.member_path, "{job}": task.job_path, "{code}": code_path}
     for name, path in places.items():
         word = word.replace(name, str(path))
@@ -245,7 +239,7 @@ def _fill(word: str, task: NodeTask, code_path: Path) -> str:
 
 
 def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
-    """Write who began, where and with what."""
+    """Write this node's start record."""
     task, identity = node.task, identify_self()
     _write_json(
         task.attempt_path / f"agent-{task.node}.json",
@@ -270,7 +264,7 @@ def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
 
 
 def _write_end(task: NodeTask, end: NodeEnd, signal_name: str) -> None:
-    """Write why a node ended, then its exit code, which says that everything else is written."""
+    """Write why a node ended, then its exit code, after which nothing else is written."""
     _write_json(
         task.attempt_path / f"end-{task.node}.json",
         {

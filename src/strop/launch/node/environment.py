@@ -1,6 +1,6 @@
-"""The environment of one role on one node: what the job gives it, and what only the node can know.
+"""What an agent runs (`NodeTask`), and the environment of each of its roles.
 
-The launcher's own variables win over everything: devices, the attempt, caches of this role alone.
+The launcher's own variables override all others: devices, the attempt, caches of this role alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
-from strop.hardware.job_variables import (
+from strop.hardware.ports import (
     ADDRESS_VARIABLE,
     NAMES_VARIABLE,
     NODE_VARIABLE,
@@ -21,23 +22,61 @@ from strop.hardware.job_variables import (
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io import user_cache_dir
 from strop.launch.contract import JobPlan, RolePlan
-from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.user_code import MOVED_VARIABLE
 
+TERM_GRACE_S = 25.0
+"""After SIGTERM: schedulers kill 30 s later where nothing else is set."""
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Never inherited: they would be those of whoever submitted from inside another job."""
-
-
+"""Never inherited: a job may be submitted from inside another job."""
 GRANTING = ("slurm", "sagemaker")
-"""Backends that give a job its GPUs: a role that asked for none must not see any."""
+"""Backends that give a job its GPUs: a role that requested none must not see any."""
 NAMING = ("slurm",)
 """Those of them that name the GPUs in CUDA_VISIBLE_DEVICES. A SageMaker job has all of its instance."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeTask:
+    """One node of one attempt of one member."""
+
+    job_path: Path
+    """`<home>/job`."""
+    member_path: Path
+    """The run's directory."""
+    attempt: str
+    """Name of the attempt's folder."""
+    number: int
+    """From 0: the number of earlier attempts of the member."""
+    node: int
+    """From 0, over both parts; node 0 is the first of the main part."""
+    num_nodes: int
+    part: Literal["main", "cpu"] = "main"
+    grace_s: float = 120.0
+    """Between the announcement of an end and that end."""
+    term_grace_s: float = TERM_GRACE_S
+    """Between SIGTERM and the kill that follows it."""
+    address: str = "127.0.0.1"
+    """Of node 0, as the other nodes reach it."""
+
+    @property
+    def attempt_path(self) -> Path:
+        """The attempt's folder."""
+        return self.member_path / "attempts" / self.attempt
+
+    @property
+    def log_path(self) -> Path:
+        """The folder of this node's logs."""
+        return self.attempt_path / str(self.node)
+
+    @property
+    def exit_path(self) -> Path:
+        """Where this node's exit code is written last."""
+        return self.attempt_path / "exit" / str(self.node)
+
+
 def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
-    """Return what the roles of this node want, by `ROLE/part`; generation first, whatever their order."""
+    """Return the GPUs that this node's roles need, by `ROLE/part`; generation first."""
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
     ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
     return GpuRequest(
@@ -47,7 +86,7 @@ def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workplace:
-    """What the roles of one node and attempt share."""
+    """The values that the roles of one node and attempt share."""
 
     task: NodeTask
     plan: JobPlan
@@ -55,14 +94,14 @@ class Workplace:
     lease: Mapping[str, str]
     """Variables that mark processes as belonging to this attempt."""
     work_path: Path
-    """A temporary folder that goes with the lease."""
+    """A temporary folder that is removed with the lease."""
     code_path: Path
 
 
 def build_environment(
     role: RolePlan, place: Workplace, *, given: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return everything that a role finds in its environment.
+    """Return the whole environment of a role.
 
     `given`: the job's variables and this role's secrets.
     """
@@ -90,14 +129,15 @@ def build_environment(
     }
     came_from = place.plan.details.get("submitted_from")
     if place.plan.code_sha256 is not None and came_from:
-        # The run file names the user's code where it was; what was submitted is what runs.
+        # The run file names the user's code at its old path; the submitted copy is what runs.
         variables[MOVED_VARIABLE] = f"{came_from}:{place.code_path}"
-    variables["PYTHONPATH"] = _python_path(place.code_path, variables.get("PYTHONPATH", ""))
+    folders = [str(place.code_path / "src")] if (place.code_path / "src").is_dir() else []
+    variables["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [variables.get("PYTHONPATH")])])
     return variables | _device_variables(role, place)
 
 
 def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[str]) -> None:
-    """Refuse to start a role without a variable that it was promised (LAU-4).
+    """Refuse to start a role without a variable that its plan names (LAU-4).
 
     Raises: CheckRefused naming role and variables.
     """
@@ -107,14 +147,9 @@ def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[
             explain_refusal(
                 f"role {role.name} would start without {', '.join(missing)}",
                 allowed="every variable and secret that the job names",
-                next_step="submit again: the file with their values has gone",
+                next_step="submit again: the file with their values is gone",
             )
         )
-
-
-def _python_path(code_path: Path, inherited: str) -> str:
-    folders = [code_path / "src"] if (code_path / "src").is_dir() else []
-    return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
 
 
 def _device_variables(role: RolePlan, place: Workplace) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is checked on a node before the run begins there: a refusal costs seconds, a bad node the night."""
+"""The checks of a node before the run begins there: a refusal costs seconds, a bad node the night."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from strop.errors import CheckRefused, Interrupted, explain_refusal
 from strop.hardware.allocation import Allocation
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
 from strop.launch.contract import JobPlan
-from strop.launch.node.task import NodeTask
+from strop.launch.node.environment import NodeTask
 
 MIN_FREE_BYTES = 256 << 20
-"""Of the run's disk: less would not hold the logs of the attempt."""
+"""Free bytes of the run's disk: fewer would not hold the logs of the attempt."""
 ARRIVAL_LIMIT_S = 120.0
 """How much later than the first one the last node of a job may begin."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -37,10 +37,10 @@ def check_node(
     *,
     is_stopped: Callable[[], bool],
 ) -> None:
-    """Check that this node can do what the plan asks of it, as far as the plan wants it looked at.
+    """Run the preflight of this node at the level that the plan sets.
 
-    Raises: CheckRefused naming what is wrong and where (exit code 76); Interrupted (75) if `is_stopped` says
-        that this node is to end while it waits for the others.
+    Raises: CheckRefused naming what is wrong and where (exit code 76); Interrupted (75) if `is_stopped`
+        becomes true while this node waits for the others.
     """
     levels = _LEVELS[plan.preflight]
     if not levels:
@@ -61,7 +61,7 @@ def check_node(
 
 
 def host_name() -> str:
-    """Return what schedulers and people call this node."""
+    """Return the name of this node, as its scheduler shows it."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

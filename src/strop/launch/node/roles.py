@@ -1,8 +1,9 @@
 """The processes of a job on one node: started together, watched together, ended together.
 
-The end of any role ends all: with 0 of every one that must succeed, or with the code, the name and the last
-lines of the first one that ended otherwise. A companion has no business ending while the run goes on. A role
-that is awaited may end before the others or after them: how it ended is said, and is not the job's end.
+All end together: with success once every role that must succeed has ended with 0, else with the code, the
+name and the last lines of the first one that ended otherwise. A companion must not end while the run goes
+on. A role that is awaited may end before the others or after them: its end is reported, and does not end
+the job.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
 from strop.hardware import ChildProcess, spawn
+from strop.launch.attempts import SIGNAL_BASE, describe_exit, from_wait
 from strop.launch.contract import RolePlan
-from strop.launch.exit_codes import SIGNAL_BASE, describe_exit, from_wait
 
 NUM_TAIL_LINES = 20
 ORDERED_END_S = 10.0
@@ -40,7 +41,7 @@ class NodeEnd:
     role: str = ""
     """The role that decided it."""
     is_stall: bool = False
-    """Whether nothing moved any more: then the stacks of all roles are written."""
+    """Whether nothing moves any more: then the stacks of all roles are written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ class Role:
 
 
 class StopRequest:
-    """What signals ask of an agent: set by handlers, read by the loop."""
+    """The end that signals ask for: set by handlers, read by the loop."""
 
     def __init__(self, *, grace_s: float, term_grace_s: float) -> None:
         self.signal_name = ""
@@ -68,11 +69,11 @@ class StopRequest:
         self._grace_s[signal.SIGINT] = term_grace_s
 
     def install(self) -> None:
-        """Handle the signals of schedulers and of a person; only the main thread may."""
+        """Install the signal handlers; only the main thread may."""
         for number in self._grace_s:
-            signal.signal(number, lambda received, _frame: self.ask(signal.Signals(received)))
+            signal.signal(number, lambda received, _frame: self.request(signal.Signals(received)))
 
-    def ask(self, number: signal.Signals) -> None:
+    def request(self, number: signal.Signals) -> None:
         """Ask for an end. A later signal can only bring it nearer."""
         self.signal_name = self.signal_name or number.name
         self.deadline = min(self.deadline, time.monotonic() + self._grace_s[number])
@@ -104,48 +105,48 @@ def watch_roles(
     roles: Sequence[Role],
     stop: StopRequest,
     *,
-    find_order: Callable[[], NodeEnd | None],
+    check: Callable[[], NodeEnd | None],
     say: Callable[[str], None],
 ) -> NodeEnd:
-    """Wait until the roles are done, one of them ends otherwise, or an end is asked for. All have ended then.
+    """Wait until the roles are done, one of them fails, or an end is asked for. All have ended on return.
 
-    `find_order` is asked again and again whether something else ends this node: another one's end, a stall.
-    `say` is told of ends that the run outlives.
+    `check` is called repeatedly: it returns an end that comes from outside, see `watchdogs`. `say` reports
+    failures that do not end the run.
     """
-    is_told = False
+    is_stopping = False
     failed: set[str] = set()
     while True:
         for role in roles:
-            if role.name not in failed and not is_told and _has_failed_alone(role):
+            if role.name not in failed and not is_stopping and _has_failed_alone(role):
                 failed.add(role.name)
                 say(f"{_describe_end(role)}\nthe run goes on without it")
-        end = _find_end(roles, is_told=is_told)
+        end = _find_end(roles, is_stopping=is_stopping)
         if end is not None:
             end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
             return end
-        if stop.signal_name and not is_told:
+        if stop.signal_name and not is_stopping:
             # Once: a second SIGTERM would end a role without a checkpoint.
-            told = [role for role in roles if role.plan.must_succeed or role.plan.is_awaited]
-            _signal_all(told, signal.SIGTERM)
-            is_told = True
+            saving = [role for role in roles if role.plan.must_succeed or role.plan.is_awaited]
+            _signal_all(saving, signal.SIGTERM)
+            is_stopping = True
         if time.monotonic() > stop.deadline:
             if all(role.child.poll() is not None for role in roles):
-                # What this node had to give was lost long ago, and others end the job.
+                # This node's roles had failed and were not needed; other nodes decide the job's exit code.
                 return NodeEnd(exit_code=EXIT_DONE, cause="")
             end_roles(roles, time.monotonic())
             return NodeEnd(
                 exit_code=SIGNAL_BASE + signal.SIGKILL,
                 cause=f"{_names(roles)} did not end within the grace after {stop.signal_name} and was killed",
             )
-        if (order := find_order()) is not None:
-            stacks = f"; {write_stacks(roles)}" if order.is_stall else ""
+        if (found := check()) is not None:
+            stacks = f"; {write_stacks(roles)}" if found.is_stall else ""
             end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
-            return replace(order, cause=order.cause + stacks)
+            return replace(found, cause=found.cause + stacks)
         time.sleep(_POLL_S)
 
 
 def end_roles(roles: Sequence[Role], deadline: float) -> None:
-    """End what still runs, all by one deadline (time.monotonic()): TERM, wait, KILL."""
+    """End the roles that still run by one deadline (time.monotonic()): TERM, wait, KILL."""
     running = [role for role in roles if role.child.poll() is None]
     _signal_all(running, signal.SIGTERM)
     while any(role.child.poll() is None for role in running) and time.monotonic() < deadline:
@@ -156,9 +157,9 @@ def end_roles(roles: Sequence[Role], deadline: float) -> None:
 
 
 def write_stacks(roles: Sequence[Role]) -> str:
-    """Let every Python process of the roles write the stacks of its threads into its log, and end it.
+    """Let every Python process of the roles write the stacks of its threads to its log, and end it.
 
-    PYTHONFAULTHANDLER makes SIGABRT do both. What was stopped is continued first.
+    PYTHONFAULTHANDLER makes SIGABRT do both. Stopped processes are continued first.
     """
     running = [role for role in roles if role.child.poll() is None]
     _signal_all(running, signal.SIGCONT)
@@ -171,57 +172,48 @@ def write_stacks(roles: Sequence[Role]) -> str:
     return f"stacks of {_names(running)} are at the end of their logs"
 
 
-def _find_end(roles: Sequence[Role], *, is_told: bool) -> NodeEnd | None:
+def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
     """Return how the node ended, if it has."""
     codes = {role.name: role.child.poll() for role in roles}
     needed = [role for role in roles if role.plan.must_succeed]
     awaited = [role for role in roles if role.plan.is_awaited]
     has_succeeded = all(codes[role.name] == EXIT_DONE for role in needed)
     if (needed or awaited) and has_succeeded and all(codes[role.name] is not None for role in awaited):
-        return _end_well(needed, awaited, is_told=is_told)
+        return _end_well(needed, awaited, is_stopping=is_stopping)
     for role in roles:
         code = codes[role.name]
         if code is None or (code == EXIT_DONE and (role.plan.must_succeed or role.plan.is_awaited)):
             continue
         exit_code = from_wait(code)
-        if _is_dispensable(role) and exit_code not in _REFUSALS:
+        if (role.plan.is_awaited or role.plan.may_be_lost) and exit_code not in _REFUSALS:
             continue
-        if is_told and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
-            # It had not begun to save yet: the last checkpoint is its state, and it can live again.
+        if is_stopping and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
+            # It had not begun to save yet: the last checkpoint is its state, and it can be requeued.
             return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
-        return _explain_end(role, exit_code)
+        if exit_code == EXIT_INTERRUPTED:
+            return NodeEnd(exit_code=exit_code, cause="", role=role.name)
+        # A companion that ends with 0 has left the run: that is no success.
+        failure = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
+        return NodeEnd(exit_code=failure, cause=_describe_end(role), role=role.name)
     return None
 
 
-def _end_well(needed: Sequence[Role], awaited: Sequence[Role], *, is_told: bool) -> NodeEnd:
-    """Return the end where all that must succeed has: the failure of another one is a part of the record."""
+def _end_well(needed: Sequence[Role], awaited: Sequence[Role], *, is_stopping: bool) -> NodeEnd:
+    """Return the end where all needed roles have succeeded; failures of awaited ones are in its cause."""
     bad = [role for role in awaited if role.child.poll() != EXIT_DONE]
     name = (list(needed) or list(awaited))[0].name
-    if bad and is_told:
-        # What it was about is done in the next life, which has nothing else to do.
+    if bad and is_stopping:
+        # The next attempt finishes it, and has nothing else to do.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=bad[0].name)
     return NodeEnd(exit_code=EXIT_DONE, cause="\n".join(map(_describe_end, bad)), role=name)
 
 
 def _has_failed_alone(role: Role) -> bool:
-    """Whether a role has failed that the run does without."""
+    """Whether a role has failed that the run does not need."""
     code = role.child.poll()
     if code is None or from_wait(code) in _REFUSALS:
         return False
     return role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE)
-
-
-def _is_dispensable(role: Role) -> bool:
-    """Whether its failure is no end of the job by itself."""
-    return role.plan.is_awaited or role.plan.may_be_lost
-
-
-def _explain_end(role: Role, exit_code: int) -> NodeEnd:
-    if exit_code == EXIT_INTERRUPTED:
-        return NodeEnd(exit_code=exit_code, cause="", role=role.name)
-    # A companion that ends with 0 has left the run alone: that is no success.
-    code = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
-    return NodeEnd(exit_code=code, cause=_describe_end(role), role=role.name)
 
 
 def _describe_end(role: Role) -> str:
@@ -234,7 +226,7 @@ def _describe_end(role: Role) -> str:
 def _signal_all(roles: Sequence[Role], number: signal.Signals) -> None:
     for role in roles:
         if role.child.poll() is None:
-            # Its leader is not waited for yet, so the group's number is still its own.
+            # Its leader is not reaped yet, so the group's number cannot have been reused.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(role.child.pid, number)
 

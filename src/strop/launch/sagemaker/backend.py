@@ -17,27 +17,19 @@ from typing import Any
 
 from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
 from strop.hardware.findings import Finding
-from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest
-from strop.launch.env_files import ENVIRONMENT_NAME
-from strop.launch.home import has_plan, has_ref, job_path_of, read_plan, read_ref
-from strop.launch.next_job import CANCELLED_NAME
-from strop.launch.sagemaker.client import AwsClients, all_pages
+from strop.launch.contract import JobPlan, JobRef, JobRequest, SchedulerStatus
+from strop.launch.environment import ENVIRONMENT_NAME
+from strop.launch.job_dir import CANCELLED_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.sagemaker.client import AwsClients, JobObjects, SiteObjects, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
-from strop.launch.sagemaker.job_objects import JobObjects
-from strop.launch.sagemaker.link_proof import make_key
-from strop.launch.sagemaker.logs import CloudWatchLogs
-from strop.launch.sagemaker.names import suffixed_name
-from strop.launch.sagemaker.places import LINK_KEY, MEMBER_TAG, PLAN_TAG, RUN_TAG
+from strop.launch.sagemaker.places import LINK_KEY, MEMBER_TAG, PLAN_TAG, RUN_TAG, suffixed_name
 from strop.launch.sagemaker.probe import probe_site
-from strop.launch.sagemaker.renewal import renew_plan, step_of_state
-from strop.launch.sagemaker.request import complete_plan, count_hosts
-from strop.launch.sagemaker.site_objects import SiteObjects
-from strop.launch.sagemaker.states import read_answer
+from strop.launch.sagemaker.rendezvous import make_key
+from strop.launch.sagemaker.request import complete_plan, count_hosts, renew_plan, step_of_state
+from strop.launch.sagemaker.status import CloudWatchLogs, read_answer
 from strop.launch.secrets import SECRETS_NAME
-from strop.record.checkpoints import find_checkpoints
-from strop.record.files import LogSource, RecordFiles
-from strop.record.store_record import StoreRecord
+from strop.record.files import LogSource, RecordFiles, StoreRecord, find_checkpoints
 from strop.spec.site import SageMakerSite
 
 LOOK_BACK_S = 30 * 86_400.0
@@ -61,8 +53,8 @@ class SageMakerBackend:
         self._profile = profile
         self._clients = clients or AwsClients(profile=profile)
         self._given_objects = objects
-        self._described: dict[str, tuple[object, Answer]] = {}
-        """Job to its last change, and what was said of it then."""
+        self._described: dict[str, tuple[object, SchedulerStatus]] = {}
+        """Job to its last change, and its status then."""
 
     @property
     def _objects(self) -> JobObjects:
@@ -71,7 +63,7 @@ class SageMakerBackend:
             self._given_objects = SiteObjects(self._profile)
         return self._given_objects
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the requests of all members. Raises: ConfigError with everything that would be refused."""
         return complete_plan(plan, request)
 
@@ -79,7 +71,7 @@ class SageMakerBackend:
         """Ask AWS, by reading calls alone, what would stop the job."""
         return probe_site(plan, self._profile, self._clients, self._objects)
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
+    def submit(self, plan: JobPlan) -> JobRef:
         """Send code and config, create the jobs of all members, and write the job log.
 
         Raises: CheckRefused if AWS refuses one: those that it accepted before are stopped then; StoreError.
@@ -91,14 +83,14 @@ class SageMakerBackend:
                 self._upload(plan, job)
                 accepted.append(self._create(plan, job, image))
         except StropError:
-            self._take_back(accepted)
+            self._stop_all(accepted)
             raise
         ref = self._to_ref(plan, accepted, image)
-        warnings = [self._log_job(plan, job, image) for job in accepted]
+        warnings = [self._note_job(plan, job, image) for job in accepted]
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
     def send_locally(self, plan: JobPlan) -> dict[str, Any]:
-        """Send the first member's files as `hand_over` does; return its job's request, for local mode."""
+        """Send the first member's files as `submit` does; return its job's request, for local mode."""
         job = plan.details["jobs"][0]
         self._upload(plan, job)
         return {**_name_image(job["request"], plan.details["image"]), "TrainingJobName": job["name"]}
@@ -114,11 +106,13 @@ class SageMakerBackend:
         steps = [step for name in names if (step := step_of_state(name)) is not None]
         return max([*steps, *find_checkpoints(self.open_record(ref, member))], default=None)
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+    def recover(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""
         keys = {job["run_key"]: job for job in plan.details["jobs"]}
         found: dict[str, dict[str, Any]] = {}
-        for summary in self._list_since(self._first_submission(plan)):
+        home = Path(plan.home)
+        first_at = read_plan(job_path_of(home)).submitted_at if has_plan(home) else plan.submitted_at
+        for summary in self._list_since(first_at):
             tags = self._tags_of(summary["TrainingJobArn"])
             job = keys.get(tags.get(RUN_TAG, ""))
             if job is not None and tags.get(PLAN_TAG) == plan.plan_hash:
@@ -127,12 +121,12 @@ class SageMakerBackend:
             return None
         return self._to_ref(plan, [found[key] for key in keys], plan.details["image"])
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """List once, and describe only what has changed since the last question. Raises: StoreError."""
         wanted = {job["name"]: (ref, job["member"]) for ref in refs for job in ref.details["jobs"]}
         if not wanted:
             return {}
-        answers: dict[tuple[str, int], Answer] = {}
+        answers: dict[tuple[str, int], SchedulerStatus] = {}
         for summary in self._list_since(min(ref.submitted_at for ref in refs), set(wanted)):
             name = summary["TrainingJobName"]
             if name in wanted:
@@ -169,7 +163,7 @@ class SageMakerBackend:
         """Yield the jobs of the last 30 days that carry our tags and have not ended, each with one member."""
         for summary in self._list_since(time.time() - LOOK_BACK_S):
             if summary["TrainingJobStatus"] not in _LIVING:
-                continue  # It uses nothing any more, and asking for its tags costs a call.
+                continue  # It has ended, and reading its tags costs a call.
             tags = self._tags_of(summary["TrainingJobArn"])
             if PLAN_TAG not in tags:
                 continue
@@ -186,7 +180,7 @@ class SageMakerBackend:
                 details={"jobs": [job], "run_key": tags.get(RUN_TAG, "")},
             )
 
-    # What a submission sends.
+    # Submission.
 
     def _resolve_image(self, text: str) -> str:
         """Return the image by digest: a tag may point elsewhere by the time that a job starts."""
@@ -208,11 +202,11 @@ class SageMakerBackend:
             self._send(member_spec, f"{job['config_uri']}/member-spec.toml")
         key_uri = f"{job['config_uri']}/{LINK_KEY}"
         if count_hosts(job["request"]) > 1 and self._objects.find(key_uri) is None:
-            # Never another one: hosts of a job that was accepted unnoticed may be reading it.
+            # Never replaced: hosts of a job that was accepted unnoticed may be reading it.
             self._objects.write(key_uri, make_key())
         original = Path(plan.details["config"] or "/nonexistent")
         if original.is_file():
-            # Under its own name: a job's name says nothing, and the resolved spec has another one.
+            # Under its own name, which neither the job's name nor the resolved spec shows.
             self._send(original, f"{job['config_uri']}/original/{original.name}")
 
     def _send(self, path: Path, uri: str) -> None:
@@ -262,8 +256,8 @@ class SageMakerBackend:
         is_mine = tags.get(PLAN_TAG) == plan.plan_hash and tags.get(RUN_TAG) == job["run_key"]
         return _accepted(job, described) if is_mine else None
 
-    def _take_back(self, accepted: list[dict[str, Any]]) -> None:
-        """Stop the members that were accepted before one was refused: half a sweep is nobody's wish."""
+    def _stop_all(self, accepted: list[dict[str, Any]]) -> None:
+        """Stop the members that were accepted before one was refused: all of a sweep run, or none."""
         for job in accepted:
             try:
                 self._stop(job["name"])
@@ -296,22 +290,24 @@ class SageMakerBackend:
             },
         )
 
-    def _log_job(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> str | None:
+    def _note_job(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> str | None:
         member = plan.members[job["member"]]
         description = " ".join([plan.details["description"], *member.overrides]).strip()
         facts = {key: job[key] for key in ("arn", "run_key", "config_uri", "state_uri", "record_uri")}
         facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "member": job["member"]}
+        # The reference of the job that this one continues is still in the home that both share.
+        earlier = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
         row = JobRow(
             job_name=job["name"],
             config=plan.details["config"],
             description=description,
             submitted=submitted_text(plan.submitted_at),
             run=plan.name,
-            facts={**facts, "parent": plan.details["parent"] or _earlier_job(plan)},
+            facts={**facts, "parent": plan.details["parent"] or earlier},
         )
         return JobLog(Path(plan.details["job_log"])).try_append(row)
 
-    # What is asked.
+    # Queries.
 
     def _list_since(self, since: float, names: set[str] | None = None) -> Iterator[Mapping[str, Any]]:
         """Yield the account's jobs since an instant, newest first; ends early once all names are found."""
@@ -332,7 +328,7 @@ class SageMakerBackend:
                 return
             query["NextToken"] = page["NextToken"]
 
-    def _describe(self, name: str, summary: Mapping[str, Any]) -> Answer | None:
+    def _describe(self, name: str, summary: Mapping[str, Any]) -> SchedulerStatus | None:
         changed = (summary.get("LastModifiedTime"), summary["TrainingJobStatus"])
         known = self._described.get(name)
         if known is not None and known[0] == changed and summary.get("LastModifiedTime") is not None:
@@ -345,12 +341,14 @@ class SageMakerBackend:
             return None
         answer = read_answer(described)
         if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
-            # A description may lag behind the listing: then it is asked for again next time.
+            # A description may lag behind the listing: then it is read again next time.
             self._described[name] = (changed, answer)
         return answer
 
-    def _note_states(self, refs: Sequence[JobRef], answers: Mapping[tuple[str, int], Answer]) -> None:
-        """Write down in the job log what has ended. It is a convenience: a full disk changes nothing."""
+    def _note_states(
+        self, refs: Sequence[JobRef], answers: Mapping[tuple[str, int], SchedulerStatus]
+    ) -> None:
+        """Note in the job log which jobs have ended. Errors are ignored: the log is a convenience."""
         for ref in refs:
             ended = {
                 job["name"]: str(answer.state)
@@ -369,17 +367,13 @@ class SageMakerBackend:
         tags = all_pages(self._clients, "sagemaker", "list_tags", "Tags", resource=arn, ResourceArn=arn)
         return {tag["Key"]: tag["Value"] for tag in tags}
 
-    def _first_submission(self, plan: JobPlan) -> float:
-        home = Path(plan.home)
-        return read_plan(job_path_of(home)).submitted_at if has_plan(home) else plan.submitted_at
-
     def _stop(self, name: str) -> None:
         try:
             self._clients.call(
                 "sagemaker", "stop_training_job", resource=f"training job {name}", TrainingJobName=name
             )
         except CheckRefused as error:
-            # It ended by itself meanwhile: what was asked for is so.
+            # It has ended by itself meanwhile.
             if "in status" not in str(error):
                 raise
 
@@ -398,20 +392,9 @@ def _accepted(job: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, A
     return {"name": name, "arn": summary["TrainingJobArn"], **kept, "record_uri": record_uri}
 
 
-def _earlier_job(plan: JobPlan) -> str | None:
-    """Return the job that this one continues: its reference is still in the home that both share."""
-    return read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
-
-
 def _job_of(ref: JobRef, member: int) -> Mapping[str, Any]:
     job: Mapping[str, Any]
     for job in ref.details["jobs"]:
         if job["member"] == member:
             return job
-    raise StoreError(
-        explain_refusal(
-            f"{ref.name} has no member {member}",
-            allowed=", ".join(str(job["member"]) for job in ref.details["jobs"]),
-            next_step="name one of these",
-        )
-    )
+    raise StoreError(f"{ref.name} has no member {member}")

@@ -1,13 +1,18 @@
-"""Clients of AWS for one site, and what their failures mean.
+"""AWS clients and S3 objects of one site, and what their failures mean.
 
-Every client takes its region, credentials and address from the site profile, is made when it is first
-needed, and belongs to one `AwsClients`: no client of the process decides for another account.
+Every client takes region, credentials and address from the site profile, is made when it is first needed,
+and belongs to one `AwsClients`, so no client of the process acts for another account. The store's S3 client
+reads the usual variables, as other programs do; `SiteObjects` sets those for the length of a call.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from strop.errors import (
     CheckRefused,
@@ -18,8 +23,13 @@ from strop.errors import (
     StropError,
     explain_refusal,
 )
+from strop.io.variables import set_variables
 from strop.spec.site import SageMakerSite
-from strop.store.retries import RetryRules, retry
+from strop.store.contract import StoredObject
+from strop.store.s3_client import RetryRules, retry
+
+if TYPE_CHECKING:
+    from strop.store.s3_client import S3Settings
 
 INSTALL = "pip install 'strop[s3]'"
 RETRIES = RetryRules(num_attempts=6, first_pause_s=0.5, max_pause_s=8.0)
@@ -96,7 +106,7 @@ class AwsClients:
         )
 
     def explain(self, failure: Exception, service: str, operation: str, resource: str) -> StropError:
-        """Return what a failure means to a person."""
+        """Return a failure as an error for the user."""
         action = action_of(service, operation)
         code, words = error_code(failure), " ".join(str(failure).split())
         where = f"{action} on {resource}" if resource else action
@@ -129,13 +139,13 @@ class AwsClients:
         return CheckRefused(
             explain_refusal(
                 f"{where} was refused: {words}",
-                allowed="what the service says",
-                next_step="change the site profile or the flag that it names",
+                allowed="a request that the service accepts",
+                next_step="change the site profile or the flag that the service names",
             )
         )
 
     def identity(self) -> str:
-        """Return who asks, for a message."""
+        """Return the caller's ARN, for messages."""
         if self._identity is None:
             from botocore.exceptions import BotoCoreError, ClientError
 
@@ -204,7 +214,7 @@ def error_code(failure: Exception) -> str:
 
 
 def may_pass(failure: Exception) -> bool:
-    """Whether another attempt may go better."""
+    """Whether another attempt may succeed."""
     from botocore.exceptions import ConnectionError as NoConnection
     from botocore.exceptions import HTTPClientError
     from botocore.parsers import ResponseParserError
@@ -242,3 +252,97 @@ def all_pages(clients: AwsClients, service: str, operation: str, key: str, **arg
 def _status_of(failure: Exception) -> int:
     response: dict[str, Any] = getattr(failure, "response", None) or {}
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+class JobObjects(Protocol):
+    """Objects in S3, or in folders that stand for its buckets. All methods raise StoreError."""
+
+    def find(self, uri: str) -> StoredObject | None:
+        """Return what is known about one object, or None."""
+
+    def list(self, uri: str) -> Iterator[StoredObject]:
+        """Yield all objects below a URI, by name."""
+
+    def read(self, uri: str) -> bytes:
+        """Return a small object. Raises: RemoteMissing."""
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small object; it appears whole or not at all."""
+
+    def upload(self, path: Path, uri: str, sha256: str) -> None:
+        """Send a file; what arrived is proven to have that digest before this returns."""
+
+    def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
+        """Write an object to a new local file and return its digest."""
+
+    def digest(self, uri: str) -> str | None:
+        """Return the SHA-256 of an object as far as it is known without a transfer, else None."""
+
+    def remove(self, uri: str) -> None:
+        """Remove one object; none is no error."""
+
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def site_variables(profile: SageMakerSite) -> Iterator[None]:
+    """Set the profile's AWS variables in this process; one profile at a time."""
+    wanted = {
+        "AWS_PROFILE": profile.aws_profile,
+        "AWS_REGION": profile.region,
+        "AWS_ENDPOINT_URL": profile.endpoint_url,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    with _LOCK, set_variables(given):
+        yield
+
+
+class SiteObjects:
+    """`JobObjects` of a site's S3."""
+
+    def __init__(self, profile: SageMakerSite, settings: S3Settings | None = None) -> None:
+        from strop.store.s3_objects import S3Objects
+
+        self._profile = profile
+        self._inner: JobObjects = S3Objects(settings)
+
+    def find(self, uri: str) -> StoredObject | None:
+        """Return what is known about one object, or None."""
+        with site_variables(self._profile):
+            return self._inner.find(uri)
+
+    def list(self, uri: str) -> Iterator[StoredObject]:
+        """Yield all objects below a URI, by name."""
+        with site_variables(self._profile):
+            yield from list(self._inner.list(uri))
+
+    def read(self, uri: str) -> bytes:
+        """Return a small object. Raises: RemoteMissing."""
+        with site_variables(self._profile):
+            return self._inner.read(uri)
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small object; it appears whole or not at all."""
+        with site_variables(self._profile):
+            self._inner.write(uri, data)
+
+    def upload(self, path: Path, uri: str, sha256: str) -> None:
+        """Send a file; what arrived is proven to have that digest before this returns."""
+        with site_variables(self._profile):
+            self._inner.upload(path, uri, sha256)
+
+    def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
+        """Write an object to a new local file and return its digest."""
+        with site_variables(self._profile):
+            return self._inner.download(stored, path, sha256)
+
+    def digest(self, uri: str) -> str | None:
+        """Return the SHA-256 that strop left with an object, else None."""
+        with site_variables(self._profile):
+            return self._inner.digest(uri)
+
+    def remove(self, uri: str) -> None:
+        """Remove one object; none is no error."""
+        with site_variables(self._profile):
+            self._inner.remove(uri)

@@ -43,17 +43,7 @@ class ImageReference:
 def parse_reference(text: str) -> ImageReference | None:
     """Take the name of an image in ECR apart; None if it is in another registry, or no name."""
     match = _REFERENCE.fullmatch(text)
-    if match is None:
-        return None
-    parts = match.groupdict()
-    return ImageReference(
-        name=parts["name"],
-        registry=parts["registry"],
-        account=parts["account"],
-        region=parts["region"],
-        tag=parts["tag"],
-        digest=parts["digest"],
-    )
+    return None if match is None else ImageReference(**match.groupdict())
 
 
 def require_repository_name(name: str) -> None:
@@ -70,7 +60,7 @@ def require_repository_name(name: str) -> None:
 
 
 def ensure_repository(clients: AwsClients, name: str) -> str:
-    """Return the URI of a repository as the service says it, creating it where it is missing.
+    """Return the URI of a repository, which is created if it is missing.
 
     Raises: RemoteDenied naming the action that is not allowed.
     """
@@ -82,7 +72,7 @@ def ensure_repository(clients: AwsClients, name: str) -> str:
     try:
         made = clients.call("ecr", "create_repository", resource=name, repositoryName=name)
     except CheckRefused as error:
-        # Somebody else made it meanwhile.
+        # It was created meanwhile.
         if "RepositoryAlreadyExistsException" not in str(error):
             raise
         return find_repository(clients, name)
@@ -107,10 +97,11 @@ def find_digest(clients: AwsClients, image: ImageReference) -> str:
 
 
 def compare_images(clients: AwsClients, image: ImageReference, local_id: str) -> str:
-    """Say whether the image that a job would use is the one that was built here; empty: it is.
+    """Say whether the image that a job would use is the one that was built here; '' if it is.
 
-    By the digest of its configuration, which is what engines call an image's id: a manifest's digest depends
-    on how its layers were compressed. What cannot be asked is said, and refuses nothing.
+    By the digest of its configuration, which is what engines call an image's id: a manifest's digest
+    depends on how its layers were compressed. If the registry cannot be asked, the answer says so; nothing
+    is refused.
     """
     shown = f"{image.name}:{image.tag or 'latest'}"
     place: dict[str, Any] = {"repositoryName": image.name, "imageIds": [{"imageTag": image.tag or "latest"}]}
@@ -169,7 +160,7 @@ def push_image(clients: AwsClients, engine: Engine, local_image: str, name: str,
     log_in(clients, engine)
     _run(engine.argv("tag", local_image, f"{uri}:{tag}"), LOGIN_LIMIT_S)
     _run(engine.argv("push", f"{uri}:{tag}"), PUSH_LIMIT_S)
-    # What the registry has, not what the program here believes.
+    # The digest in the registry, not the one that the local program reports.
     return f"{uri}@{find_digest(clients, ImageReference(name=name, tag=tag))}"
 
 

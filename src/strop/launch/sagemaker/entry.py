@@ -1,7 +1,7 @@
-"""One start of a training container: from /opt/ml to one exit code for all hosts.
+"""One start of a training container: from the files in /opt/ml to one exit code for all hosts.
 
-Reads the platform's files, brings the newest whole state back, waits for the other hosts, runs this node's
-agent, and keeps state and record on their way out. `node` starts this, after it has a handler for SIGTERM.
+It reads the platform's files, restores the newest intact state, waits for the other hosts, runs this node's
+agent, and uploads state and record. `node` starts it, once it has a handler for SIGTERM.
 
 Covered: several hosts, restarts by the platform, stops at any moment, secrets by ARN, jobs without network.
 Not covered: elastic hosts; a host that comes back within one start.
@@ -31,36 +31,50 @@ from strop.errors import (
     CheckRefused,
     StoreError,
     StropError,
-    explain_refusal,
 )
 from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.launch.attempts import write_verdict
 from strop.launch.node.agent import run_node
-from strop.launch.node.task import NodeTask
+from strop.launch.node.environment import NodeTask
 from strop.launch.sagemaker import places
-from strop.launch.sagemaker.bring_state import bring_state
-from strop.launch.sagemaker.control import END_LIMIT_S, PORT, Control, find_address, join_hosts
-from strop.launch.sagemaker.failure import describe_failure, write_failure
-from strop.launch.sagemaker.job_files import (
+from strop.launch.sagemaker.checkpoint_sync import (
+    CheckpointSync,
+    DirectorySink,
+    LogEcho,
+    RecordUploader,
+    Sink,
+    StoreSink,
+    count_start,
+    restore_newest,
+)
+from strop.launch.sagemaker.node import StopFlag
+from strop.launch.sagemaker.opt_ml import (
+    Hosts,
+    OptMl,
     SecretReader,
+    describe_failure,
     fetch_secret,
     find_job,
     make_job_folder,
     read_sent_plan,
+    write_failure,
 )
-from strop.launch.sagemaker.link_proof import read_key
-from strop.launch.sagemaker.node import StopFlag
-from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.places import STOP_WINDOW_S
-from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, Sink, StoreSink
-from strop.launch.sagemaker.state_keeper import StateKeeper, count_start
+from strop.launch.sagemaker.rendezvous import (
+    END_LIMIT_S,
+    PORT,
+    Rendezvous,
+    find_address,
+    join_hosts,
+    read_key,
+)
 from strop.launch.secrets import remove_secrets
-from strop.record.meeting import ROLES_FOLDER, meeting_path
+from strop.record.fence import ROLES_FOLDER, meeting_path
 from strop.store.policy import URI_VARIABLE
 
 JOIN_LIMIT_S = 900.0
 RESERVE_S = 20.0
-"""Of the window, for what comes after the roles: the last state, the record, the verdict."""
+"""Of the stop window, for what follows the roles: the last state, the record, the verdict."""
 _BLOCK_END = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 _EFA_DEVICES = Path("/dev/infiniband")
 _BLOCK_RESERVE_S = 300.0
@@ -68,7 +82,7 @@ _BLOCK_RESERVE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntrySettings:
-    """What the contract runner scales down; on the platform all are the defaults."""
+    """What the emulator changes; on the platform all are the defaults."""
 
     root: Path = Path(places.OPT_ML)
     scratch: Path = Path(places.SCRATCH)
@@ -79,7 +93,7 @@ class EntrySettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start:
-    """One start of this host."""
+    """The facts of one start of this host."""
 
     tree: OptMl
     hosts: Hosts
@@ -91,27 +105,27 @@ class _Start:
 
     @property
     def attempt(self) -> str:
-        """Its name."""
+        """The name of the attempt."""
         return f"{self.job_name}-{self.number}"
 
     @property
     def attempt_path(self) -> Path:
-        """Its folder."""
+        """The folder of the attempt."""
         return self.home / "attempts" / self.attempt
 
 
 def run_entry(settings: EntrySettings, stop: StopFlag, *, read_secret: SecretReader = fetch_secret) -> int:
-    """Live one start of this host; return the exit code of the container."""
+    """Run one container start; return the exit code of the container."""
     tree = OptMl(root=settings.root)
-    with _FailureFile(tree, stop) as told:
+    with _FailureFile(tree, stop) as failure:
         hosts = tree.read_hosts()
-        told.host = hosts.current
-        told.exit_code = _live(_read_start(tree, hosts, settings), settings, stop, read_secret)
-    return told.exit_code
+        failure.host = hosts.current
+        failure.exit_code = _run_start(_read_start(tree, hosts, settings), settings, stop, read_secret)
+    return failure.exit_code
 
 
 class _FailureFile:
-    """What goes wrong in the entry itself stands in its failure file, which is all that anybody sees."""
+    """Writes an error of the entry itself to its failure file, which is all that a user sees of it."""
 
     def __init__(self, tree: OptMl, stop: StopFlag) -> None:
         self.host = "this host"
@@ -120,7 +134,7 @@ class _FailureFile:
         self._stop = stop
 
     def __enter__(self) -> _FailureFile:
-        """Begin."""
+        """Return this, which holds host and exit code."""
         return self
 
     def __exit__(
@@ -129,12 +143,12 @@ class _FailureFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Write an error down; it goes no further."""
+        """Write the error to the failure file, and swallow it."""
         if error is None or not isinstance(error, Exception):
             return False
         cause = str(error)
         if isinstance(error, StropError):
-            # Told to stop before anything began: what was saved before is the state.
+            # Stopped before anything began: the state is what was saved before.
             self.exit_code = EXIT_INTERRUPTED if self._stop.is_asked else error.exit_code
         else:
             print_exception(error)
@@ -149,7 +163,7 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
     plan = read_sent_plan(tree)
     job = find_job(plan, tree.read_parameters())
     name = os.environ.get("TRAINING_JOB_NAME") or job["name"]
-    # The same path on every host: roles of several hosts tell each other paths, each of its own disk.
+    # The same path on every host: roles exchange paths, each on its own disk.
     home = settings.scratch / name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
@@ -157,14 +171,14 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
     return _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number)
 
 
-def _live(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: SecretReader) -> int:
+def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: SecretReader) -> int:
     job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home, read_secret)
-    _bring_state(start)
-    # With a store the run's own mirror sends the run's files: of one object there is one writer.
+    _restore_state(start)
+    # With a store the run's own mirror sends the run's files: each object has one writer.
     has_run = start.hosts.is_head and not _reaches_store(start)
-    sender = RecordSender(_choose_sink(start), start.home, start.attempt, has_run=has_run)
+    uploader = RecordUploader(_choose_sink(start), start.home, start.attempt, has_run=has_run)
     started_at = time.time()
-    control = join_hosts(
+    rendezvous = join_hosts(
         start.hosts,
         start.attempt_path,
         key=read_key(start.tree) if len(start.hosts.names) > 1 else "",
@@ -172,28 +186,28 @@ def _live(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: S
         port=settings.port,
         is_stopped=lambda: stop.is_asked,
     )
-    control.start(
-        meeting_path=meeting_path(start.home / ROLES_FOLDER, start.attempt),
-        dispensable=_find_dispensable(start),
+    rendezvous.start(
+        shared_path=meeting_path(start.home / ROLES_FOLDER, start.attempt),
+        may_be_lost=_find_optional_nodes(start),
     )
     try:
-        own_code, told = _run_agent(start, settings, stop, control, job_path, sender, hidden)
-        cause = _read_cause(start)
-        code = control.finish(own_code, cause)
-        _tell_end(start, control, code, own_code=own_code, cause=cause, hidden=hidden)
+        own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
+        cause = str(_read_end(start).get("cause", ""))
+        code = rendezvous.finish(own_code, cause)
+        _report_end(start, rendezvous, code, own_code=own_code, cause=cause, hidden=hidden)
         if start.hosts.is_head:
             write_verdict(
                 start.attempt_path,
                 number=start.number,
                 exit_code=code,
-                signal=told,
+                signal=signal_name,
                 started_at=started_at,
                 ended_at=time.time(),
                 nodes=start.hosts.names,
             )
     finally:
-        control.close()
-        sender.stop()
+        rendezvous.close()
+        uploader.stop()
         remove_secrets(job_path)
     return code
 
@@ -202,12 +216,12 @@ def _run_agent(
     start: _Start,
     settings: EntrySettings,
     stop: StopFlag,
-    control: Control,
+    rendezvous: Rendezvous,
     job_path: Path,
-    sender: RecordSender,
+    uploader: RecordUploader,
     hidden: tuple[str, ...],
 ) -> tuple[int, str]:
-    """Run the agent with all that goes on beside it; return its code, and the signal that ended it."""
+    """Run the agent with the threads beside it; return its code, and the signal that ended it."""
     if stop.is_asked:
         return EXIT_INTERRUPTED, "SIGTERM"
     _set_network(start.hosts)
@@ -221,29 +235,29 @@ def _run_agent(
         part="cpu" if start.hosts.current in start.hosts.cpu else "main",
         grace_s=settings.stop_window_s,
         term_grace_s=max(1.0, settings.stop_window_s - RESERVE_S * settings.stop_window_s / STOP_WINDOW_S),
-        address=_head_address(start.hosts),
+        address=find_address(start.hosts.head, JOIN_LIMIT_S) if len(start.hosts.names) > 1 else "127.0.0.1",
     )
-    keeper = _open_keeper(start)
+    sync = _open_sync(start)
     echo = LogEcho(task.log_path, hide=hidden)
-    threads = (keeper, sender, echo)
+    threads = (sync, uploader, echo)
     for thread in threads:
         thread.start()
     _arm_block_end()
     released = threading.Event()
-    threading.Thread(target=_end_after_head, args=(control, released), daemon=True).start()
+    threading.Thread(target=_end_after_head, args=(rendezvous, released), daemon=True).start()
     threading.Thread(target=_repeat_early_stop, args=(stop, released), daemon=True).start()
     try:
         code = run_node(task)
     finally:
         released.set()
-        step = keeper.stop()
+        step = sync.stop()
         echo.stop()
     sys.stderr.write(f"newest state that is kept: {'none' if step is None else f'step {step}'}\n")
-    return code, _read_signal(start)
+    return code, str(_read_end(start).get("signal", ""))
 
 
-def _find_dispensable(start: _Start) -> set[int]:
-    """Return the hosts whose roles may all be lost; one without a role lends its devices to another's."""
+def _find_optional_nodes(start: _Start) -> set[int]:
+    """Return the nodes whose roles may all be lost; a node without roles lends its devices to others."""
     roles, hosts = start.plan["roles"], start.hosts
     found = set()
     for node, name in enumerate(hosts.names):
@@ -254,37 +268,37 @@ def _find_dispensable(start: _Start) -> set[int]:
     return found
 
 
-def _end_after_head(control: Control, released: threading.Event) -> None:
-    """End this host's roles where the first host has ended and they go on regardless."""
-    if control.is_head:
+def _end_after_head(rendezvous: Rendezvous, released: threading.Event) -> None:
+    """End this host's roles if they go on after the first host has ended."""
+    if rendezvous.is_head:
         return
     while not released.wait(0.2):
-        if 0 in control.codes or control.verdict is not None:
+        if 0 in rendezvous.codes or rendezvous.verdict is not None:
             if not released.wait(END_LIMIT_S * 0.5):
                 os.kill(os.getpid(), signal.SIGTERM)
             return
 
 
 def _repeat_early_stop(stop: StopFlag, released: threading.Event) -> None:
-    """Send a stop again that came before the agent had put up its own handlers, once they are up."""
+    """Repeat a stop that came before the agent installed its own handlers, once they are installed."""
     while stop.is_installed and not released.wait(0.1):
         pass
     if stop.is_asked and not released.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _bring_state(start: _Start) -> None:
-    """Restore on the first host, and write what was chosen and why."""
+def _restore_state(start: _Start) -> None:
+    """Restore on the first host, and record which state was chosen and why."""
     start.attempt_path.mkdir(parents=True)
     if not start.hosts.is_head:
         return
     is_only = len(start.plan["members"]) == 1
-    found = bring_state(
+    found = restore_newest(
         start.tree.checkpoint_path,
         start.home,
         start.job_name,
         reaches_store=_reaches_store(start),
-        # Of a sweep it names the first member's job.
+        # In a sweep it names the first member's job.
         parent=str(start.plan.get("follows", "")) if is_only else "",
     )
     sys.stderr.write(f"state: {found.reason}\n")
@@ -292,14 +306,14 @@ def _bring_state(start: _Start) -> None:
     write_bytes_atomically(start.attempt_path / "resume.json", content.encode())
 
 
-def _open_keeper(start: _Start) -> StateKeeper:
+def _open_sync(start: _Start) -> CheckpointSync:
     # Beside the checkpoint directory, where a rename reaches it, and not in it.
     staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     host, place = start.hosts.current, f"{start.job['state_uri']}/{start.hosts.current}"
     is_safe = _arrival_check(place) if _reaches_store(start) else None
-    return StateKeeper(
+    return CheckpointSync(
         start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
     )
 
@@ -311,7 +325,7 @@ def _reaches_store(start: _Start) -> bool:
 
 
 def _arrival_check(place: str) -> Callable[[str], bool]:
-    """Return a question: has the platform copied a state to S3?"""
+    """Return a function that tells whether the platform has copied a state to S3."""
     from strop.store.s3_objects import S3Objects
 
     objects = S3Objects()
@@ -320,7 +334,7 @@ def _arrival_check(place: str) -> Callable[[str], bool]:
         try:
             return objects.find(f"{place}/{name}/{MANIFEST_NAME}") is not None
         except StoreError:
-            # Nobody knows: an older state more costs room, one too few costs the run.
+            # Unknown: one older state too many costs space, one too few costs the run.
             return False
 
     return has_arrived
@@ -336,7 +350,7 @@ def _choose_sink(start: _Start) -> Sink:
 
 
 def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:
-    """Name the interface that the platform names, and EFA where its devices are.
+    """Set the network interface that the platform names, and EFA where its devices are.
 
     Raises: CheckRefused if there is no such interface.
     """
@@ -345,13 +359,8 @@ def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:
     if hosts.interface is not None:
         known = sorted(path.name for path in Path("/sys/class/net").iterdir())
         if hosts.interface not in known:
-            raise CheckRefused(
-                explain_refusal(
-                    f"network interface {hosts.interface} is not on {hosts.current}",
-                    allowed=f"one of this host's: {', '.join(known)}",
-                    next_step="report it with this host's resourceconfig.json",
-                )
-            )
+            names = ", ".join(known)
+            raise CheckRefused(f"network interface {hosts.interface} is not on {hosts.current}: {names}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", hosts.interface)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", hosts.interface)
     if any(device_path.glob("uverbs*")):
@@ -360,12 +369,8 @@ def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:
         os.environ.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
 
 
-def _head_address(hosts: Hosts) -> str:
-    return "127.0.0.1" if len(hosts.names) == 1 else find_address(hosts.head, JOIN_LIMIT_S)
-
-
 def _arm_block_end() -> None:
-    """Stop in good order before a capacity block ends."""
+    """Stop cleanly before a capacity block ends."""
     text = os.environ.get(_BLOCK_END, "")
     if not text.isdigit():
         return
@@ -375,15 +380,8 @@ def _arm_block_end() -> None:
     timer.start()
 
 
-def _read_cause(start: _Start) -> str:
-    return str(_read_end(start).get("cause", ""))
-
-
-def _read_signal(start: _Start) -> str:
-    return str(_read_end(start).get("signal", ""))
-
-
 def _read_end(start: _Start) -> Mapping[str, Any]:
+    """Return what the agent wrote of its end; {} if it wrote nothing."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((start.attempt_path / f"end-{start.hosts.node}.json").read_bytes())
         if isinstance(content, dict):
@@ -391,14 +389,14 @@ def _read_end(start: _Start) -> Mapping[str, Any]:
     return {}
 
 
-def _tell_end(
-    start: _Start, control: Control, code: int, *, own_code: int, cause: str, hidden: tuple[str, ...]
+def _report_end(
+    start: _Start, rendezvous: Rendezvous, code: int, *, own_code: int, cause: str, hidden: tuple[str, ...]
 ) -> None:
-    """Write the failure file of an end that is no success: the first cause, and the host that it is from."""
+    """Write the failure file of an unsuccessful end: the first cause, and the host that reported it."""
     if code == EXIT_DONE:
         return
-    decisive = [(node, text) for node, text in control.causes if control.codes.get(node) == code]
-    node, first = next(iter(decisive or control.causes), (start.hosts.node, cause))
+    decisive = [(node, text) for node, text in rendezvous.causes if rendezvous.codes.get(node) == code]
+    node, first = next(iter(decisive or rendezvous.causes), (start.hosts.node, cause))
     if not first and code == EXIT_INTERRUPTED:
         first = "told to stop, and the newest state is kept"
     text = describe_failure(code, host=start.hosts.names[node], cause=first, secrets=hidden)

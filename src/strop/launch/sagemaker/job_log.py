@@ -1,8 +1,8 @@
-"""The list of submitted jobs that people read, and its twin that programs read.
+"""The table of submitted jobs for people, and its twin for programs.
 
-A job's name says nothing, so what it was is written down here: one row in a Markdown table when AWS has
-accepted the job. The twin beside it (`.jsonl`) has more, one line per job or change of state, and the
-table is made anew from it each time. Both are written under a lock, the table aside and then renamed.
+A job's name says nothing, so each job that AWS has accepted gets one row in a Markdown table. The twin
+beside it (`.jsonl`) holds more, one line per job or change of state, and the table is rendered from it each
+time. Both are written under a lock; the table is replaced atomically.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class JobLog:
         self._write([asdict(row)])
 
     def try_append(self, row: JobRow) -> str | None:
-        """Add a job; return what to tell the user if that fails. The job runs: nothing is submitted again."""
+        """Add a job; return a warning for the user if that fails. The job runs all the same."""
         try:
             self.append(row)
         except StoreError as error:
@@ -79,7 +79,7 @@ class JobLog:
         return None
 
     def note_states(self, states: Mapping[str, str]) -> None:
-        """Write down where jobs stand, for those whose state is another than the one written last.
+        """Record the states of jobs that differ from those recorded last.
 
         Raises: StoreError if it cannot be written.
         """
@@ -89,7 +89,7 @@ class JobLog:
             self._write([{"job_name": name, "state": state} for name, state in changed.items()])
 
     def read(self) -> list[JobRow]:
-        """Return all jobs, oldest first. A line that is no JSON (a torn one) is passed over."""
+        """Return all jobs, oldest first. A line that is no JSON (a torn one) is skipped."""
         rows: dict[str, dict[str, Any]] = {}
         for record in _read_records(self.twin_path):
             rows.setdefault(record["job_name"], {}).update(record)
@@ -111,7 +111,7 @@ class JobLog:
         raise ConfigError(_explain_not_found(reference, found or rows, is_ambiguous=bool(found)))
 
     def rebuild(self) -> None:
-        """Write the table anew from the twin.
+        """Render the table from the twin.
 
         Raises: StoreError if it cannot be written.
         """
@@ -135,21 +135,17 @@ def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
         return
     data = "".join(json.dumps(record, sort_keys=True) + "\n" for record in records).encode()
     try:
-        with path.open("ab") as file:
-            if file.tell() and not _ends_in_newline(path):
-                # A kill tore the last line; what follows must not be torn with it.
-                data = b"\n" + data
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    # A kill tore the last line; the next one must begin on its own.
+                    data = b"\n" + data
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise explain_write_failure(error, path) from error
-
-
-def _ends_in_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

@@ -1,106 +1,38 @@
-"""What SageMaker would refuse, said before anything is sent: a validator made from the service's own model.
+"""Check a request against SageMaker's limits before anything is sent.
 
-Covered: types, required and unknown fields, lengths, sizes, patterns, enumerations, and the rules
-between fields that stand in the API's text only. Not covered: rights, quotas, names that are taken, whether
-an image or a bucket is there (`backend.probe`), and anything that only the live service knows.
+The shapes are those of the service's own model, which botocore ships; nothing touches a network. botocore's
+`ParamValidator` is not enough: it checks types, required and unknown fields and minima, but neither maxima
+nor patterns nor enumerations (1.43.11 and 1.44.5), and accepts a boolean as a number.
+
+Covered: types, required and unknown fields, lengths, sizes, patterns, enumerations, and the rules between
+fields that the API states in its text only. Not covered: rights, quotas, names that are taken, whether an
+image or a bucket exists (`backend.probe`), and anything that only the live service knows.
 """
 
 from __future__ import annotations
 
+import re
+import sys
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
+from strop.errors import ConfigError, explain_refusal
 from strop.hardware.findings import Finding
-from strop.launch.sagemaker.service_model import does_match, input_shape, load_shapes
+from strop.launch.sagemaker.client import INSTALL
 
 # Source: the text of the API on these fields; the model itself has other limits or none.
 MAX_HYPERPARAMETER_CHARACTERS = 256
 MAX_RUNTIME_S = 28 * 86_400
-MAX_NAME_CHARACTERS = 63
 _SHOWN_CHARACTERS = 60
 _SHOWN_CHOICES = 8
 _NEXT = "change it in the site profile or by its flag"
-
-Shapes = Mapping[str, Any]
-
-
-def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[Finding]:
-    """Return everything in a request that the service would refuse; [] if nothing is known.
-
-    Raises: ConfigError if botocore is not installed.
-    """
-    shapes = load_shapes()
-    findings = list(_check(request, input_shape(operation), shapes, ""))
-    if operation == "CreateTrainingJob" and not any(finding.code == "type" for finding in findings):
-        findings += check_combinations(request)
-    return findings
-
-
-def check_value(value: Any, shape: str, path: str) -> list[Finding]:
-    """Check one value against one shape of the model, for example `TrainingJobName`."""
-    shapes = load_shapes()
-    return list(_check(value, shapes[shape], shapes, path))
-
-
-def check_combinations(request: Mapping[str, Any]) -> list[Finding]:
-    """Check the rules that stand in no model: what fields mean together."""
-    rules = (_check_times, _check_resources, _check_channels, _check_texts, _check_algorithm)
-    return [finding for rule in rules for finding in rule(request)]
-
-
-def _check(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    kind = shape["type"]
-    expected = _TYPES[kind]
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        yield _finding("type", path, value, f"a {kind}")
-        return
-    yield from _CHECKS.get(kind, _check_nothing)(value, shape, shapes, path)
-
-
-def _check_nothing(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    yield from ()
-
-
-def _check_structure(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    members = shape["members"]
-    for name in shape.get("required", ()):
-        if name not in value:
-            yield _missing(_below(path, name))
-    for name, inner in value.items():
-        if name not in members:
-            yield _finding("unknown", _below(path, name), inner, f"one of {_choices(sorted(members))}")
-        else:
-            yield from _check(inner, shapes[members[name]["shape"]], shapes, _below(path, name))
-
-
-def _check_list(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    yield from _check_range(len(value), shape, path, value, "items")
-    for index, inner in enumerate(value):
-        yield from _check(inner, shapes[shape["member"]["shape"]], shapes, f"{path}[{index}]")
-
-
-def _check_map(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    yield from _check_range(len(value), shape, path, value, "entries")
-    for key, inner in value.items():
-        yield from _check(key, shapes[shape["key"]["shape"]], shapes, f"the key {_show(key)} of {path}")
-        yield from _check(inner, shapes[shape["value"]["shape"]], shapes, _below(path, str(key)))
-
-
-def _check_string(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
-    yield from _check_range(len(value), shape, path, value, "characters")
-    if "pattern" in shape and not does_match(shape["pattern"], value):
-        yield _finding("pattern", path, value, f"a text of the form {shape['pattern']}")
-    if "enum" in shape and value not in shape["enum"]:
-        yield _finding("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
-
-
-def _check_number(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
-    yield from _check_range(value, shape, path, value, "")
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
+# Java's named classes, which Python's `re` does not know. Alnum is ASCII there.
+_NAMED_CLASS = re.compile(r"\\p\{(\w+)\}")
+_ASCII_CLASSES = {"Alnum": "a-zA-Z0-9", "Alpha": "a-zA-Z", "Digit": "0-9"}
+_TYPES: dict[str, Any] = {
     "structure": (Mapping,),
     "map": (Mapping,),
     "list": (list, tuple),
@@ -111,53 +43,105 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "double": (int, float),
     "boolean": (bool,),
 }
-_CHECKS: dict[str, Callable[[Any, Mapping[str, Any], Shapes, str], Iterator[Finding]]] = {
-    "structure": _check_structure,
-    "list": _check_list,
-    "map": _check_map,
-    "string": _check_string,
-    "integer": _check_number,
-    "long": _check_number,
-    "float": _check_number,
-    "double": _check_number,
-}
+_UNITS = {"string": "characters", "list": "items", "map": "entries"}
 
 
-def _check_range(
-    size: float, shape: Mapping[str, Any], path: str, value: Any, unit: str
-) -> Iterator[Finding]:
-    low, high = shape.get("min"), shape.get("max")
-    if low is not None and size < low:
-        yield _finding("min", path, value, f"{low} {unit} or more".replace("  ", " "), size, unit)
-    if high is not None and size > high:
-        yield _finding("max", path, value, f"{high} {unit} or fewer".replace("  ", " "), size, unit)
+def check_request(request: Mapping[str, Any]) -> list[Finding]:
+    """Return everything in a `CreateTrainingJob` request that the service would refuse.
+
+    Raises: ConfigError if botocore is not installed.
+    """
+    findings = check_value(request, load_model()["operations"]["CreateTrainingJob"]["input"]["shape"], "")
+    if not any(finding.code == "type" for finding in findings):
+        for rule in (_check_times, _check_resources, _check_channels, _check_texts, _check_algorithm):
+            findings += rule(request)
+    return findings
+
+
+def check_value(value: Any, shape: str, path: str) -> list[Finding]:
+    """Check one value against one shape of the model, for example `TrainingJobName`."""
+    shapes = load_shapes()
+    return list(_check(value, shapes[shape], shapes, path))
+
+
+@lru_cache(maxsize=1)
+def load_model() -> Mapping[str, Any]:
+    """Return the service's whole model.
+
+    Raises: ConfigError if botocore is not installed.
+    """
+    try:
+        from botocore.loaders import Loader
+    except ImportError as error:
+        raise ConfigError(
+            explain_refusal(
+                "the limits of SageMaker come with the package boto3, which is not installed",
+                allowed="a plan without a check of its request, or boto3",
+                next_step=INSTALL,
+            )
+        ) from error
+    model: Mapping[str, Any] = Loader().load_service_model("sagemaker", "service-2")
+    return model
+
+
+def load_shapes() -> Mapping[str, Any]:
+    """Return all shapes of the service by name. Raises: ConfigError as `load_model`."""
+    shapes: Mapping[str, Any] = load_model()["shapes"]
+    return shapes
+
+
+def _check(value: Any, shape: Mapping[str, Any], shapes: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    kind = shape["type"]
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        yield _finding("type", path, value, f"a {kind}")
+        return
+    yield from _check_limits(value, shape, path)
+    if kind == "structure":
+        members = shape["members"]
+        for name in shape.get("required", ()):
+            if name not in value:
+                yield _missing(_below(path, name))
+        for name, inner in value.items():
+            if name not in members:
+                yield _finding("unknown", _below(path, name), inner, f"one of {_choices(sorted(members))}")
+            else:
+                yield from _check(inner, shapes[members[name]["shape"]], shapes, _below(path, name))
+    elif kind == "list":
+        for index, inner in enumerate(value):
+            yield from _check(inner, shapes[shape["member"]["shape"]], shapes, f"{path}[{index}]")
+    elif kind == "map":
+        for key, inner in value.items():
+            yield from _check(key, shapes[shape["key"]["shape"]], shapes, f"the key {_show(key)} of {path}")
+            yield from _check(inner, shapes[shape["value"]["shape"]], shapes, _below(path, str(key)))
+
+
+def _check_limits(value: Any, shape: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    """Check the limits of one value alone: its size, and the form of a string."""
+    unit = _UNITS.get(shape["type"], "")
+    size, counted = (len(value), f"{len(value)} {unit}") if unit else (value, "")
+    # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
+    if "min" in shape and size < shape["min"]:
+        yield _finding("min", path, value, " ".join(f"{shape['min']} {unit} or more".split()), counted)
+    if "max" in shape and size > shape["max"]:
+        yield _finding("max", path, value, " ".join(f"{shape['max']} {unit} or fewer".split()), counted)
+    if "pattern" in shape and not does_match(shape["pattern"], value):
+        yield _finding("pattern", path, value, f"a text of the form {shape['pattern']}")
+    if "enum" in shape and value not in shape["enum"]:
+        yield _finding("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
 
 
 def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
     stopping = request.get("StoppingCondition", {})
     runtime_s, wait_s = stopping.get("MaxRuntimeInSeconds"), stopping.get("MaxWaitTimeInSeconds")
     if runtime_s is not None and runtime_s > MAX_RUNTIME_S:
-        yield _finding(
-            "max",
-            "StoppingCondition.MaxRuntimeInSeconds",
-            runtime_s,
-            f"{MAX_RUNTIME_S}, which are 28 days, or less",
-        )
+        allowed = f"{MAX_RUNTIME_S}, which are 28 days, or less"
+        yield _finding("max", "StoppingCondition.MaxRuntimeInSeconds", runtime_s, allowed)
     if wait_s is not None and runtime_s is not None and wait_s < runtime_s:
-        yield _finding(
-            "wait",
-            "StoppingCondition.MaxWaitTimeInSeconds",
-            wait_s,
-            f"at least MaxRuntimeInSeconds={runtime_s}, which it includes",
-        )
-    is_spot = bool(request.get("EnableManagedSpotTraining"))
-    if is_spot and (wait_s is None or runtime_s is None):
-        yield _finding(
-            "spot",
-            "EnableManagedSpotTraining",
-            True,
-            "spot instances with both MaxRuntimeInSeconds and MaxWaitTimeInSeconds",
-        )
+        allowed = f"at least MaxRuntimeInSeconds={runtime_s}, which it includes"
+        yield _finding("wait", "StoppingCondition.MaxWaitTimeInSeconds", wait_s, allowed)
+    if request.get("EnableManagedSpotTraining") and (wait_s is None or runtime_s is None):
+        allowed = "spot instances with both MaxRuntimeInSeconds and MaxWaitTimeInSeconds"
+        yield _finding("spot", "EnableManagedSpotTraining", True, allowed)
 
 
 def _check_resources(request: Mapping[str, Any]) -> Iterator[Finding]:
@@ -188,14 +172,8 @@ def _check_channels(request: Mapping[str, Any]) -> Iterator[Finding]:
 def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     for key, value in request.get("HyperParameters", {}).items():
         if len(value) > MAX_HYPERPARAMETER_CHARACTERS:
-            yield _finding(
-                "max",
-                f"HyperParameters.{key}",
-                value,
-                f"{MAX_HYPERPARAMETER_CHARACTERS} characters or fewer",
-                len(value),
-                "characters",
-            )
+            allowed = f"{MAX_HYPERPARAMETER_CHARACTERS} characters or fewer"
+            yield _finding("max", f"HyperParameters.{key}", value, allowed, f"{len(value)} characters")
     tags = Counter(tag.get("Key", "") for tag in request.get("Tags", ()))
     for key, count in tags.items():
         if count > 1 or key.lower().startswith("aws:"):
@@ -210,13 +188,43 @@ def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Finding]:
         yield _missing("AlgorithmSpecification.TrainingImage")
 
 
-def _finding(
-    code: str, path: str, value: Any, allowed: str, size: float | None = None, unit: str = ""
-) -> Finding:
-    counted = f" has {size:g} {unit}" if size is not None and unit else ""
-    return Finding(
-        code=code, given=f"{path or 'the request'}={_show(value)}{counted}", allowed=allowed, next_step=_NEXT
-    )
+def does_match(pattern: str, text: str) -> bool:
+    r"""Whether a text is, as a whole, what a pattern of the service asks for.
+
+    Patterns are Java's: `\d`, `\w` and `\s` mean ASCII, and `\p{L}` means a category of Unicode.
+    """
+    return _compile(pattern, text.isascii()).fullmatch(text) is not None
+
+
+@lru_cache(maxsize=512)
+def _compile(pattern: str, is_ascii: bool) -> re.Pattern[str]:
+    # Most texts are ASCII; the classes of all of Unicode take a fifth of a second to collect.
+    limit = 128 if is_ascii else sys.maxunicode + 1
+
+    def replace(found: re.Match[str]) -> str:
+        name = found[1]
+        return _ASCII_CLASSES.get(name) or _category_class(name, limit)
+
+    return re.compile(_NAMED_CLASS.sub(replace, pattern), re.ASCII)
+
+
+@lru_cache(maxsize=32)
+def _category_class(name: str, limit: int) -> str:
+    """Return the characters of a category of Unicode below a code point, as the inside of a class."""
+    ranges: list[tuple[int, int]] = []
+    for code in range(limit):
+        if not unicodedata.category(chr(code)).startswith(name):
+            continue
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1] = (ranges[-1][0], code)
+        else:
+            ranges.append((code, code))
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
+
+
+def _finding(code: str, path: str, value: Any, allowed: str, size: str = "") -> Finding:
+    given = f"{path or 'the request'}={_show(value)}" + (f" has {size}" if size else "")
+    return Finding(code=code, given=given, allowed=allowed, next_step=_NEXT)
 
 
 def _missing(path: str) -> Finding:

@@ -1,29 +1,52 @@
-"""`--local`: the job of a plan on this machine, by the contract runner, without talking to AWS.
+"""Local mode: a training job on this machine, started and stopped as the platform would, without AWS.
 
-The same entry, the same files, the same channels. Its buckets are folders in the job's home, `local/s3`;
-what a run fetches itself, models and data, comes from where the run file and STROP_STORE_URI here say.
+`run_here` is `strop sagemaker submit --local`; `Emulator` runs one start of a job, either in containers
+(podman or docker; an image, or `--rootfs DIR:O` without one), where the entry is process 1, or as plain
+processes with a root of their own. `FakeSageMaker` can use it as the instances of a job. The buckets are
+folders in the job's home, `local/s3`; models and data that a run fetches itself come from where the run file
+and STROP_STORE_URI say.
+
+Covered: /opt/ml, channels, several hosts on this machine, TERM, window, KILL, checkpoint copying, exit codes,
+the failure file, leftovers. Not covered: the instances' own disks and networks, FastFile, EFA.
+Tried with podman 4.3.1 and runc 1.1.5.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from strop.errors import EXIT_INTERRUPTED
+from strop.errors import EXIT_INTERRUPTED, CheckRefused
 from strop.hardware import Gpu, GpuUser
-from strop.launch.container.devices import choose_devices, leased_devices
+from strop.launch.container.command import choose_devices, device_words, leased_devices
 from strop.launch.container.engine import Engine
 from strop.launch.contract import JobPlan
-from strop.launch.home import job_path_of
+from strop.launch.job_dir import job_path_of
+from strop.launch.sagemaker import places
 from strop.launch.sagemaker.backend import SageMakerBackend
-from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
-from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.launch.sagemaker.client import JobObjects
+from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree, checkpoint_path
+from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
+from strop.launch.sagemaker.request import count_hosts
 from strop.spec.site import SageMakerSite
 from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
-_POLL_S = 0.2
+MARK = "STROP_EMULATOR"
+"""Variable in the environment of every process of one start, by which leftovers are found."""
+_POLL_S = 0.05
+_ENGINE_LIMIT_S = 60.0
+_KNOWN_FOLDERS = ("checkpoints", "input", "model", "output")
+_FOLLOW_PAUSE_S = 0.2
 _KEPT = (
     *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
     *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
@@ -40,7 +63,7 @@ def run_here(
     image: str | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> int:
-    """Run the first member of a plan whose home is filled; return its exit code. Ctrl-C is a stop.
+    """Run the first member of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
 
     Raises: CheckRefused; StoreError; ConfigError as a submission.
     """
@@ -50,7 +73,7 @@ def run_here(
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     # Not the bucket of the plan: a rehearsal reaches no AWS that the user did not name.
     environment.setdefault(URI_VARIABLE, "")
-    settings = RunnerSettings(
+    settings = EmulatorSettings(
         engine=engine,
         image=image,
         gpus=tuple(gpus),
@@ -62,18 +85,18 @@ def run_here(
         f"a container of {image}" if engine is not None else "plain processes on this machine, no container"
     )
     say(f"local: {what}; its buckets are in {folder / 's3'}")
-    runner = ContractRunner(folder / "hosts", objects, settings)
-    runner.start(request)
+    emulator = Emulator(folder / "hosts", objects, settings)
+    emulator.start(request)
     try:
-        code = _follow(runner, say)
+        code = _follow(emulator, say)
     except KeyboardInterrupt:
         say("stopping: SIGTERM, then the window")
-        code = runner.stop() or EXIT_INTERRUPTED
+        code = emulator.stop() or EXIT_INTERRUPTED
     finally:
-        runner.kill()
-    for sentence in runner.check_end():
-        say(f"contract: {sentence}")
-    if failure := runner.failure():
+        emulator.kill()
+    for sentence in emulator.check_end():
+        say(f"check: {sentence}")
+    if failure := emulator.failure():
         say(f"failure file: {failure}")
     return code
 
@@ -90,16 +113,317 @@ def choose_gpus(
     )
 
 
-def _follow(runner: ContractRunner, say: Callable[[str], None]) -> int:
-    shown = dict.fromkeys(runner.hosts, 0)
+def _follow(emulator: Emulator, say: Callable[[str], None]) -> int:
+    shown = dict.fromkeys(emulator.hosts, 0)
     while True:
-        code = runner.poll()
-        for host in runner.hosts:
-            text = runner.log_of(host)[shown[host] :]
+        code = emulator.poll()
+        for host in emulator.hosts:
+            text = emulator.log_of(host)[shown[host] :]
             whole = text if code is not None else text[: text.rfind("\n") + 1]
             shown[host] += len(whole)
             for line in whole.splitlines():
                 say(f"{host}: {line}")
         if code is not None:
             return code
-        time.sleep(_POLL_S)
+        time.sleep(_FOLLOW_PAUSE_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatorSettings:
+    """How a request is started on this machine."""
+
+    engine: Engine | None = None
+    """podman or docker, proven to start containers; None: plain processes."""
+    image: str | None = None
+    rootfs: Path | None = None
+    """Instead of an image: an unpacked root, to which nothing is written back."""
+    python: str | None = None
+    """Instead of the request's python3."""
+    stop_window_s: float = STOP_WINDOW_S
+    sync_every_s: float = 1.0
+    join_limit_s: float = 60.0
+    port: int = 7777
+    gpus: tuple[str, ...] = ()
+    """Indices or UUIDs."""
+    memory: str = "4g"
+    shared_memory: str = "1g"
+    """`/dev/shm` of each container: the engines' default of 64 MB is too small for Ray's object store."""
+    num_pids: int = 1024
+    mounts: tuple[str, ...] = ()
+    """More mounts of the containers: SOURCE:TARGET:ro."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the request's: credentials, a PYTHONPATH."""
+    hosts: tuple[str, ...] | None = None
+    """Names of the hosts; None: algo-1..n in containers, addresses of this machine for processes."""
+
+
+class _Host(Protocol):
+    def poll(self) -> int | None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class Emulator:
+    """The hosts of one start of a job, on this machine. Implements `Instance` of the fake."""
+
+    def __init__(self, root: Path, objects: JobObjects, settings: EmulatorSettings | None = None) -> None:
+        self.root = root
+        self._objects = objects
+        self._settings = settings or EmulatorSettings()
+        self._hosts: dict[str, _Host] = {}
+        self._syncs: list[PlatformSync] = []
+        self._mark = secrets.token_hex(8)
+        self._is_stopping = False
+        self._is_settled = False
+        self.codes: dict[str, int] = {}
+        """Exit codes by host, once all have ended."""
+
+    def start(self, request: Mapping[str, Any], attempt: int = 0) -> None:
+        """Build every host's tree and start its entry. Raises: StoreError; CheckRefused."""
+        settings = self._settings
+        if settings.engine is not None and settings.image is None and settings.rootfs is None:
+            raise CheckRefused("a container without an image: give an image or an unpacked root")
+        # Without containers hosts have no names of their own: every address 127.x is this machine.
+        pattern = "127.0.1.{}" if settings.engine is None else "algo-{}"
+        names = settings.hosts or tuple(pattern.format(i + 1) for i in range(count_hosts(request)))
+        for name in names:
+            tree = self.tree_of(name)
+            build_tree(tree, request, self._objects, hosts=names, host=name)
+            if "CheckpointConfig" in request:
+                uri = request["CheckpointConfig"]["S3Uri"]
+                sync = PlatformSync(
+                    checkpoint_path(tree, request), uri, self._objects, every_s=settings.sync_every_s
+                )
+                sync.start()
+                self._syncs.append(sync)
+        for name in names:
+            self._hosts[name] = self._start_host(request, name, names)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts that were started."""
+        return tuple(self._hosts)
+
+    def tree_of(self, host: str) -> Path:
+        """Return what is /opt/ml on a host."""
+        return self.root / host / "opt" / "ml"
+
+    def log_of(self, host: str) -> str:
+        """Return the output of a host's entry so far."""
+        path = self.root / host / "entry.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def poll(self) -> int | None:
+        """Return the first code that is not 0, else 0, once all hosts have ended."""
+        codes = {name: host.poll() for name, host in self._hosts.items()}
+        known = {name: code for name, code in codes.items() if code is not None}
+        if len(known) < len(codes):
+            return None
+        if not self._is_settled:
+            self.codes = known
+            self._settle(is_last=True)
+        return next((code for code in self.codes.values() if code), 0)
+
+    def wait(self, limit_s: float) -> int | None:
+        """Return as `poll`, None after the limit."""
+        deadline = time.monotonic() + limit_s
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the entry of every host, and to no other process."""
+        self._is_stopping = True
+        for host in self._hosts.values():
+            host.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every process of the job at once. After a stop what is there is copied once more."""
+        for host in self._hosts.values():
+            host.send(signal.SIGKILL)
+        for host in self._hosts.values():
+            deadline = time.monotonic() + _ENGINE_LIMIT_S
+            while host.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        for pid in self.find_leftovers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self._is_settled:
+            self.codes = {name: host.poll() or 0 for name, host in self._hosts.items()}
+            self._settle(is_last=self._is_stopping)
+
+    def stop(self) -> int | None:
+        """Stop as the platform does: TERM, the window, KILL; return the code."""
+        self.terminate()
+        code = self.wait(self._settings.stop_window_s)
+        self.kill()
+        return code
+
+    def failure(self) -> str:
+        """Return what becomes FailureReason: the first host's failure file that has any text."""
+        for name in self._hosts:
+            path = self.tree_of(name) / places.FAILURE
+            if path.exists() and (text := path.read_text(errors="replace")):
+                return text[:NUM_FAILURE_CHARACTERS]
+        return ""
+
+    def find_leftovers(self) -> list[int]:
+        """Return processes of this start that still live though their entry has ended."""
+        wanted = f"{MARK}={self._mark}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    found.append(int(path.parent.name))
+        return found
+
+    def check_end(self) -> list[str]:
+        """Return what the job did that the platform does not allow, one sentence each."""
+        broken = []
+        for name, code in self.codes.items():
+            tree = self.tree_of(name)
+            failure = tree / places.FAILURE
+            if code not in {0, -signal.SIGKILL, 128 + signal.SIGKILL} and not failure.exists():
+                broken.append(f"{name} ended with {code} and left no failure file")
+            if code == 0 and failure.exists():
+                broken.append(f"{name} ended with 0 and left a failure file")
+            strange = {path.name for path in tree.iterdir()} - set(_KNOWN_FOLDERS)
+            visible = sorted(one for one in strange if not one.startswith(".strop-"))
+            if visible:
+                broken.append(f"{name} wrote outside the platform's folders: {', '.join(visible)}")
+            if any((tree / "model").iterdir()):
+                broken.append(f"{name} left files in /opt/ml/model, which would be packed")
+        if leftovers := self.find_leftovers():
+            broken.append(f"processes {', '.join(map(str, leftovers))} outlived their entry")
+        return broken
+
+    def _settle(self, *, is_last: bool) -> None:
+        self._is_settled = True
+        for sync in self._syncs:
+            sync.stop(is_last=is_last)
+        for host in self._hosts.values():
+            host.remove()
+
+    def _start_host(self, request: Mapping[str, Any], name: str, names: Sequence[str]) -> _Host:
+        entry = list(request["AlgorithmSpecification"]["ContainerEntrypoint"])
+        settings = self._settings
+        if entry[0] == "python3" and (settings.python or settings.engine is None):
+            entry[0] = settings.python or sys.executable
+        entry += ["--port", str(settings.port), "--join-limit", str(settings.join_limit_s)]
+        entry += ["--stop-window", str(settings.stop_window_s)]
+        environment = {
+            **request.get("Environment", {}),
+            **settings.environment,
+            "TRAINING_JOB_NAME": request["TrainingJobName"],
+            MARK: self._mark,
+        }
+        if settings.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
+        host_path = self.root / name
+        if settings.engine is None:
+            return _ProcessHost(host_path, entry, environment)
+        return _ContainerHost(host_path, entry, environment, settings, name, names, mark=self._mark)
+
+
+class _ProcessHost:
+    """The entry as a plain process: process groups and a private root, no namespace."""
+
+    def __init__(self, host_path: Path, entry: list[str], environment: Mapping[str, str]) -> None:
+        scratch = host_path / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        own = {"HOME": str(scratch), "PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(scratch)}
+        argv = [*entry, "--root", str(host_path / "opt" / "ml")]
+        if "--scratch" not in entry:
+            argv += ["--scratch", str(scratch / "runs")]
+        with (host_path / "entry.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                env={**own, **environment},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=scratch,
+            )
+
+    def poll(self) -> int | None:
+        """Return the entry's code as a container's would be."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the entry alone; the entry ends its own children."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def remove(self) -> None:
+        """Wait for the process, so that no zombie stays."""
+        self._process.wait()
+
+
+class _ContainerHost:
+    """The entry as process 1 of a container."""
+
+    def __init__(
+        self,
+        host_path: Path,
+        entry: list[str],
+        environment: Mapping[str, str],
+        settings: EmulatorSettings,
+        name: str,
+        names: Sequence[str],
+        *,
+        mark: str,
+    ) -> None:
+        assert settings.engine is not None
+        self._engine = settings.engine
+        self._name = f"strop-local-{mark}-{name}"
+        argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
+        argv += ["--shm-size", settings.shared_memory, "--memory", settings.memory]
+        argv += ["--pids-limit", str(settings.num_pids)]
+        argv += [word for mount in settings.mounts for word in ("--volume", mount)]
+        argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
+        if len(names) == 1:
+            argv += ["--network", "none", "--hostname", name]
+        else:
+            argv += ["--network", "host"]
+            argv += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
+        # Names alone: values would be visible in the process list.
+        argv += [word for key in sorted(environment) for word in ("--env", key)]
+        argv += device_words(settings.engine.kind, settings.gpus)
+        if settings.rootfs is not None:
+            argv += ["--rootfs", f"{settings.rootfs}:O", *entry]
+        else:
+            argv += [str(settings.image), *entry[1:]]
+        with (host_path / "entry.log").open("ab") as log:
+            self._client = subprocess.Popen(
+                argv,
+                cwd=host_path,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def poll(self) -> int | None:
+        """Return the container's code, which its client passes on."""
+        code = self._client.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: signal.Signals) -> None:
+        """Let the engine send a signal to process 1."""
+        if self._client.poll() is None:
+            self._run("kill", "--signal", number.name.removeprefix("SIG"), self._name)
+
+    def remove(self) -> None:
+        """Remove the container."""
+        self._client.wait()
+        self._run("rm", "--force", self._name)
+
+    def _run(self, *words: str) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                self._engine.argv(*words), capture_output=True, check=False, timeout=_ENGINE_LIMIT_S
+            )

@@ -1,7 +1,7 @@
 """The first process of a training container: `python -m strop.launch.sagemaker.node`.
 
-The kernel gives a first process no default for signals: a SIGTERM without a handler is ignored, and the run
-would go on to its end. So the handler comes before everything else, before what takes time to import too.
+The kernel gives a first process no default handlers: a SIGTERM without a handler is ignored, and the run
+would go on to its end. So the handler is installed before anything else, even before the slow imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class StopFlag:
-    """Remembers a SIGTERM that came before anybody could act on it."""
+    """Remembers a SIGTERM that came before the agent could act on it."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -24,7 +24,7 @@ class StopFlag:
 
     @property
     def is_installed(self) -> bool:
-        """Whether a SIGTERM would still come here, and to nobody who can act on it."""
+        """Whether this handler, which only remembers a SIGTERM, is still installed."""
         return signal.getsignal(signal.SIGTERM) == self._ask
 
     def _ask(self, number: int, frame: object) -> None:
@@ -32,22 +32,24 @@ class StopFlag:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Be the container's first process; return its exit code."""
+    """Run as the container's first process; return its exit code."""
     stop = StopFlag()
     stop.install()
     from strop.launch.sagemaker.entry import EntrySettings, run_entry
 
-    usual = EntrySettings()
+    defaults = EntrySettings()
     parser = argparse.ArgumentParser(prog="strop.launch.sagemaker.node", description=__doc__)
     parser.add_argument(
         "word", nargs="?", help="'train', as the platform starts images without an entrypoint"
     )
-    parser.add_argument("--root", type=Path, default=usual.root, help="instead of /opt/ml")
-    parser.add_argument("--scratch", type=Path, default=usual.scratch, help="where the run is written")
-    parser.add_argument("--port", type=int, default=usual.port, help="of the control connection")
-    parser.add_argument("--join-limit", type=float, default=usual.join_limit_s, help="seconds for all hosts")
+    parser.add_argument("--root", type=Path, default=defaults.root, help="instead of /opt/ml")
+    parser.add_argument("--scratch", type=Path, default=defaults.scratch, help="where the run is written")
+    parser.add_argument("--port", type=int, default=defaults.port, help="of the control connection")
     parser.add_argument(
-        "--stop-window", type=float, default=usual.stop_window_s, help="seconds, TERM to KILL"
+        "--join-limit", type=float, default=defaults.join_limit_s, help="seconds for all hosts"
+    )
+    parser.add_argument(
+        "--stop-window", type=float, default=defaults.stop_window_s, help="seconds, TERM to KILL"
     )
     given = parser.parse_args(arguments)
     settings = EntrySettings(

@@ -1,21 +1,34 @@
-"""What the platform tells a container: the files below /opt/ml, read defensively.
+"""Files of a training container: what the platform writes below /opt/ml, the job's folder, the failure file.
 
-Only what this needs is required; what nobody knows is kept for the start record.
-Source: the developer guide of SageMaker, and the readers of the vendor's training toolkit.
+The platform's files are read defensively: only what is needed here is required; the rest is kept for the
+start record. Source: the developer guide of SageMaker, and the readers of the vendor's training toolkit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused, explain_refusal
+from strop.launch.attempts import describe_exit
+from strop.launch.environment import ENVIRONMENT_NAME
+from strop.launch.job_dir import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
 from strop.launch.sagemaker import places
+from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS
+from strop.launch.secrets import SECRETS_NAME, redact, write_private
+from strop.store.policy import URI_VARIABLE
 
 CPU_GROUP = "cpu"
+MEMBER_SPEC = "member-spec.toml"
+SecretReader = Callable[[str], str]
+"""Returns the text of the secret with an ARN."""
 _KNOWN = frozenset(
     {"current_host", "hosts", "network_interface_name", "current_group_name", "instance_groups"}
 )
@@ -32,7 +45,7 @@ class Hosts:
     """Those of the part without GPUs."""
     interface: str | None = None
     others: Mapping[str, Any] = field(default_factory=dict)
-    """What the platform says besides."""
+    """Other fields of the file."""
 
     @property
     def node(self) -> int:
@@ -88,26 +101,21 @@ class OptMl:
         hosts, current = content.get("hosts"), content.get("current_host")
         if not isinstance(hosts, list) or not hosts or current not in hosts:
             raise _unusable(path, f"says hosts={hosts!r} and current_host={current!r}")
-        cpu = _cpu_hosts(content)
+        groups = content.get("instance_groups")
+        cpu: set[str] = set()
+        for group in groups if isinstance(groups, list) else ():
+            if isinstance(group, dict) and group.get("instance_group_name") == CPU_GROUP:
+                found = group.get("hosts")
+                cpu.update(map(str, found if isinstance(found, list) else ()))
         names = (*sorted(set(map(str, hosts)) - cpu), *sorted(set(map(str, hosts)) & cpu))
         interface = content.get("network_interface_name")
         return Hosts(
             names=names,
             current=str(current),
-            cpu=cpu,
+            cpu=frozenset(cpu),
             interface=str(interface) if interface else None,
             others={key: value for key, value in content.items() if key not in _KNOWN},
         )
-
-
-def _cpu_hosts(content: Mapping[str, Any]) -> frozenset[str]:
-    groups = content.get("instance_groups")
-    found: set[str] = set()
-    for group in groups if isinstance(groups, list) else ():
-        if isinstance(group, dict) and group.get("instance_group_name") == CPU_GROUP:
-            hosts = group.get("hosts")
-            found.update(map(str, hosts if isinstance(hosts, list) else ()))
-    return frozenset(found)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -130,3 +138,170 @@ def _unusable(path: Path, why: str) -> CheckRefused:
             next_step="start the entry in a training job, or by `strop sagemaker submit RUN.toml --local`",
         )
     )
+
+
+def read_sent_plan(tree: OptMl) -> dict[str, Any]:
+    """Return the plan of the channel `config`. Raises: CheckRefused if it is not there."""
+    path = tree.channel_path(places.CONFIG_CHANNEL) / PLAN_NAME
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckRefused(
+            explain_refusal(
+                f"{path} cannot be read ({error})",
+                allowed="the channel `config` as strop sent it",
+                next_step="submit again; the entry runs in jobs that strop submits",
+            )
+        ) from error
+    return content
+
+
+def find_job(plan: Mapping[str, Any], parameters: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the plan's job of this container, by the run that the hyperparameters name.
+
+    Raises: CheckRefused if they name another plan or none of its runs.
+    """
+    run, wanted = parameters.get(places.RUN_PARAMETER), parameters.get(places.PLAN_PARAMETER)
+    jobs = plan["details"]["jobs"]
+    found = next((job for job in jobs if job["run_key"] == run), None)
+    if found is None or wanted != plan["plan_hash"]:
+        raise CheckRefused(f"the job is run {run} of plan {wanted}, but `config` holds {plan['plan_hash']}")
+    result: Mapping[str, Any] = found
+    return result
+
+
+def make_job_folder(
+    tree: OptMl, plan: dict[str, Any], home: Path, read_secret: SecretReader
+) -> tuple[Path, tuple[str, ...]]:
+    """Fill `<home>/job`, which the agent expects, from the channels; return it and the values of its secrets.
+
+    Raises: CheckRefused naming a secret that cannot be fetched, or code that is not there; OSError.
+    """
+    job_path = home / JOB_FOLDER
+    job_path.mkdir(parents=True, exist_ok=True)
+    config_path = tree.channel_path(places.CONFIG_CHANNEL)
+    for path in sorted(config_path.iterdir()):
+        if path.is_file() and path.name not in {PLAN_NAME, MEMBER_SPEC, places.LINK_KEY}:
+            shutil.copyfile(path, job_path / path.name)
+    if (config_path / MEMBER_SPEC).is_file():
+        shutil.copyfile(config_path / MEMBER_SPEC, job_path / SPEC_NAME)
+    _write_inner_plan(plan, job_path)
+    _bring_code(tree, plan, job_path)
+    _link_assets(tree, plan, home)
+    values = {}
+    for name, arn in plan["details"].get("secrets", {}).items():
+        text = read_secret(arn)
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        # A secret of several fields keeps each under the variable's name.
+        values[name] = str(fields[name]) if isinstance(fields, dict) and name in fields else text
+    _write_environment(plan, job_path, home, values)
+    return job_path, tuple(values.values())
+
+
+def fetch_secret(arn: str) -> str:
+    """Return the text of a secret, with the job's role. Raises: CheckRefused naming the ARN."""
+    from strop.errors import StropError
+    from strop.launch.sagemaker.client import AwsClients
+    from strop.spec.site import SageMakerSite
+
+    region = arn.split(":")[3] if arn.count(":") > 3 else None
+    try:
+        clients = AwsClients(profile=SageMakerSite(region=region or os.environ.get("AWS_REGION")))
+        answer = clients.call("secretsmanager", "get_secret_value", resource=arn, SecretId=arn)
+    except StropError as error:
+        raise CheckRefused(f"a secret of the job cannot be fetched: {error}") from error
+    return str(answer["SecretString"])
+
+
+def _write_inner_plan(plan: dict[str, Any], job_path: Path) -> None:
+    """Write the plan with this container's interpreter, and without paths of the submitting machine."""
+    outside = plan["python"]
+    roles = [
+        {**role, "argv": [sys.executable if word == outside else word for word in role["argv"]]}
+        for role in plan["roles"]
+    ]
+    details = {key: value for key, value in plan["details"].items() if key != "project_path"}
+    inner = {**plan, "roles": roles, "python": sys.executable, "details": details}
+    (job_path / PLAN_NAME).write_text(json.dumps(inner))
+
+
+def _bring_code(tree: OptMl, plan: Mapping[str, Any], job_path: Path) -> None:
+    if not plan["code_sha256"]:
+        return
+    source = tree.channel_path(places.CODE_CHANNEL) / CODE_NAME
+    if not source.is_file():
+        raise CheckRefused(f"{source}, the code that was sent with the job, is missing")
+    target = job_path / CODE_NAME
+    target.unlink(missing_ok=True)
+    target.symlink_to(source)
+
+
+def _link_assets(tree: OptMl, plan: Mapping[str, Any], home: Path) -> None:
+    """Link the channels into a store, each at the place of its asset."""
+    for channel, place in plan["details"].get("assets", {}).items():
+        link = home / "store" / place
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(tree.channel_path(channel))
+
+
+def _write_environment(
+    plan: Mapping[str, Any], job_path: Path, home: Path, values: Mapping[str, str]
+) -> None:
+    given = plan["environment"]
+    # Their values are in this process, from the request; the plan has names alone.
+    variables = {name: os.environ[name] for name in given["variables"] if name in os.environ}
+    if variables.get(URI_VARIABLE) == places.ASSET_STORE:
+        variables[URI_VARIABLE] = str(home / "store")
+    roles = plan["details"].get("secret_roles", {})
+    content = {
+        "format": 1,
+        "variables": variables,
+        "sources": dict(given["sources"]),
+        "secrets": {name: roles.get(name, []) for name in values},
+    }
+    if values:
+        write_private(job_path / SECRETS_NAME, {"format": 1, "values": dict(values)})
+    write_private(job_path / ENVIRONMENT_NAME, content)
+
+
+# The failure file is all that users who may describe a job see of its end. The platform shows its first 1,024
+# characters, so the cause comes first: code, host, exception, last frame. Later causes are appended. It holds
+# no secrets, and of logs the exception's line alone.
+_PREFIXES = {EXIT_INTERRUPTED: "requeue:", EXIT_REFUSED: "preflight:"}
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?:strop: )?[\w.]*(?:Error|Exception|Refused|Interrupt|Record)\b.*$", re.MULTILINE)
+_RANK = re.compile(r"\brank[ =:]*(\d+)\b", re.IGNORECASE)
+
+
+def describe_failure(exit_code: int, *, host: str, cause: str, secrets: Iterable[str] = ()) -> str:
+    """Return the text of the failure file for an exit code that is not 0."""
+    head, _, tail = cause.partition("\n")
+    parts = [_PREFIXES.get(exit_code, ""), f"{describe_exit(exit_code)} on {host}"]
+    if found := _RANK.search(tail):
+        parts.append(f"rank {found[1]}")
+    exceptions = _EXCEPTION.findall(tail)
+    if exceptions:
+        parts.append(exceptions[-1].strip())
+    frames = list(_FRAME.finditer(tail))
+    if frames:
+        last = frames[-1]
+        parts.append(f"at {Path(last['file']).name}:{last['line']} in {last['name']}")
+    if head:
+        parts.append(head)
+    text = parts[0] + (" " if parts[0] else "") + "; ".join(parts[1:])
+    return redact(text, secrets)
+
+
+def write_failure(path: Path, text: str) -> None:
+    """Write the first cause, or append a later one. An error of the disk is ignored."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_first = not path.exists() or path.stat().st_size == 0
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text[:NUM_FAILURE_CHARACTERS] if is_first else f"\n--- later\n{text}")
+    except OSError:
+        return

@@ -1,14 +1,22 @@
-"""Where things are: the keys of a job in S3, and the paths that the platform promises in the container.
+"""Names of jobs, their keys in S3, and the paths that the platform promises in the container.
 
     <root>/source/<job>/code.tar.zst     <root>/config/<job>/...         <root>/output/<job>/...
     <root>/state/<run key>/<host>/step-N/...                             <store>/checkpoints/<job>/...
 
-State is kept by run, because a job that is submitted again has a new name.
+State is kept by run, because a job that is submitted again has a new name. Everybody who may list an
+account's jobs reads their names, so a name comes from the clock and says nothing of model, data or method.
+A name made from a run file would often be illegal too: `qwen3-1.7B` has a dot.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import PurePosixPath
+
+from strop.errors import ConfigError, explain_refusal
 
 # Source: the developer guide of SageMaker on training containers.
 OPT_ML = PurePosixPath("/opt/ml")
@@ -21,7 +29,7 @@ FAILURE = "output/failure"
 CHECKPOINT_PATH = "/opt/ml/checkpoints"
 CONFIG_CHANNEL = "config"
 LINK_KEY = "hosts.key"
-"""In the channel `config` of a job of several hosts: what they know each other by."""
+"""In the channel `config` of a job of several hosts: the shared key of their handshake."""
 CODE_CHANNEL = "code"
 ASSET_CHANNEL = "asset-{index}"
 RUN_PARAMETER = "strop_run"
@@ -31,7 +39,7 @@ PLAN_TAG = "strop-plan"
 MEMBER_TAG = "strop-member"
 USER_TAG = "strop-user"
 SCRATCH = "/tmp/strop"
-"""Where runs are written in the container: outside everything that the platform packs or copies."""
+"""Where runs are written in the container: outside what the platform packs or copies."""
 ASSET_STORE = f"{SCRATCH}/store"
 """Root of the store in a job without network: links to its channels."""
 ENTRY_MODULE = "strop.launch.sagemaker.node"
@@ -40,6 +48,84 @@ STOP_WINDOW_S = 120.0
 """Between SIGTERM and KILL. Source: the API's text on StopTrainingJob."""
 NUM_FAILURE_CHARACTERS = 1024
 """Of the failure file that the platform shows."""
+# Source: TrainingJobName in the service model. The length is checked apart: the pattern alone accepts
+# 'a', a hundred hyphens, 'b'.
+NAME_PATTERN = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", re.ASCII)
+MAX_NAME_CHARACTERS = 63
+SUFFIX_CHARACTERS = 4
+MAX_PREFIX_CHARACTERS = 47
+"""So that '-YYYYMMDD-HHMMSS', 16 characters, still fits."""
+_MIN_REVEALING_CHARACTERS = 4
+
+
+def base_name(prefix: str, submitted_at: float) -> str:
+    """Return '<prefix>-YYYYMMDD-HHMMSS' in UTC.
+
+    Raises: ConfigError if the prefix cannot begin a name.
+    """
+    require_name(prefix, what="name_prefix", max_characters=MAX_PREFIX_CHARACTERS)
+    stamp = datetime.fromtimestamp(submitted_at, tz=UTC).strftime("%Y%m%d-%H%M%S")
+    return f"{prefix}-{stamp}"
+
+
+def member_name(base: str, index: int, num_members: int) -> str:
+    """Return the name of one job of a sweep; a job without a sweep has the base alone."""
+    return base if num_members == 1 else _append(base, f"{index:03d}")
+
+
+def suffixed_name(name: str, home: str) -> str:
+    """Return another name for the same job, for when the first one is taken.
+
+    Made from the job's home, which is its own, so that the same submission finds its job again.
+    """
+    token = hashlib.sha256(f"{name}\n{home}".encode()).hexdigest()[:SUFFIX_CHARACTERS]
+    return _append(name, token)
+
+
+def require_name(name: str, *, what: str = "job name", max_characters: int = MAX_NAME_CHARACTERS) -> None:
+    """Refuse a name, or the beginning of one, that SageMaker does not accept.
+
+    Raises: ConfigError.
+    """
+    if len(name) <= max_characters and NAME_PATTERN.fullmatch(name):
+        return
+    raise ConfigError(
+        explain_refusal(
+            f"{what}={name!r} ({len(name)} characters) is no name for a training job",
+            allowed=f"1 to {max_characters} letters, digits and hyphens; no dot, underscore or slash,"
+            " and no hyphen at either end",
+            next_step=f"choose another {what}",
+        )
+    )
+
+
+def run_key(name: str, home: str) -> str:
+    """Return the neutral name of a run: the same for every job that continues it.
+
+    Its state in S3 is found by this, because a job that is submitted again has a new name.
+    """
+    folder = home.rstrip("/").rpartition("/")[2]
+    return "r" + hashlib.sha256(f"{name}\n{folder}".encode()).hexdigest()[:12]
+
+
+def find_revealing(texts: dict[str, str], words: Iterable[str]) -> list[str]:
+    """Return a notice for each public text that contains a word of the run. `texts`: setting to text."""
+    revealing = {word for word in words if len(word) >= _MIN_REVEALING_CHARACTERS}
+    return [
+        f"{what}={text!r} contains {word!r}: everybody who may list jobs reads it"
+        for what, text in texts.items()
+        for word in sorted(revealing)
+        if word.lower() in text.lower()
+    ]
+
+
+def _append(name: str, tail: str) -> str:
+    room = MAX_NAME_CHARACTERS - len(tail) - 1
+    if len(name) > room:
+        # Cut in the prefix: the stamp and what follows it tell jobs apart.
+        stamp = name[-15:]
+        name = f"{name[: room - len(stamp) - 1].rstrip('-')}-{stamp}"
+    return f"{name}-{tail}"
 
 
 def source_uri(root: str, job: str) -> str:

@@ -1,6 +1,8 @@
-"""What would stop a job, asked of AWS by reading alone: identity, image, role, bucket, rights, quota, assets.
+"""What would stop a job, found by AWS calls that only read; and the IAM documents of a site.
 
-A question that cannot be asked is an `unknown`, which is no success and no refusal.
+A question that cannot be asked gives an `unknown`, neither success nor refusal. The documents are filled from
+the site profile and grant as little as possible. Source of the actions: the service authorization reference
+of AWS, and the SageMaker developer guide on execution roles.
 """
 
 from __future__ import annotations
@@ -13,23 +15,39 @@ from urllib.parse import unquote
 from strop.errors import ConfigError, RemoteDenied, RemoteMissing, StropError
 from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.contract import JobPlan
-from strop.launch.sagemaker.assets import find_unstaged
-from strop.launch.sagemaker.client import AwsClients, all_pages
+from strop.launch.sagemaker.client import AwsClients, JobObjects, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
-from strop.launch.sagemaker.job_objects import JobObjects
-from strop.launch.sagemaker.policy import actions_of, submitter_policy
+from strop.launch.sagemaker.places import LOG_GROUP
+from strop.launch.sagemaker.settings import find_unstaged
 from strop.spec.site import SageMakerSite
 
 _SERVICE = "sagemaker.amazonaws.com"
 _POLICY_HINT = "`strop sagemaker policy` prints the rights that are needed"
 _MAX_ACTIONS = 50
-"""Actions of one question to the simulator. Source: no limit is documented; one answer has 100 results."""
+"""Actions of one call of the simulator. Source: no limit is documented; one answer has 100 results."""
+VERSION = "2012-10-17"
+_PUSH = (
+    *("CreateRepository", "DescribeRepositories", "DescribeImages", "BatchCheckLayerAvailability"),
+    *("GetDownloadUrlForLayer", "BatchGetImage", "InitiateLayerUpload", "UploadLayerPart"),
+    *("CompleteLayerUpload", "PutImage"),
+)
+_PULL = ("BatchCheckLayerAvailability", "GetDownloadUrlForLayer", "BatchGetImage")
+_JOBS = (
+    *("CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob"),
+    *("AddTags", "ListTags"),
+)
+_VPC = (
+    *("CreateNetworkInterface", "CreateNetworkInterfacePermission", "DeleteNetworkInterface"),
+    *("DeleteNetworkInterfacePermission", "DescribeNetworkInterfaces", "DescribeVpcs"),
+    *("DescribeDhcpOptions", "DescribeSubnets", "DescribeSecurityGroups"),
+)
+_KEY = ("Decrypt", "GenerateDataKey", "CreateGrant")
 
 
 def probe_site(
     plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: JobObjects
 ) -> list[Finding]:
-    """Ask everything; the credentials first, because without them nothing else has an answer."""
+    """Run all checks; the credentials first, because no other check works without them."""
     found = list(_ask("credentials", lambda: _check_identity(clients)))
     if any(finding.severity is Severity.ERROR for finding in found):
         return found
@@ -49,7 +67,7 @@ def probe_site(
 
 
 def _ask(code: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds; where it cannot ask, that."""
+    """Yield what a check finds, or that it cannot be made."""
     try:
         yield from check()
     except (RemoteMissing, ConfigError) as error:
@@ -71,7 +89,7 @@ def _check_image(clients: AwsClients, text: str) -> Iterator[Finding]:
     if image is None or image.registry is None:
         yield _finding(
             "image",
-            f"image {text} is in no registry of ECR, so nobody was asked for it",
+            f"image {text} is in no registry of ECR, so it was not looked up",
             "an image that the execution role may pull",
             Severity.UNKNOWN,
         )
@@ -117,7 +135,7 @@ def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
 
 
 def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
-    """Ask the simulator, which only computes: it says of each action whether it would be allowed."""
+    """Ask the policy simulator whether each action would be allowed; it executes nothing."""
     caller = clients.identity()
     if ":assumed-role/" in caller:
         role = caller.split("/")[1]
@@ -205,3 +223,152 @@ def _finding(
     code: str, given: str, allowed: str, severity: Severity, *, next_step: str = _POLICY_HINT
 ) -> Finding:
     return Finding(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)
+
+
+def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
+    """Return what the identity that submits needs."""
+    region, account = profile.region or "*", _account(profile)
+    jobs = f"arn:{_partition(profile)}:sagemaker:{region}:{account}:training-job/{profile.name_prefix}*"
+    statements = [
+        _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
+        _allow("EcrRepository", _named("ecr", _PUSH), _repository(profile.repository, profile)),
+        _allow("Jobs", _named("sagemaker", _JOBS), jobs),
+        # A listing has no resource.
+        _allow("ListJobs", ("sagemaker:ListTrainingJobs",), "*"),
+        {
+            **_allow("PassRole", ("iam:PassRole",), profile.role or f"arn:aws:iam::{account}:role/*"),
+            "Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+        },
+        _allow("ReadRole", ("iam:GetRole",), profile.role or f"arn:aws:iam::{account}:role/*"),
+        _list_bucket(profile),
+        _allow(
+            "Objects",
+            _named("s3", ("GetObject", "PutObject", "AbortMultipartUpload", "ListMultipartUploadParts")),
+            _objects(profile),
+        ),
+        _allow(
+            "Logs",
+            _named("logs", ("DescribeLogStreams", "FilterLogEvents", "GetLogEvents")),
+            _log_group(profile),
+        ),
+        _allow(
+            "Optional",
+            ("servicequotas:ListServiceQuotas", "iam:SimulatePrincipalPolicy", "pricing:GetProducts"),
+            "*",
+        ),
+    ]
+    base = parse_reference(profile.base_image or "")
+    if base is not None and base.registry is not None and profile.base_image_aws_profile is None:
+        # Its owner has to allow it too, in the repository's own policy.
+        repository = _repository(profile.base_image, profile)
+        statements.append(_allow("EcrBase", _named("ecr", _PULL), repository))
+    if profile.kms_key:
+        statements.append(_allow("Key", _named("kms", ("Decrypt", "GenerateDataKey")), _key(profile)))
+    return {"Version": VERSION, "Statement": statements}
+
+
+def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
+    """Return what the role of the job needs."""
+    write_logs = ("CreateLogGroup", "CreateLogStream", "PutLogEvents", "DescribeLogStreams")
+    statements = [
+        _list_bucket(profile),
+        # Deletion too: what is pruned in the checkpoint directory is pruned in S3.
+        _allow(
+            "Objects",
+            _named("s3", ("GetObject", "PutObject", "DeleteObject", "AbortMultipartUpload")),
+            _objects(profile),
+        ),
+        _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
+        _allow("EcrPull", _named("ecr", _PULL), _repository(profile.repository, profile)),
+        _allow("Logs", _named("logs", write_logs), _log_group(profile)),
+        {
+            **_allow("Metrics", ("cloudwatch:PutMetricData",), "*"),
+            "Condition": {"StringEquals": {"cloudwatch:namespace": LOG_GROUP}},
+        },
+    ]
+    if profile.secret_arns:
+        arns = sorted(set(profile.secret_arns.values()))
+        statements.append(_allow("Secrets", ("secretsmanager:GetSecretValue",), arns))
+    if profile.kms_key:
+        statements.append(_allow("Key", _named("kms", _KEY), _key(profile)))
+    if profile.subnets:
+        statements.append(_allow("Vpc", _named("ec2", _VPC), "*"))
+    return {"Version": VERSION, "Statement": statements}
+
+
+def trust_policy() -> dict[str, Any]:
+    """Return who may act as the role."""
+    return {
+        "Version": VERSION,
+        "Statement": [
+            {
+                "Effect": "Allow",
+                "Principal": {"Service": "sagemaker.amazonaws.com"},
+                "Action": "sts:AssumeRole",
+            }
+        ],
+    }
+
+
+def actions_of(policy: dict[str, Any]) -> list[str]:
+    """Return every action of a document but the optional ones, sorted."""
+    found = [
+        action
+        for statement in policy["Statement"]
+        if statement["Sid"] != "Optional"
+        for action in statement["Action"]
+    ]
+    return sorted(set(found))
+
+
+def _allow(name: str, actions: tuple[str, ...], resources: str | list[str]) -> dict[str, Any]:
+    return {"Sid": name, "Effect": "Allow", "Action": sorted(actions), "Resource": resources}
+
+
+def _named(service: str, actions: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{service}:{action}" for action in actions)
+
+
+def _partition(profile: SageMakerSite) -> str:
+    return (profile.role or "arn:aws").split(":")[1]
+
+
+def _account(profile: SageMakerSite) -> str:
+    return profile.role.split(":")[4] if profile.role else "*"
+
+
+def _bucket(profile: SageMakerSite) -> str:
+    return f"arn:{_partition(profile)}:s3:::{profile.bucket or '*'}"
+
+
+def _objects(profile: SageMakerSite) -> str:
+    return f"{_bucket(profile)}/{profile.prefix}/*"
+
+
+def _list_bucket(profile: SageMakerSite) -> dict[str, Any]:
+    return {
+        **_allow("List", ("s3:ListBucket",), _bucket(profile)),
+        "Condition": {"StringLike": {"s3:prefix": [f"{profile.prefix}/*", profile.prefix]}},
+    }
+
+
+def _repository(name: str | None, profile: SageMakerSite) -> str:
+    image = parse_reference(name or "")
+    region, account = (image.region, image.account) if image else (None, None)
+    place = f"{region or profile.region or '*'}:{account or _account(profile)}"
+    return f"arn:{_partition(profile)}:ecr:{place}:repository/{image.name if image else '*'}"
+
+
+def _log_group(profile: SageMakerSite) -> list[str]:
+    group = (
+        f"arn:{_partition(profile)}:logs:{profile.region or '*'}:{_account(profile)}:log-group:{LOG_GROUP}"
+    )
+    return [group, f"{group}:*"]
+
+
+def _key(profile: SageMakerSite) -> str:
+    key = profile.kms_key or ""
+    if key.startswith("arn:"):
+        return key
+    kind = key if key.startswith("alias/") else f"key/{key}"
+    return f"arn:{_partition(profile)}:kms:{profile.region or '*'}:{_account(profile)}:{kind}"

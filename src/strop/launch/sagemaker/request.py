@@ -6,7 +6,9 @@ channel `config` alone. Secrets are ARNs here, never values.
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,13 +16,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, explain_refusal
+from strop.io.atomic import MANIFEST_NAME
 from strop.launch.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.sagemaker import places
-from strop.launch.sagemaker.assets import list_assets, refuse_local
+from strop.launch.sagemaker.client import INSTALL
 from strop.launch.sagemaker.limits import check_request
-from strop.launch.sagemaker.names import base_name, find_telling, member_name, require_name, run_key
-from strop.launch.sagemaker.service_model import INSTALL
-from strop.launch.sagemaker.settings import SageMakerSettings, read_settings
+from strop.launch.sagemaker.places import (
+    MAX_PREFIX_CHARACTERS,
+    base_name,
+    find_revealing,
+    member_name,
+    require_name,
+    run_key,
+)
+from strop.launch.sagemaker.settings import SageMakerSettings, list_assets, read_settings, refuse_local
 from strop.spec.display import walk_values
 from strop.store.models import HUB_PATTERN
 from strop.store.policy import URI_VARIABLE
@@ -29,10 +38,12 @@ ENTRY_PYTHON = "python3"
 REQUEST_FILE = "request.json"
 _OFFLINE_VARIABLES = {"STROP_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 _SLOW_SAVE_NOTICE = "the platform kills 120 s after it says stop: a save must take less than 80 s"
+_STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{3,4})*$")
+_STATE = re.compile(rf"[^/]+/step-(\d+)/{MANIFEST_NAME}")
 
 
 def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
-    """Add the requests of all members, where everything goes, and what there is to notice.
+    """Add the requests of all members, their places in S3, and notices.
 
     Raises: ConfigError with everything that the service would refuse.
     """
@@ -69,7 +80,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
 
 
 def show_requests(jobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the exact words of all members' requests, for a dry run and for the job's home."""
+    """Return all members' requests as JSON, for a dry run and for the job's folder."""
     return json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
 
 
@@ -106,7 +117,10 @@ def build_request(
 ) -> dict[str, Any]:
     """Return the request for one member. Pure; equal plans give equal requests."""
     profile = settings.profile
-    entry = settings.option("entrypoint") or [_entry_python(request, settings), "-m", places.ENTRY_MODULE]
+    # An image of our own is made from this environment: its interpreter has the same path there.
+    is_own = profile.base_image is None and not settings.option("image")
+    python = profile.python or (request.python if is_own else ENTRY_PYTHON)
+    entry = settings.option("entrypoint") or [python, "-m", places.ENTRY_MODULE]
     output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
     if profile.kms_key:
         output["KmsKeyId"] = profile.kms_key
@@ -154,13 +168,6 @@ def count_hosts(request: Mapping[str, Any]) -> int:
     return sum(int(group["InstanceCount"]) for group in groups)
 
 
-def _entry_python(request: JobRequest, settings: SageMakerSettings) -> str:
-    """Return the interpreter in the image: of our own, made from this environment, the very path here."""
-    profile = settings.profile
-    is_own = profile.base_image is None and not settings.option("image")
-    return profile.python or (request.python if is_own else ENTRY_PYTHON)
-
-
 def _channels(
     plan: JobPlan, request: JobRequest, settings: SageMakerSettings, name: str
 ) -> list[dict[str, Any]]:
@@ -187,7 +194,7 @@ def _channels(
 
 
 def _asset_places(request: JobRequest, settings: SageMakerSettings) -> dict[str, str]:
-    """Return what a job without network gets as channels: channel to place in the store."""
+    """Return the channels of a job without network, by name, with their places in the store."""
     if not settings.has_isolation:
         return {}
     named = settings.option("assets")
@@ -270,18 +277,23 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
 
 
 def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings) -> None:
-    """Refuse isolation together with what needs an answer from outside."""
+    """Refuse network isolation together with inputs that need a network."""
     calls = [f"the secret {name}" for name in settings.secrets]
-    values = request.resolved.spec.model_dump(mode="json")
-    calls += [
-        f"{'.'.join(path)}={value}"
-        for path, value in walk_values(values)
-        if isinstance(value, str) and value.startswith(("http://", "https://")) and _is_elsewhere(value)
+    texts = [
+        (path, value)
+        for path, value in walk_values(request.resolved.spec.model_dump(mode="json"))
+        if isinstance(value, str)
     ]
     calls += [
         f"{'.'.join(path)}={value}"
-        for path, value in walk_values(values)
-        if isinstance(value, str) and value.startswith("s3://") and path[0] != "store"
+        for path, value in texts
+        if value.startswith(("http://", "https://"))
+        and urlsplit(value).hostname not in {"127.0.0.1", "localhost", "::1"}
+    ]
+    calls += [
+        f"{'.'.join(path)}={value}"
+        for path, value in texts
+        if value.startswith("s3://") and path[0] != "store"
     ]
     if calls:
         raise ConfigError(
@@ -293,10 +305,6 @@ def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings)
         )
 
 
-def _is_elsewhere(url: str) -> bool:
-    return urlsplit(url).hostname not in {"127.0.0.1", "localhost", "::1"}
-
-
 def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> list[str]:
     spec = request.resolved.spec
     public: Mapping[str, str] = {
@@ -306,7 +314,7 @@ def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) ->
         **{f"tags.{key}": value for key, value in settings.profile.tags.items()},
     }
     words = [plan.name, *spec.model.uri.lower().split("/")]
-    found = find_telling(dict(public), words)
+    found = find_revealing(dict(public), words)
     if settings.has_isolation:
         found.append(
             "network_isolation: nothing is mirrored while the run goes on; its state is, by the platform"
@@ -328,9 +336,46 @@ def _check_all(jobs: list[dict[str, Any]]) -> list[str]:
 
 
 def _config_name(request: JobRequest) -> str:
-    """Return the run file as the user named it, else the first file that a value came from."""
+    """Return the run file as the user named it, else the first file that a setting came from."""
     given = request.options.get("config")
     if given:
         return str(given)
     origins = (origin.rpartition(":")[0] for origin in request.resolved.origins.values() if ":" in origin)
     return next((origin for origin in origins if origin), "")
+
+
+def renew_plan(plan: JobPlan, submitted_at: float) -> JobPlan:
+    """Return the plan of a run's next job: new names, and new places for what is kept by a job's name. Pure.
+
+    State is kept by run, so the new job finds it; image, instances, variables and limits stay as they are.
+    """
+    first = str(plan.details["jobs"][0]["name"])
+    prefix = _STAMP.sub("", first)[:MAX_PREFIX_CHARACTERS].rstrip("-")
+    base = base_name(prefix, submitted_at)
+    jobs = [_rename(job, member_name(base, job["member"], len(plan.members))) for job in plan.details["jobs"]]
+    return replace(
+        plan,
+        details={**plan.details, "jobs": jobs, "parent": plan.follows},
+        files={**plan.files, REQUEST_FILE: show_requests(jobs)},
+    )
+
+
+def step_of_state(name: str) -> int | None:
+    """Return the step of a state from the name of its manifest below the run's state in S3, or None."""
+    match = _STATE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def _rename(job: dict[str, Any], name: str) -> dict[str, Any]:
+    old = job["name"]
+    moved = {
+        key: job[key] and f"{str(job[key]).removesuffix(old)}{name}"
+        for key in ("config_uri", "source_uri", "record_uri")
+    }
+    request = copy.deepcopy(job["request"])
+    request["TrainingJobName"] = name
+    sources = {places.CONFIG_CHANNEL: moved["config_uri"], places.CODE_CHANNEL: moved["source_uri"]}
+    for channel in request["InputDataConfig"]:
+        if channel["ChannelName"] in sources:
+            channel["DataSource"]["S3DataSource"]["S3Uri"] = f"{sources[channel['ChannelName']]}/"
+    return {**job, **moved, "name": name, "request": request}

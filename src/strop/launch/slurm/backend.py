@@ -1,4 +1,4 @@
-"""The seam of backends, kept by Slurm's own programs on a login node.
+"""Slurm as a backend: its own programs on a login node, and the checks before a submission.
 
 Covered: submission without what another job left in the environment, one query for many jobs, cancelling and
 preempting single members of an array, requeueing from outside. Not covered: clusters reached by ssh or REST.
@@ -9,32 +9,57 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.hardware.findings import Finding
-from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
-from strop.launch.home import has_ref, job_path_of, read_ref
-from strop.launch.slurm.clients import Said, ask_client, clean_environment
-from strop.launch.slurm.options import (
+from strop.hardware.findings import Finding, Severity, find_refusal
+from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.job_dir import has_ref, job_path_of, read_ref
+from strop.launch.slurm.queries import ClientReply, answer_for, ask_client, clean_environment, list_jobs
+from strop.launch.slurm.script import (
+    SCRIPT_NAME,
     fit_plan,
     is_array,
     plan_hash_in,
     read_options,
+    write_script,
 )
-from strop.launch.slurm.outputs import SeenJob
-from strop.launch.slurm.probes import probe_plan
-from strop.launch.slurm.queries import answer_for, list_jobs
-from strop.launch.slurm.script import SCRIPT_NAME, write_script
-from strop.launch.slurm.states import read_state
+from strop.launch.slurm.states import SeenJob, read_state
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 from strop.spec.site import SlurmSite
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)
 _ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
+# Slurm's words to our codes; the first match counts.
+_REFUSALS = (
+    ("dependency", "dependency"),
+    ("invalid partition", "partition"),
+    ("invalid account", "account"),
+    ("invalid qos", "qos"),
+    ("invalid generic resource", "gpus"),
+    ("invalid feature", "constraint"),
+    ("reservation", "reservation"),
+    ("time limit", "time"),
+    ("memory", "memory"),
+    ("node name", "nodes"),
+    ("node configuration", "resources"),
+    ("node count", "nodes"),
+)
+_QUESTIONS = {
+    "partition": "sinfo -o '%P %G %l'",
+    "gpus": "sinfo -o '%P %N %G'",
+    "resources": "sinfo -o '%P %D %G %c %m'",
+    "account": "sacctmgr show assoc user=$USER format=account",
+    "qos": "sacctmgr show qos format=name",
+    "constraint": "sinfo -o '%N %f'",
+    "reservation": "scontrol show reservation",
+    "nodes": "sinfo -N",
+    "time": "sinfo -o '%P %l'",
+}
 
 
 class SlurmBackend:
@@ -46,7 +71,7 @@ class SlurmBackend:
         self.profile = profile
         self.site = site
 
-    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+    def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the batch script and the command that submits it. Pure.
 
         Raises: ConfigError for a setting that is none, or that Slurm could not be given.
@@ -82,23 +107,23 @@ class SlurmBackend:
         """Ask `sbatch --test-only`, and look for what that does not see: folders, interpreter, image."""
         return probe_plan(plan, environ=_submit_environment(plan, os.environ))
 
-    def hand_over(self, plan: JobPlan) -> JobRef:
-        """Submit the script. A silent controller may have taken it all the same, so it is looked for.
+    def submit(self, plan: JobPlan) -> JobRef:
+        """Submit the script. A controller that does not answer may have accepted it: the job is looked for.
 
-        Raises: CheckRefused with sbatch's own words; StoreError if nobody answers.
+        Raises: CheckRefused with sbatch's own words; StoreError if the controller does not answer.
         """
         try:
-            said = ask_client(plan.argv, environ=_submit_environment(plan, os.environ))
+            reply = ask_client(plan.argv, environ=_submit_environment(plan, os.environ))
         except StoreError:
-            accepted = self.find_accepted(plan)
+            accepted = self.recover(plan)
             if accepted is not None:
                 return accepted
             raise
-        found = _ACCEPTED.search(said.output)
-        if said.code or found is None:
+        found = _ACCEPTED.search(reply.output)
+        if reply.code or found is None:
             raise CheckRefused(
                 explain_refusal(
-                    f"sbatch refused {plan.name} with exit code {said.code}: {_words(said)}",
+                    f"sbatch refused {plan.name} with exit code {reply.code}: {_words(reply)}",
                     allowed="a request that the cluster can meet",
                     next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
                 )
@@ -106,8 +131,8 @@ class SlurmBackend:
         details = {"is_array": is_array(plan)} | ({"cluster": found["cluster"]} if found["cluster"] else {})
         return self._ref(plan.name, plan.home, found["id"], plan.plan_hash, plan.submitted_at, details)
 
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the newest job in this plan's home that nobody has noted yet, or None.
+    def recover(self, plan: JobPlan) -> JobRef | None:
+        """Return the newest job in this plan's home that is not in its reference file, or None.
 
         Raises: StoreError if the controller does not answer.
         """
@@ -122,8 +147,8 @@ class SlurmBackend:
         ]
         return self._ref_of(max(found, key=lambda job: int(job.base_id))) if found else None
 
-    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
-        """Return what the controller says, by job id and member, in one query; what it forgot is missing.
+    def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
+        """Return the status by job id and member, in one query; forgotten jobs are missing.
 
         Raises: StoreError if it does not answer.
         """
@@ -139,9 +164,9 @@ class SlurmBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Cancel: the cluster sends TERM now, and KILL after its own KillWait; without a grace KILL at once.
+        """Cancel: the cluster sends TERM now, and KILL after its own KillWait; with no grace KILL at once.
 
-        A job that has ended, or that nobody knows, is no error. Raises: StoreError if the controller does not
+        A job that has ended, or is unknown, is no error. Raises: StoreError if the controller does not
         answer; CheckRefused if it says no.
         """
         how = () if grace_s > 0 else ("--signal=KILL",)
@@ -156,12 +181,12 @@ class SlurmBackend:
         return f"SIG{self.profile.signal}"
 
     def requeue(self, ref: JobRef, member: int = 0) -> None:
-        """Let a failed member live again from outside: a node that vanished could not do it itself.
+        """Requeue a failed member from outside: a node that vanished could not do it itself.
 
         Raises: CheckRefused unless it has failed or ran out of time: Slurm itself would run a completed job
         again, and kill a running one. StoreError if the controller does not answer.
         """
-        answer = self.ask([ref]).get((ref.job_id, member))
+        answer = self.poll([ref]).get((ref.job_id, member))
         if answer is None or answer.state not in (JobState.FAILED, JobState.TIMEOUT):
             found = "unknown to the cluster" if answer is None else f"{answer.state} ({answer.raw})"
             raise CheckRefused(
@@ -229,16 +254,139 @@ def _escape_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def _words(said: Said) -> str:
-    return (said.errors.strip() or said.output.strip()) or "no word"
+def _words(reply: ClientReply) -> str:
+    return (reply.errors.strip() or reply.output.strip()) or "no word"
 
 
-def _require(said: Said, what: str) -> None:
-    if said.code:
+def _require(reply: ClientReply, what: str) -> None:
+    if reply.code:
         raise CheckRefused(
             explain_refusal(
-                f"{what} failed with {said.code}: {_words(said)}",
+                f"{what} failed with {reply.code}: {_words(reply)}",
                 allowed="a job of yours on this cluster",
                 next_step="look at it with squeue",
             )
         )
+
+
+# Checks that only read. `sbatch --test-only` checks partitions, counts of GPUs and nodes, types and memory,
+# but not folders, and an account only if there is a database (Slurm 22.05).
+
+
+def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Finding]:
+    """Return all findings about a plan. Reads only; a check that cannot run is a finding too."""
+    return [
+        *_check_request(plan, environ),
+        *_check_account(plan, environ),
+        *_check_folders(plan),
+        *_check_python(plan),
+        *_check_image(plan),
+    ]
+
+
+def _check_request(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
+    # The script is sent by standard input: its folder does not exist yet.
+    argv = ("sbatch", "--test-only", "--export=ALL", "--chdir=/", "--output=/dev/null")
+    try:
+        reply = ask_client(argv, environ=environ, given=plan.files[SCRIPT_NAME])
+    except StoreError as error:
+        return [find_refusal("scheduler", error, severity=Severity.UNKNOWN)]
+    if reply.code == 0:
+        return []
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in reply.errors.splitlines()]
+    words = "; ".join(filter(None, lines)) or f"exit code {reply.code}"
+    if "presently disabled" in words and "--dependency=" in plan.files[SCRIPT_NAME]:
+        # Slurm says no more if the job that had to succeed has failed already.
+        words = f"a dependency can never be met ({words})"
+    code = next((code for pattern, code in _REFUSALS if pattern in words.lower()), "scheduler")
+    question = _QUESTIONS.get(code)
+    return [
+        Finding(
+            code=code,
+            given=f"sbatch would refuse {plan.name}: {words}",
+            allowed="what the cluster has" + (f", as {question} says" if question else ""),
+            next_step="change the flag, or the site profile",
+        )
+    ]
+
+
+def _check_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
+    account = plan.details.get("account")
+    if not account or shutil.which("sacctmgr", path=environ.get("PATH")) is None:
+        return []
+    argv = ("sacctmgr", "-n", "-P", "show", "assoc", f"user={plan.user}", "format=account")
+    try:
+        reply = ask_client(argv, environ=environ)
+    except StoreError as error:
+        return [find_refusal("account", error, severity=Severity.UNKNOWN)]
+    if reply.code:
+        words = reply.errors.strip() or reply.output.strip()
+        return [_unknown("account", f"whether account {account} exists is unknown: {words}", "go on")]
+    known = sorted(set(reply.output.split()))
+    if account in known:
+        return []
+    return [
+        Finding(
+            code="account",
+            given=f"account {account} is none of user {plan.user}",
+            allowed=", ".join(known) or "none at all",
+            next_step="name one of these with --account",
+        )
+    ]
+
+
+def _check_folders(plan: JobPlan) -> list[Finding]:
+    home = Path(plan.home)
+    if not home.is_absolute():
+        return [_missing("home", f"run folder {home} is relative", "an absolute path", "give --output-dir")]
+    # The folder is made at submission, with that of the logs: Slurm starts no job whose log it cannot open.
+    nearest = next(path for path in (home, *home.parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    given = (
+        f"run folder {home} cannot be made: {nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
+    )
+    return [_missing("home", given, "a folder on a disk that the nodes share", "give another --output-dir")]
+
+
+def _check_python(plan: JobPlan) -> list[Finding]:
+    if plan.details.get("image") or shutil.which(plan.python) is not None:
+        return []
+    return [
+        _missing(
+            "python",
+            f"interpreter {plan.python} is not here",
+            "one that login node and nodes share, with strop installed",
+            "set python in the site profile",
+        )
+    ]
+
+
+def _check_image(plan: JobPlan) -> list[Finding]:
+    image = plan.details.get("image")
+    if not image:
+        return []
+    if image.endswith(".sqsh") and "/" not in image:
+        given = f"image {image} would be read as a name in a registry"
+        return [
+            _missing("image", given, "a path with a slash for a file", f"write ./{image}, or the whole path")
+        ]
+    if image.endswith((".sqsh", ".sif")) or image.startswith(("/", "./")):
+        if Path(image).exists():
+            return []
+        return [
+            _missing("image", f"image {image} is not here", "a file that the nodes see", "build or copy it")
+        ]
+    return [
+        _unknown("image", f"whether the nodes can get image {image} is not seen from here", "try one node")
+    ]
+
+
+def _missing(code: str, given: str, allowed: str, next_step: str) -> Finding:
+    return Finding(code=code, given=given, allowed=allowed, next_step=next_step)
+
+
+def _unknown(code: str, given: str, next_step: str) -> Finding:
+    return Finding(
+        code=code, given=given, allowed="an answer", next_step=next_step, severity=Severity.UNKNOWN
+    )

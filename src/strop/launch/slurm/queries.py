@@ -1,18 +1,21 @@
-"""Asking Slurm about many jobs at once. No answer is an error, and never a state.
+"""Running Slurm's programs, and asking about many jobs at once. No answer is an error, never a state.
 
-First `squeue --json` of this user; where that is unknown, or is no JSON, the same by plain fields. What the
-controller has forgotten is asked of `sacct`, which says nothing on a cluster without a database.
+First `squeue --json` of this user; if that is unknown, or no JSON, the same by plain fields. Jobs that the
+controller has forgotten are asked of `sacct`, which knows nothing on a cluster without a database.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.contract import Answer
-from strop.launch.slurm.clients import Said, ask_client
-from strop.launch.slurm.outputs import (
+from strop.launch.contract import SchedulerStatus
+from strop.launch.environment import clean_inherited
+from strop.launch.slurm.states import (
     ACCOUNTING_FIELDS,
     PLAIN_FORMAT,
     SeenJob,
@@ -21,29 +24,114 @@ from strop.launch.slurm.outputs import (
     read_json,
     read_plain,
     read_restarts,
+    read_state,
     tasks_by_number,
 )
-from strop.launch.slurm.states import read_state
 
-Client = Callable[[Sequence[str]], Said]
+# Besides what every launcher leaves out: sbatch would take SBATCH_* as options, over the script's own; the
+# others are the devices of the job that one submits from.
+_LEFT_OUT = (
+    "SBATCH_",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""How to reach the cluster, and as whom."""
+_ANSWER_LIMIT_S = 60.0
+"""A client itself gives up on a silent controller after 9 to 18 s (Slurm 22.05)."""
+_SILENCE = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Could not establish a configuration source",
+    "Zero Bytes were transmitted or received",
+    "Protocol authentication error",
+    "Slurm backup controller in standby mode",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientReply:
+    """What a Slurm program printed, and its exit code."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def clean_environment(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment for a submission: without traces of another job, and without secrets."""
+    cleaned = clean_inherited(environ, secrets=secrets)
+    kept = {name: value for name, value in cleaned.items() if not name.startswith(_LEFT_OUT)}
+    return kept | {name: environ[name] for name in _KEPT if name in environ}
+
+
+def ask_client(
+    argv: Sequence[str], *, environ: Mapping[str, str] | None = None, given: str = ""
+) -> ClientReply:
+    """Run a Slurm program to its end; `given`: its standard input.
+
+    Raises: StoreError if it is missing, or the controller does not answer.
+    """
+    environ = clean_environment(os.environ) if environ is None else environ
+    try:
+        done = subprocess.run(
+            list(argv),
+            env=dict(environ),
+            input=given,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{argv[0]} is not on PATH",
+                allowed="a login node of the cluster, where Slurm's programs are installed",
+                next_step="log in there, or load the module that brings them",
+            )
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise _silent(argv[0], f"no answer in {_ANSWER_LIMIT_S:g} s") from error
+    reply = ClientReply(code=done.returncode, output=done.stdout, errors=done.stderr)
+    if reply.code and any(words in reply.errors for words in _SILENCE):
+        raise _silent(argv[0], reply.errors.strip())
+    return reply
+
+
+def _silent(program: str, words: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the cluster does not answer {program}: {words}",
+            allowed="a controller that answers; jobs go on without it",
+            next_step="ask again later, and nothing is lost in between",
+        )
+    )
+
+
+Client = Callable[[Sequence[str]], ClientReply]
 
 
 def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[SeenJob]:
     """Return all jobs of this user that the controller remembers, finished ones too.
 
-    Raises: StoreError if it does not answer, or in a form that nobody can read.
+    Raises: StoreError if it does not answer, or not in a known form.
     """
     now = time.time() if now is None else now
     # Up to 22.05 --json prints every job there is, whatever else is asked; later versions keep to --me.
-    said = client(("squeue", "--json", "--me", "--states=all"))
-    jobs = read_json(said.output, now=now) if said.code == 0 else None
+    reply = client(("squeue", "--json", "--me", "--states=all"))
+    jobs = read_json(reply.output, now=now) if reply.code == 0 else None
     return _list_plainly(client) if jobs is None else jobs
 
 
 def answer_for(
     base_ids: Iterable[str], *, client: Client = ask_client, now: float | None = None
-) -> Mapping[tuple[str, int], Answer]:
-    """Return what Slurm says of these jobs, by base id and array task; what it forgot is missing.
+) -> Mapping[tuple[str, int], SchedulerStatus]:
+    """Return the status of these jobs by base id and array task; forgotten jobs are missing.
 
     One query however many jobs; a second, of `sacct`, if there are some that the first does not know.
     Raises: StoreError if the controller does not answer.
@@ -54,46 +142,46 @@ def answer_for(
     forgotten = sorted(wanted - {job.base_id for job in jobs}, key=int)
     if forgotten:
         remembered = _answers_of(_ask_accounting(forgotten, client))
-        # A job that only the database thinks alive was lost without a trace: that is no answer.
+        # A job that only the database thinks alive was lost without a trace: its state is unknown.
         answers |= {key: answer for key, answer in remembered.items() if answer.state.is_terminal}
     return answers
 
 
 def _list_plainly(client: Client) -> list[SeenJob]:
-    said = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
-    if said.code:
+    reply = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
+    if reply.code:
         raise StoreError(
             explain_refusal(
-                f"squeue failed with {said.code}: {said.errors.strip() or said.output.strip()}",
+                f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
                 allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
                 next_step="run squeue by hand, and read what it says",
             )
         )
-    jobs = read_plain(said.output)
+    jobs = read_plain(reply.output)
     if not jobs:
         return []
-    told = client(("scontrol", "show", "job", "-o"))
-    return add_restarts(jobs, read_restarts(told.output)) if told.code == 0 else jobs
+    details = client(("scontrol", "show", "job", "-o"))
+    return add_restarts(jobs, read_restarts(details.output)) if details.code == 0 else jobs
 
 
 def _ask_accounting(base_ids: Sequence[str], client: Client) -> list[SeenJob]:
     argv = ("sacct", "-X", "-n", "-P", "-j", ",".join(base_ids), "-o", ",".join(ACCOUNTING_FIELDS))
     try:
-        said = client(argv)
+        reply = client(argv)
     except StoreError:
-        # The controller has answered; a database that is not there or silent only means that nobody knows.
+        # The controller has answered; without the database these jobs stay unknown.
         return []
-    return read_accounting(said.output) if said.code == 0 else []
+    return read_accounting(reply.output) if reply.code == 0 else []
 
 
-def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], Answer]:
-    """Return one answer per base id and task; of a heterogeneous job the first component speaks for all."""
-    answers: dict[tuple[str, int], Answer] = {}
+def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], SchedulerStatus]:
+    """Return one answer per base id and task; a heterogeneous job has that of its first component."""
+    answers: dict[tuple[str, int], SchedulerStatus] = {}
     nodes: dict[tuple[str, int], list[str]] = {}
     for key, job in sorted(tasks_by_number(list(jobs)), key=lambda pair: -pair[1].component):
         nodes.setdefault(key, []).insert(0, job.state.nodes)
         state, reason = read_state(job.state)
-        answers[key] = Answer(
+        answers[key] = SchedulerStatus(
             state=state,
             raw=job.state.raw,
             reason=reason,

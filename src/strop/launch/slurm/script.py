@@ -1,29 +1,230 @@
-"""Writing the batch script: every value quoted, nothing left to a shell to expand.
+"""The batch script of a plan, and the settings it is made from: flags over the site profile. Pure.
 
-The script is short because agents do the work: it starts one on each node, waits, makes their codes one
-verdict, writes it, and asks for another life where that helps. The header says what is asked for; where the
-job lives is said to sbatch itself, because a path may hold what no line of a header can.
+The script is short, and the agents do the work: it starts one on each node, waits, combines their exit codes
+into one verdict, writes it, and requeues the job where that helps. The header holds the options. The job's
+folder is passed to sbatch as an argument, because a path may hold characters that no header line can.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
+from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
-from strop.launch.contract import JobPlan
-from strop.launch.planning import tag_of
-from strop.launch.slurm.options import SlurmOptions, is_array, read_array
-from strop.spec.durations import format_duration
+from pydantic import Field, ValidationError
+
+from strop.errors import ConfigError, explain_refusal
+from strop.launch.build_request import TAG_PREFIX, tag_of
+from strop.launch.contract import JobPlan, JobRequest, Resources
+from strop.spec.base import Section
+from strop.spec.job import format_duration
 from strop.spec.site import SlurmSite
 
+# Options that the launcher decides itself, and strop's own option to use instead, if there is one.
+_OWNED_ARGS = {
+    "--array": "a sweep, and --array for its limit",
+    "--chdir": "--output-dir",
+    "--comment": "--comment",
+    "--dependency": "--dependency",
+    "--error": "--output-dir",
+    "--exclude": "--exclude",
+    "--export": "env in the site profile",
+    "--export-file": "env in the site profile",
+    "--gpus": "--gpus",
+    "--gpus-per-node": "--gpus",
+    "--gres": "--gpus and --gpu-type",
+    "--job-name": "--job-name",
+    "--mem": "--mem",
+    "--nodes": "--nodes",
+    "--ntasks": "--nodes",
+    "--ntasks-per-node": "--nodes",
+    "--no-requeue": "--no-requeue",
+    "--open-mode": "",
+    "--output": "--output-dir",
+    "--parsable": "",
+    "--requeue": "--requeue",
+    "--signal": "--grace, and signal in the site profile",
+    "--test-only": "strop check",
+    "--time": "--time",
+    "--wait": "",
+    "--wrap": "",
+}
 SCRIPT_NAME = "job.sh"
+_MAX_NAME = 200
+_ARRAY = re.compile(r"(?P<tasks>\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*)?(%(?P<limit>[1-9]\d*))?")
+
+
+class SlurmOptions(Section):
+    """Settings of one job, named as the flags. None = the profile's value, or Slurm's own default."""
+
+    partition: str | None = Field(default=None, min_length=1)
+    cpu_partition: str | None = Field(default=None, min_length=1)
+    account: str | None = Field(default=None, min_length=1)
+    qos: str | None = Field(default=None, min_length=1)
+    constraint: str | None = Field(default=None, min_length=1)
+    reservation: str | None = Field(default=None, min_length=1)
+    nodelist: str | None = Field(default=None, min_length=1)
+    exclude: str | None = Field(default=None, min_length=1)
+    gpu_type: str | None = Field(default=None, min_length=1)
+    dependency: str | None = Field(default=None, min_length=1)
+    array: str | int | None = None
+    """Tasks and limit as Slurm writes them, `0-3%2`; or the limit alone, `%2` or 2."""
+    comment: str | None = Field(default=None, min_length=1)
+    requeue: bool = True
+    container_image: str | None = Field(default=None, min_length=1)
+    sbatch_args: tuple[str, ...] = Field(default=(), strict=False)
+
+
+def read_options(request: JobRequest, profile: SlurmSite) -> SlurmOptions:
+    """Return a job's settings: flags over the profile.
+
+    Raises: ConfigError for an unknown name, or a value that Slurm cannot take.
+    """
+    given = {name: value for name, value in request.options.items() if value is not None}
+    known = sorted(SlurmOptions.model_fields)
+    unknown = sorted(given.keys() - set(known))
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        next_step = f"did you mean {near[0]}?" if near else "leave it out"
+        raise _refusal(f"unknown SLURM setting {unknown[0]}", ", ".join(known), next_step)
+    try:
+        options = SlurmOptions.model_validate({**_from_profile(profile, request.resources), **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        message = f"{name}={first['input']!r}: {first['msg']}"
+        raise _refusal(message, "a value of that kind", f"change {name}") from error
+    for name, value in options:
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                _require_one_line(f"{name}={text!r}", text)
+    _check_forms(options)
+    return options
+
+
+def fit_plan(plan: JobPlan, options: SlurmOptions) -> JobPlan:
+    """Return the plan with the settings' requeues. Raises: ConfigError for what Slurm cannot take."""
+    if not options.requeue:
+        plan = replace(plan, max_requeue=0)
+    _require_one_line(f"job name {plan.name!r}", plan.name)
+    if not plan.name.strip() or len(plan.name) > _MAX_NAME:
+        raise _refusal(
+            f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "name it anew"
+        )
+    if "\\" in plan.home or "\0" in plan.home:
+        # Slurm takes a backslash in a log's path as the end of all patterns, and drops it.
+        raise _refusal(f"run folder {plan.home!r}", "a path without a backslash", "give another --output-dir")
+    if plan.resources.num_cpu_nodes and is_array(plan):
+        raise _refusal(
+            f"a sweep whose runs have {plan.resources.num_cpu_nodes} CPU nodes beside them",
+            "a sweep of jobs without a CPU part, or one job with it: Slurm has no arrays of such jobs",
+            "submit the combinations one by one",
+        )
+    return plan
+
+
+def is_array(plan: JobPlan) -> bool:
+    """Whether the plan's members are tasks of an array: always, but for a single run in its home."""
+    return [member.path for member in plan.members] != [plan.home]
+
+
+def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
+    """Return the value of `--array`, None for a single run. Raises: ConfigError for an unknown task."""
+    members = [member.index for member in plan.members]
+    if not is_array(plan):
+        if options.array is None:
+            return None
+        raise _refusal(
+            f"array={options.array!r} without a sweep", "a sweep of two or more runs", "leave it out"
+        )
+    wanted = f"%{options.array}" if isinstance(options.array, int) else options.array or ""
+    found = _ARRAY.fullmatch(wanted)
+    if found is None:
+        raise _bad_array(wanted, members)
+    limit = f"%{found['limit']}" if found["limit"] else ""
+    if not found["tasks"]:
+        return _list_numbers(members) + limit
+    tasks = {
+        number
+        for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", found["tasks"])
+        for number in range(int(first), int(last or first) + 1, int(step or 1) or 1)
+    }
+    if not tasks <= set(members):
+        raise _bad_array(wanted, members)
+    return found["tasks"] + limit
+
+
+def plan_hash_in(comment: str) -> str | None:
+    """Return the plan hash in a job's comment; None if strop did not submit it."""
+    word = comment.split(" ", 1)[0]
+    return word.removeprefix(TAG_PREFIX) if word.startswith(TAG_PREFIX) and word != TAG_PREFIX else None
+
+
+def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
+    values = {
+        "partition": profile.partition,
+        "cpu_partition": profile.cpu_partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "constraint": profile.constraint,
+        "reservation": profile.reservation,
+        "nodelist": profile.nodelist,
+        "exclude": profile.exclude,
+        "gpu_type": resources.gpu_type or profile.gpu_type,
+        "container_image": profile.container_image,
+        "sbatch_args": profile.sbatch_args,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_forms(options: SlurmOptions) -> None:
+    if options.gpu_type and re.search(r"[:,\s]", options.gpu_type):
+        raise _refusal(
+            f"gpu_type={options.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
+        )
+    for argument in options.sbatch_args:
+        name = argument.split("=", 1)[0]
+        if not re.match(r"--?[A-Za-z]", argument):
+            raise _refusal(
+                f"sbatch_args has {argument!r}", "options such as --mail-type=END", "write NAME=VALUE as one"
+            )
+        if name in _OWNED_ARGS:
+            instead = _OWNED_ARGS[name]
+            raise _refusal(
+                f"sbatch_args has {argument!r}, which the launcher itself decides",
+                "options that strop has no setting for",
+                f"use {instead}" if instead else "leave it out",
+            )
+
+
+def _list_numbers(members: list[int]) -> str:
+    if members == list(range(members[0], members[0] + len(members))) and len(members) > 1:
+        return f"{members[0]}-{members[-1]}"
+    return ",".join(map(str, members))
+
+
+def _bad_array(given: str, members: list[int]) -> ConfigError:
+    allowed = f"tasks among {_list_numbers(members)} and a limit, such as {_list_numbers(members)}%2, or %2"
+    return _refusal(f"array={given!r}", allowed, "leave the tasks out to run them all")
+
+
+def _require_one_line(given: str, value: str) -> None:
+    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise _refusal(given, "one line without control characters", "leave them out")
+
+
+def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
+    return ConfigError(explain_refusal(given, allowed=allowed, next_step=next_step))
 
 
 @cache
 def _read_templates() -> dict[str, str]:
-    """Return the templates, read once as a module is: a plan itself reads nothing."""
+    """Return the templates, which are read once per process."""
     package = files("strop.launch.slurm")
     return {name: (package / name).read_text(encoding="utf-8") for name in ("job.sh.j2", "image.sh.j2")}
 
@@ -41,15 +242,18 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        # A script is no page: quoting is shlex's, value by value.
+        # A script is not HTML: each value is quoted by shlex.
         autoescape=False,
     )
     templates.filters["q"] = shlex.quote
     resources = plan.resources
+    node_lists = ["SLURM_JOB_NODELIST"]
+    if resources.num_cpu_nodes:
+        node_lists = ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1"]
     mounts = [*profile.container_mounts, *([profile.hf_home] if profile.hf_home else [])]
     return templates.get_template("job.sh.j2").render(
         parts=write_header(plan, options, profile),
-        node_lists=_node_lists(plan),
+        node_lists=node_lists,
         setup=profile.setup,
         home=plan.home,
         is_array=is_array(plan),
@@ -68,7 +272,7 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
 
 
 def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[list[str]]:
-    """Return the options of each part of a job, quoted: one part, or the GPU part and the CPU part."""
+    """Return the options of each part of a job, quoted: one part, or a GPU part and a CPU part."""
     resources = plan.resources
     main = [
         _option("--job-name", plan.name),
@@ -100,7 +304,7 @@ def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> li
 
 
 def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[str]:
-    """Return what both parts of a heterogeneous job must say: Slurm does not hand it on."""
+    """Return the options that each part of a heterogeneous job must repeat."""
     limit_s = plan.resources.time_limit_s
     comment = " ".join(filter(None, [tag_of(plan.plan_hash), options.comment]))
     return [
@@ -112,7 +316,7 @@ def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[st
             ("--time", None if limit_s is None else format_duration(limit_s)),
             ("--dependency", options.dependency),
         ),
-        # A dependency that cannot be met any more would wait for ever.
+        # Otherwise a job whose dependency cannot be met any more waits for ever.
         *(["--kill-on-invalid-dep=yes"] if options.dependency else []),
         "--requeue" if plan.max_requeue else "--no-requeue",
         "--open-mode=append",
@@ -127,20 +331,13 @@ def _devices_and_cores(plan: JobPlan, options: SlurmOptions, profile: SlurmSite)
         device = f"gpu:{options.gpu_type}" if options.gpu_type else "gpu"
         lines.append(_option("--gres", f"{device}:{resources.gpus_per_node}"))
     if resources.is_whole_node:
-        # Only then: it shows every GPU of the node, whatever was asked for.
+        # Only for whole nodes: it shows every GPU of the node, whatever was requested.
         return [*lines, "--exclusive"]
     if resources.gpus_per_node and resources.cpus is None:
         return [*lines, f"--cpus-per-gpu={resources.cpus_per_gpu or profile.cpus_per_gpu}"]
     if resources.cpus and not resources.num_cpu_nodes:
         lines.append(f"--cpus-per-task={resources.cpus}")
     return lines
-
-
-def _node_lists(plan: JobPlan) -> list[str]:
-    """Return the variables in which Slurm names the nodes of each part."""
-    if not plan.resources.num_cpu_nodes:
-        return ["SLURM_JOB_NODELIST"]
-    return ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1"]
 
 
 def _option(name: str, value: str) -> str:

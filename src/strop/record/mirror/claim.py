@@ -1,9 +1,8 @@
 """Who may write to a run's mirror, and which checkpoint in it is the newest: `latest.json`.
 
 One object says both, and every change of it is conditional on the one before. An attempt that starts
-claims the mirror with a higher fence than the last; whoever finds another owner there stops. So an
-attempt that was taken for dead and wakes up cannot point back to its older checkpoint. No clock of any
-machine takes part.
+claims the mirror with a higher fence than the last, and one that finds another owner there stops. So an
+attempt that was taken for dead and resumes cannot point back to its older checkpoint. No clock is used.
 """
 
 from __future__ import annotations
@@ -96,7 +95,14 @@ def claim_mirror(
         else:
             latest, version = found
             if latest.run != run:
-                raise _other_run(uri, latest)
+                raise CheckRefused(
+                    explain_refusal(
+                        f"{uri} is the mirror of another run: {latest.run.name}, spec"
+                        f" {latest.run.spec_digest[:12]}, begun at {latest.run.created_at:.0f}",
+                        allowed="a place of its own for each run",
+                        next_step="set store.mirror_as to another name, or store.mirror=false",
+                    )
+                )
             if latest.owner == owner:
                 return latest
             if is_late and latest.attempt >= attempt:
@@ -154,16 +160,5 @@ def _fenced(uri: str, latest: Latest | None) -> MirrorFenced:
             f"{uri} {now}: this attempt sends nothing more",
             allowed="the attempt that started last",
             next_step="end this attempt if the newer one is meant to live",
-        )
-    )
-
-
-def _other_run(uri: str, latest: Latest) -> CheckRefused:
-    return CheckRefused(
-        explain_refusal(
-            f"{uri} is the mirror of another run: {latest.run.name}, spec {latest.run.spec_digest[:12]},"
-            f" begun at {latest.run.created_at:.0f}",
-            allowed="a place of its own for each run",
-            next_step="set store.mirror_as to another name, or store.mirror=false",
         )
     )

@@ -20,7 +20,7 @@ _RECORD = re.compile(r"(?P<run>.+)_step(?P<step>\d+)(?:-(?P<fence>\d+))?$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirrorOrder:
-    """All that an uploader is told. No credentials: those are in its environment."""
+    """The uploader's settings. No credentials: those are in its environment."""
 
     run_path: str
     uri: str
@@ -71,10 +71,10 @@ def mirror_uri(store_uri: str, name: str) -> str:
 
 
 def flush_path(run_path: Path) -> Path:
-    """The trainer makes this file when it has ended: the uploader sends what is left, and ends too."""
+    """Return the file that the trainer makes when it has ended: the uploader then sends the rest and ends."""
     return run_path / MIRROR_FOLDER / "flush"
 
 
 def notes_path(run_path: Path) -> Path:
-    """Where the uploader writes what the trainer shall announce, one JSON line each."""
+    """Return the file with the uploader's notices for the trainer to show, one JSON line each."""
     return run_path / MIRROR_FOLDER / "notes.jsonl"

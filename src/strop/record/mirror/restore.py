@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
             run_path = _restore_record(store, found, incoming)
             _restore_traces(store, uri, run_path)
             run_path.rename(target)
-            # Under the lock: who comes now finds the target.
+            # Under the lock: a process that comes now finds the target.
             shutil.rmtree(incoming, ignore_errors=True)
     except OSError as error:
         raise explain_write_failure(error, target) from error
@@ -143,17 +143,14 @@ def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
     latest = found[0]
     names = [RecordName.parse(folder, latest.run.name) for folder in store.list_folders(uri)]
     remote = RemoteRun(uri=uri, latest=latest, records=())
-    whole = [name for name in names if name is not None and _is_whole(store, remote, name)]
+    whole = []
+    for name in filter(None, names):
+        with suppress(CorruptRecord):
+            if store.find_manifest(remote.record_uri(name)) is not None:
+                whole.append(name)
     # What latest.json names comes first: another attempt may have left a later step behind.
     whole.sort(key=lambda name: (remote.record_uri(name) == latest.uri, name), reverse=True)
     return RemoteRun(uri=uri, latest=latest, records=tuple(whole))
-
-
-def _is_whole(store: RecordStore, remote: RemoteRun, name: RecordName) -> bool:
-    try:
-        return store.find_manifest(remote.record_uri(name)) is not None
-    except CorruptRecord:
-        return False
 
 
 def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True) -> RemoteRun:
@@ -180,7 +177,12 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
         except (CorruptRecord, RemoteMissing) as error:
             failures.append(str(error))
             continue
-        finished_at = _find_end(store, found, name)
+        # Set if the run finished with this checkpoint and all of it was sent.
+        finished_at: float | None = None
+        final = store.find_manifest(join_uri(found.uri, f"{found.latest.run.name}_final"))
+        state = store.read_versioned(join_uri(found.uri, TRACES, STATE_NAME))
+        if final is not None and state is not None and final.facts.get("step") == name.step:
+            finished_at = json.loads(state[0])["finished_at"]
         return _build_run(found, name, record_path, incoming / "directory", finished_at)
     raise CorruptRecord(
         explain_refusal(
@@ -189,16 +191,6 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
             next_step="see who else writes there",
         )
     )
-
-
-def _find_end(store: RecordStore, found: RemoteRun, name: RecordName) -> float | None:
-    """Return when the run finished, if it did so with this checkpoint and all of it was sent."""
-    final = store.find_manifest(join_uri(found.uri, f"{found.latest.run.name}_final"))
-    state = store.read_versioned(join_uri(found.uri, TRACES, STATE_NAME))
-    if final is None or state is None or final.facts.get("step") != name.step:
-        return None
-    finished_at: float | None = json.loads(state[0])["finished_at"]
-    return finished_at
 
 
 def _build_run(

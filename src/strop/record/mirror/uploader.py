@@ -27,12 +27,17 @@ from strop.io.atomic import Manifest
 from strop.record.events import EventKind
 from strop.record.mirror.claim import Latest, RunIdentity, claim_mirror, point_to, require_claim
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
-from strop.record.mirror.pins import PinnedCheckpoint, pin_checkpoint, unpin
-from strop.record.mirror.traces import TraceSender, remove_pins, yield_after
+from strop.record.mirror.outbox import (
+    PinnedCheckpoint,
+    TraceSender,
+    pin_checkpoint,
+    remove_pins,
+    unpin,
+    yield_after,
+)
 from strop.record.run_dir import RunDir
 from strop.store.record_store import RecordStore
-from strop.store.retries import RetryRules
-from strop.store.s3_client import S3Settings
+from strop.store.s3_client import RetryRules, S3Settings
 from strop.store.uris import join_uri
 
 LOOK_EVERY_S = 0.5
@@ -67,7 +72,7 @@ class _Part:
     name: str
     """As a subject: '... could not be mirrored'."""
     action: Callable[[bool], bool]
-    """Is told whether the trainer has ended; returns whether there was nothing left to do."""
+    """Takes whether the trainer has ended; returns whether there was nothing left to do."""
     num_failures: int = 0
     """In a row."""
     failed_at: float = 0.0
@@ -76,7 +81,7 @@ class _Part:
 
 
 class Uploader:
-    """Mirrors one run. Knows nothing that it could not find out again."""
+    """Mirrors one run. Keeps no state that it could not read again."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Problems answered by a program, which is run against tests.
 
-`extraction` finds the program in a reply, `python_judge` runs it in a sandbox and says which tests it
-passed, `outcome` makes a score of that. Each other module is a data set: its prompt and its tests.
-Not here: what holds a program in (`sandbox`).
+`extraction` finds the program in a reply and makes an outcome of the tests that it passed, `python_judge`
+runs them in a sandbox. Each other module is a data set: its prompt and its tests. Not here: isolation
+(`sandbox`).
 """

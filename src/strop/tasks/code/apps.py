@@ -7,17 +7,30 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import AppsSpec
-from strop.tasks.code.extraction import compiles, defines, extract_python
-from strop.tasks.code.outcome import SPARE_VERIFY_S, fence, judged_outcome, no_code_outcome
+from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    compiles,
+    defines,
+    extract_python,
+    fence,
+    judged_outcome,
+    no_code_outcome,
+)
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, optional_text, read_examples, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import (
+    RowReading,
+    RowTask,
+    SplitExamples,
+    optional_text,
+    read_examples,
+    require_texts,
+)
 from strop.tasks.traits import ProgramForm
 
 _MAX_REPLY_TOKENS = 2048
@@ -179,12 +192,9 @@ def _parse(row: Row, column: str, text: str, empty: Any) -> Any:
 
 
 def _malformed(row: Row, columns: str, allowed: str) -> DataError:
-    return DataError(
-        explain_refusal(
-            f"{row.place}: {columns} is not in the schema of APPS",
-            allowed=f"`inputs` and `outputs` of equal length, `solutions` a list of texts; here: {allowed}",
-            next_step="mend or remove the row",
-        )
+    return bad_row(
+        f"{row.place}: {columns} is not in the schema of APPS",
+        allowed=f"`inputs` and `outputs` of equal length, `solutions` a list of texts; here: {allowed}",
     )
 
 

@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from strop.tasks.thinking import text_after_thinking
+from strop.rollout import Outcome
+from strop.tasks.answers import text_after_thinking
+from strop.tasks.code.python_judge import JudgeVerdict
 
 MAX_CODE_CHARS = 100_000
-"""Longer texts are not looked at: no reply within a task's budget is as long, and parsing takes its time."""
+"""Longer texts hold no code: no reply within a task's budget is as long, and parsing is slow."""
 _MAX_PROSE_LINES = 20
 _PYTHON_TAGS = frozenset({"python", "py", "python3"})
 # A fence opens on a line of its own; behind other text only with a tag that says Python.
@@ -118,7 +120,7 @@ def _rank(code: str, entry_point: str | None) -> int:
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Tell code from a word or a number, which are Python too."""
+    """Whether a statement is more than a word or a number, which are Python too."""
     return not isinstance(node, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
@@ -208,13 +210,9 @@ def _up_to_definition(code: str, entry_point: str) -> str:
     tree = _parse(code)
     for node in tree.body if tree else []:
         is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_named and entry_point in _defined_by(node):
+        if is_named and entry_point in top_level_names(ast.Module(body=[node], type_ignores=[])):
             return "\n".join(code.split("\n")[: node.end_lineno])
     return code
-
-
-def _defined_by(node: ast.stmt) -> set[str]:
-    return top_level_names(ast.Module(body=[node], type_ignores=[]))
 
 
 def extract_body(text: str, head: str, entry_point: str) -> str | None:
@@ -262,3 +260,39 @@ def module_names(code: str) -> frozenset[str]:
     """Return the names that some code defines at its top level; none if it is no Python."""
     tree = _parse(code)
     return frozenset(top_level_names(tree)) if tree else frozenset()
+
+
+WALL_S = 5.0
+"""Time of all tests of one reply together."""
+SPARE_VERIFY_S = 20.0
+"""What a judgement may take in addition: start and end of the sandbox, and the judge's own limit."""
+
+
+def no_code_outcome(code: str | None) -> Outcome:
+    """Return the outcome of a reply without code, or with code that cannot be asked for an answer."""
+    return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
+
+
+def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
+    """Return the outcome of code that was run: right if every test passed."""
+    return Outcome(
+        parts={"correct": float(verdict.is_right)},
+        is_correct=verdict.is_right,
+        format_ok=True,
+        extracted=code,
+        timed_out=verdict.timed_out,
+        isolation=verdict.isolation,
+        metrics={
+            "tests_passed": verdict.num_passed,
+            "tests_failed": verdict.num_failed,
+            "tests_errored": verdict.num_errored,
+            "tests_timed_out": verdict.num_timed_out,
+            "tests_total": verdict.num_tests,
+            "tests_passed_frac": verdict.num_passed / max(1, verdict.num_tests),
+        },
+    )
+
+
+def fence(code: str) -> str:
+    """Return code as the reply that a task asks for."""
+    return f"```python\n{code.strip(chr(10))}\n```"

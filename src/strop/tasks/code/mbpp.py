@@ -10,19 +10,29 @@ from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import MbppSpec
 from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    WALL_S,
     compiles,
     defines,
     extract_python,
+    fence,
     import_lines,
+    judged_outcome,
     module_names,
+    no_code_outcome,
     used_names,
 )
-from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
-from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
-from strop.tasks.rows.reading import RowReading, SplitExamples, optional_text, require_texts, wrong_type
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
+from strop.tasks.rows.row_task import (
+    RowReading,
+    RowTask,
+    SplitExamples,
+    optional_text,
+    require_texts,
+    wrong_type,
+)
 from strop.tasks.traits import ProgramForm
 
 _MAX_REPLY_TOKENS = 1024
@@ -168,13 +178,10 @@ def _to_example(row: Row) -> Example:
     everywhere = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
     names = [name for name in everywhere if name in defined]
     if not defined.intersection(in_tests):
-        raise DataError(
-            explain_refusal(
-                f"{row.place}: {len(tests)} tests use {list(in_tests)[:5]}, and its code defines"
-                f" {sorted(defined)[:5]}",
-                allowed="at least one test of a name that `code` defines, in Python",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"{row.place}: {len(tests)} tests use {list(in_tests)[:5]}, and its code defines"
+            f" {sorted(defined)[:5]}",
+            allowed="at least one test of a name that `code` defines, in Python",
         )
     fields = {
         "text": text,

@@ -1,1 +1,1 @@
-"""Problems that are made rather than read: they need no data, and there are as many as are asked for."""
+"""Generated problems: they need no data, in any number."""

@@ -17,10 +17,9 @@ from typing import Any, overload
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ArithmeticSpec
-from strop.tasks.answers import ends_with_number, last_number
-from strop.tasks.contract import TaskLimits
+from strop.tasks.answers import ends_with_number, judged_text, last_number
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
-from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 32
@@ -84,9 +83,7 @@ class Arithmetic:
         """Compare the last number of the reply with the result."""
         judged = judged_text(text) or ""
         is_correct = last_number(judged) == Decimal(_solve(example))
-        return Outcome(
-            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=ends_with_number(judged)
-        )
+        return right_or_wrong(is_correct, format_ok=ends_with_number(judged))
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the result alone, in a sentence, with thousands commas and with a decimal part."""
@@ -114,10 +111,10 @@ def _echo_chance(spec: ArithmeticSpec) -> float:
 
 
 class _Sums(Sequence[Example]):
-    """The pairs of some problems, made on demand: one of each problem, and then the other of each."""
+    """The pairs of a range of problems, made on demand: first one pair of each problem, then the other."""
 
     def __init__(self, spec: ArithmeticSpec, ranks: range, places: range) -> None:
-        """`ranks`: of the problems in the shuffled range. `places`: of what is taken of their pairs."""
+        """`ranks`: problems in the shuffled range. `places`: positions among their pairs."""
         self._spec = spec
         self._ranks = ranks
         self._places = places

@@ -1,17 +1,16 @@
-"""One fixed question, over and over: a model that cannot learn its answer cannot learn anything here."""
+"""One fixed question repeated: a setup that cannot learn its answer cannot learn anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import DummySpec
-from strop.tasks.answers import ends_with_number, last_number
-from strop.tasks.contract import TaskLimits
+from strop.tasks.answers import ends_with_number, judged_text, last_number
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
-from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 64
@@ -68,18 +67,10 @@ class Dummy:
         Raises: DataError if the example is not of this task.
         """
         if example.fields.get("question") != _QUESTION:
-            raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {example.task}",
-                    allowed="examples of task dummy",
-                    next_step="build the task from the spec that the example was made with",
-                )
-            )
+            raise DataError(f"example {example.example_id} of task {example.task} is not one of task dummy")
         judged = judged_text(text) or ""
         is_correct = last_number(judged) == Decimal(_ANSWER)
-        return Outcome(
-            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=ends_with_number(judged)
-        )
+        return right_or_wrong(is_correct, format_ok=ends_with_number(judged))
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the answer alone and in a sentence."""

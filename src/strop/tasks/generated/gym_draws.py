@@ -1,12 +1,11 @@
-"""Drawing the problems of a reasoning-gym data set: the same ones in every process.
+"""Drawing the problems of a reasoning-gym data set, the same ones in every process.
 
-Some generators go through Python sets on the way to a problem: of letters (isomorphic_strings,
-ransom_note), of words (word_ladder), of board squares (knight_swap), of sympy's monomials
-(polynomial_multiplication). The order of a set follows from Python's hash seed, which every process draws
-anew, so a resumed run and a judge's worker would see other problems. These data sets are drawn by a process
-of its own whose hash seed is 0, once: what it drew is kept in the user's cache under what it was asked.
-Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded here for each
-problem and put back.
+Some generators iterate over Python sets: of letters (isomorphic_strings, ransom_note), of words
+(word_ladder), of board squares (knight_swap), of sympy's monomials (polynomial_multiplication). The order of
+a set depends on Python's hash seed, which differs between processes, so a resumed run or a judge's worker
+would see other problems. A process with hash seed 0 draws these data sets once, and the user's cache keeps
+them by request. Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded
+here for each problem and restored.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FORM = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawRequest:
-    """Which problems are drawn."""
+    """The problems to draw."""
 
     dataset: str
     settings: Mapping[str, Any]
@@ -65,12 +64,12 @@ class DrawRequest:
 
     @property
     def size(self) -> int:
-        """How many problems are looked at, at most, to find so many different questions."""
+        """Problems drawn at most to find that many different questions."""
         return _DRAWS_PER_EXAMPLE * self.num_wanted
 
 
 def create_dataset(request: DrawRequest) -> Any:
-    """Make the package's data set. Raises what the package raises on its settings."""
+    """Create the package's data set. Raises what the package raises on its settings."""
     import reasoning_gym
 
     with private_random_state(f"{request.dataset}/{request.seed}"):
@@ -90,7 +89,7 @@ def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
     with suppress(OSError, ValueError, LookupError, TypeError):
         entries: list[Entry] = json.loads(path.read_bytes())["entries"]
         return entries
-    entries = _draw_aside(request)
+    entries = _draw_in_process(request)
     with suppress(OSError, StoreError):
         from strop.io import write_bytes_atomically
 
@@ -139,7 +138,7 @@ def _cache_path(request: DrawRequest) -> Path:
     return user_cache_dir() / "reasoning-gym" / f"{request.dataset}-{key}.json"
 
 
-def _draw_aside(request: DrawRequest) -> list[Entry]:
+def _draw_in_process(request: DrawRequest) -> list[Entry]:
     """Draw in a process of its own, whose sets are in the same order everywhere.
 
     Raises: DataError if that process fails or takes too long.
@@ -155,11 +154,11 @@ def _draw_aside(request: DrawRequest) -> list[Entry]:
         )
         entries: list[Entry] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        errors = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         raise DataError(
             explain_refusal(
                 f"the problems of reasoning-gym data set {request.dataset} could not be drawn"
-                f" ({type(error).__name__}; {said[-1] if said else 'no error text'})",
+                f" ({type(error).__name__}; {errors[-1] if errors else 'no error text'})",
                 allowed=f"settings with which {request.num_wanted} problems are drawn in {_DRAW_LIMIT_S:g} s",
                 next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
             )

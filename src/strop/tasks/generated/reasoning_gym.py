@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReasoningGymSpec
+from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.gym_draws import (
     HASH_SEEDED,
@@ -34,7 +36,6 @@ from strop.tasks.generated.gym_draws import (
     read_entry,
 )
 from strop.tasks.prompt import pose
-from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -44,8 +45,8 @@ _VERIFIER = "answer-tag-2"
 # An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _SPLITS = "by-problem-1"
-_DRAWN_ASIDE = "/hash-seed-0"
-"""Marks data sets whose problems were others in every process, before they were drawn aside."""
+_DRAWN_ONCE = "/hash-seed-0"
+"""In the version of data sets whose problems used to differ between processes."""
 _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
@@ -89,7 +90,7 @@ class ReasoningGym:
         """Hash over settings, prompt, limits and the release of the package that makes the problems."""
         _import_package(self._spec.dataset)
         release = package_version("reasoning-gym") + (
-            _DRAWN_ASIDE if self._spec.dataset in HASH_SEEDED else ""
+            _DRAWN_ONCE if self._spec.dataset in HASH_SEEDED else ""
         )
         return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release + _SPLITS)
 
@@ -109,23 +110,19 @@ class ReasoningGym:
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the question and say where the answer belongs."""
+        """Pose the question and name the tag for the answer."""
         content = _PROMPT.format(question=example.fields["question"])
         return pose(content, base=f"{content}\n", thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.
 
-        A score outside of [0, 1] is passed on, for whoever asked to refuse.
+        A score outside of [0, 1] is passed on; the caller refuses it.
         Raises: DataError if the example is not of this task; whatever the data set's function raises.
         """
         if example.example_id not in self._problems:
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {example.task}",
-                    allowed=f"the examples of reasoning-gym data set {self._spec.dataset} as configured",
-                    next_step="build the task from the spec that the example was made with",
-                )
+                f"example {example.example_id} is not one of data set {self._spec.dataset} as configured"
             )
         judged = judged_text(text) or ""
         tag = _TAG.search(judged)
@@ -172,7 +169,7 @@ class ReasoningGym:
 
     @cached_property
     def _problems(self) -> dict[str, tuple[Example, Entry]]:
-        """Hold each example with the entry that its scorer wants, by example id, held-out ones first."""
+        """Examples with the entries that their scorer needs, by example id, held-out ones first."""
         spec, request = self._spec, self._request
         problems: dict[str, tuple[Example, Entry]] = {}
         for entry in draw_entries(self._dataset, request):
@@ -215,7 +212,7 @@ def _import_package(dataset: str | None) -> Any:
             )
         ) from error
     if dataset is not None and dataset not in DATASETS:
-        near = _near_names(dataset, sorted(DATASETS))
+        near = " or ".join(get_close_matches(dataset, sorted(DATASETS), n=2))
         raise ConfigError(
             explain_refusal(
                 f"task.dataset={dataset} is not a data set of reasoning-gym",
@@ -224,12 +221,6 @@ def _import_package(dataset: str | None) -> Any:
             )
         )
     return reasoning_gym
-
-
-def _near_names(name: str, names: list[str]) -> str:
-    from difflib import get_close_matches
-
-    return " or ".join(get_close_matches(name, names, n=2))
 
 
 def _setting_names(package: Any, dataset: str) -> list[str]:

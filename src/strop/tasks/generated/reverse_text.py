@@ -1,4 +1,4 @@
-"""Write a short text backwards: a task with a graded reward, made from strop's own words."""
+"""Write a short text backwards: a generated task with a graded reward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import takewhile
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReverseTextSpec
+from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
@@ -21,7 +21,7 @@ _SPLITS = "by-problem-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
 _CHANCE = {"beginning": 0.02, "any-order": 0.3}
-"""Texts without any sense begin with the right letter now and then, and share some in order with any text."""
+"""What nonsense earns: it may begin with the right letter, and shares some letters in order with any text."""
 _DRAWS_PER_EXAMPLE = 50
 
 # No word reads the same both ways, so copying is never right.
@@ -73,7 +73,7 @@ class ReverseText:
         return _sort_words(example.fields["text"])
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the text and say what to do with it."""
+        """Pose the text with the instruction."""
         return pose(_PROMPT.format(**example.fields), thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:

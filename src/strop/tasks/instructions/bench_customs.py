@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from strop.tasks.instructions.bench_forms import FORMS
 from strop.tasks.instructions.checkers import Checkers, Count, Stage, Text
-from strop.tasks.instructions.drafts import FILLER
 from strop.tasks.instructions.multi import folded_words, is_same_text
+from strop.tasks.instructions.replies import FILLER
 from strop.tasks.instructions.segments import bare_words, lines, sentences, strip_marks
 
 CUSTOMS = Checkers("IFBench, questions of their own", on=FORMS)

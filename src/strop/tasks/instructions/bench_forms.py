@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from strop.tasks.instructions.checkers import Checkers, Position, Stage, Text
-from strop.tasks.instructions.drafts import FILLER, deal
 from strop.tasks.instructions.multi import find_word_at, is_same_text, place_word
+from strop.tasks.instructions.replies import FILLER, deal
 from strop.tasks.instructions.rlvr import count_word
 from strop.tasks.instructions.segments import bare_words, lines, sentences, strip_marks
 
@@ -112,13 +112,13 @@ def _write_sentences_then_bullets(draft: str) -> str:
 @FORMS.check("format:sub-bullets")
 def writes_sub_bullets(text: str) -> bool:
     """Every line with an asterisk is followed by one with a hyphen before the next asterisk."""
-    marks = ["*" if _BULLET.match(line) else "-" for line in lines(text) if _is_item(line)]
+    marks = [
+        "*" if _BULLET.match(line) else "-"
+        for line in lines(text)
+        if _BULLET.match(line) or _SUB_BULLET.match(line)
+    ]
     runs = "".join(marks).split("*")
     return len(runs) > 1 and all(runs[1:])
-
-
-def _is_item(line: str) -> bool:
-    return bool(_BULLET.match(line) or _SUB_BULLET.match(line))
 
 
 @FORMS.edit("format:sub-bullets", stage=Stage.STRUCTURE)
@@ -204,13 +204,10 @@ def ends_sentences_with_emoji(text: str) -> bool:
         body = piece[lead.end() :].strip() if lead else piece
         following = pieces[index + 1] if index + 1 < len(pieces) else ""
         has_words = any(character.isalnum() for character in body)
-        if has_words and not (_ends_with_emoji(body) or _EMOJI.match(following)):
+        ends_with_emoji = any(match.end() == len(body) for match in _EMOJI.finditer(body))
+        if has_words and not (ends_with_emoji or _EMOJI.match(following)):
             return False
     return True
-
-
-def _ends_with_emoji(body: str) -> bool:
-    return any(match.end() == len(body) for match in _EMOJI.finditer(body))
 
 
 @FORMS.edit("format:emoji", stage=Stage.EDGES)

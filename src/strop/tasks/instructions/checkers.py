@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from strop.errors import DataError, explain_refusal
+from strop.tasks.rows.layout import bad_row
 
 Check = Callable[..., bool]
 Edit = Callable[..., str]
@@ -182,12 +183,9 @@ class Checkers:
                 faults.append(f"{key} is missing")
         if faults:
             allowed = ", ".join(f"{key} ({describe_form(form)})" for key, form in forms.items())
-            raise DataError(
-                explain_refusal(
-                    f"{place} gives {instruction_id} the arguments {given} ({'; '.join(faults)})",
-                    allowed=allowed or "no argument",
-                    next_step="mend or remove the row",
-                )
+            raise bad_row(
+                f"{place} gives {instruction_id} the arguments {given} ({'; '.join(faults)})",
+                allowed=allowed or "no argument",
             )
         return values
 
@@ -201,7 +199,7 @@ class Checkers:
 
 
 def describe_form(form: TypeAdapter[Any]) -> str:
-    """Say in a few words what an argument may be."""
+    """Describe in a few words what an argument may be."""
     schema = form.json_schema()
     if "enum" in schema:
         return " or ".join(repr(value) for value in schema["enum"])

@@ -2,7 +2,7 @@
 
 What they ask is described in arXiv:2311.07911. The verdicts of lm-eval are in `harness.py`; these here
 differ from them where its rules pay for nothing or depend on chance: keywords are texts and not
-patterns, an argument of 0 stays 0, a language that cannot be told is not the wanted one, and a reply
+patterns, an argument of 0 stays 0, an unrecognizable language is not the wanted one, and a reply
 that merely leaves something out must say something. A reply that was cut at its budget does not end
 as asked.
 """
@@ -26,9 +26,14 @@ from strop.tasks.instructions.checkers import (
     Texts,
     holds,
 )
-from strop.tasks.instructions.drafts import FILLER, SPOKEN, deal, fill_sentences, lengthen, repeat_words
-from strop.tasks.instructions.language import detect_language, known_languages
-from strop.tasks.instructions.segments import find_words, parts_between, sentences
+from strop.tasks.instructions.replies import FILLER, SPOKEN, deal, fill_sentences, lengthen, repeat_words
+from strop.tasks.instructions.segments import (
+    detect_language,
+    find_words,
+    known_languages,
+    parts_between,
+    sentences,
+)
 
 GOOGLE = Checkers("IFEval")
 
@@ -217,12 +222,9 @@ def _add_placeholders(draft: str, *, num_placeholders: int) -> str:
 @GOOGLE.check("detectable_content:postscript")
 def has_postscript(text: str, *, postscript_marker: Text) -> bool:
     """The marker occurs, in any case; spaces inside P.S. and P.P.S do not matter."""
-    return _postscript(postscript_marker).search(text) is not None
-
-
-def _postscript(marker: str) -> re.Pattern[str]:
+    marker = postscript_marker.strip()
     forms = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return re.compile(forms.get(marker.strip(), re.escape(marker.strip())), re.IGNORECASE)
+    return re.search(forms.get(marker, re.escape(marker)), text, re.IGNORECASE) is not None
 
 
 @GOOGLE.edit("detectable_content:postscript", stage=Stage.EDGES)

@@ -26,8 +26,7 @@ from pydantic import AfterValidator, Field
 from strop.errors import ConfigError, explain_refusal
 from strop.tasks.instructions.checkers import Checkers, Constraint, Count, Position, Relation, Text, holds
 from strop.tasks.instructions.google import CHOICES, GOOGLE
-from strop.tasks.instructions.language import detect_language
-from strop.tasks.instructions.segments import find_words
+from strop.tasks.instructions.segments import detect_language, find_words
 
 HARNESS = Checkers("IFEval as judged by lm-eval 0.4.13")
 

@@ -22,8 +22,8 @@ from strop.tasks.instructions.checkers import (
     Text,
     holds,
 )
-from strop.tasks.instructions.drafts import BASE_DRAFT, FILLER, deal, fill_sentences, repeat_words
 from strop.tasks.instructions.google import GOOGLE, contains_word, remove_text
+from strop.tasks.instructions.replies import BASE_DRAFT, FILLER, deal, fill_sentences, repeat_words
 from strop.tasks.instructions.rlvr import SPACED_STARS, count_word
 from strop.tasks.instructions.segments import (
     bare_words,

@@ -24,7 +24,6 @@ from strop.tasks.instructions.checkers import (
     Texts,
     holds,
 )
-from strop.tasks.instructions.drafts import BASE_DRAFT, FILLER, deal, fill_sentences, lengthen, repeat_words
 from strop.tasks.instructions.google import (
     GOOGLE,
     count_capital_words,
@@ -33,6 +32,7 @@ from strop.tasks.instructions.google import (
     find_bracketed,
     remove_text,
 )
+from strop.tasks.instructions.replies import BASE_DRAFT, FILLER, deal, fill_sentences, lengthen, repeat_words
 from strop.tasks.instructions.segments import paragraphs, parts_between, sentences, strip_marks
 
 RLVR = Checkers("RLVR-IFeval")

@@ -1,8 +1,8 @@
-"""Where replies are judged: in this process, or in worker processes that are killed at their limit.
+"""Judging replies in this process, or in worker processes that are killed at their limit.
 
-`open_judge` gives a task the judge that it asks for. A verifier that hangs, crashes or raises costs its
-own rollout, which then has no score; nobody waits for it. Workers are forked from a process that has
-loaded what the verifier needs, so that a new one costs milliseconds.
+`open_judge` returns the judge that a task asks for. A verifier that hangs, crashes or raises costs only its
+own rollout, which then has no score. Workers are forked from a process that has loaded what the verifier
+needs, so a new one costs milliseconds.
 Not here: what a verifier compares (`tasks`), and code that the model wrote (`sandbox`).
 """
 

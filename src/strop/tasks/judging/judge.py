@@ -1,9 +1,8 @@
-"""Who judges a reply, and in which process.
+"""Judges: which process verifies a reply.
 
-A verifier whose time is bounded by the text runs where it is called (`InlineJudge`). One that may
-hang, crash or run foreign code runs in worker processes (`WorkerJudge`): a hung one costs its own
-rollout, which then has no score, and nobody else's time. Where a task tells in microseconds which
-replies are which, only those that may hang go to the workers (`QuickJudge`).
+A verifier whose time is bounded by the text runs in the caller's process (`InlineJudge`). One that may hang,
+crash or run untrusted code runs in worker processes (`WorkerJudge`). Where a task can decide most replies in
+microseconds, only the others go to the workers (`QuickJudge`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
-from strop.tasks.judging.nursery import Handler
+from strop.tasks.judging.fork_server import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
-from strop.tasks.traits import QuickVerifier
+from strop.tasks.traits import has, quick_verifier_of
 
 _EXAMPLE_FIELDS = tuple(field.name for field in fields(Example))
 
@@ -37,7 +36,7 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what the judge started; what is under way gets no score. May be called twice."""
+        """End what the judge started; running calls give no score. May be called twice."""
         ...
 
 
@@ -48,11 +47,11 @@ class InlineJudge:
         self._task = task
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Let the task judge."""
+        """Call the verifier."""
         return self._task.verify(example, text)
 
     async def close(self) -> None:
-        """Hold nothing, release nothing."""
+        """Do nothing: nothing was opened."""
 
 
 class WorkerJudge:
@@ -66,7 +65,7 @@ class WorkerJudge:
         )
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Have the reply judged. A time-out, a crash and an exception give an outcome without a score."""
+        """Judge in a worker. A time-out, a crash and an exception give an outcome without a score."""
         # Not asdict, which copies every value: this is most of what a judgement costs in this process.
         values = {name: getattr(example, name) for name in _EXAMPLE_FIELDS}
         reply = await self.pool.call({"example": values, "text": text})
@@ -80,18 +79,20 @@ class WorkerJudge:
 
 
 class QuickJudge:
-    """Lets the task judge at once what takes little time for certain, and another judge the rest."""
+    """Judges here what the task can decide quickly, and passes the rest to another judge."""
 
-    def __init__(self, task: QuickVerifier, judge: Judge) -> None:
-        self._task = task
+    def __init__(self, task: Task, judge: Judge) -> None:
+        verify_quick = quick_verifier_of(task)
+        assert verify_quick is not None, f"task {task.name} has no verify_quick"
+        self._verify_quick = verify_quick
         self._judge = judge
         self._is_first = True
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Judge here, or have it judged."""
-        # The first reply goes to the other judge in any case: if its processes cannot be made ready, that
-        # is told before a run has begun, and not at the first reply that needs them.
-        outcome = None if self._is_first else self._task.verify_quick(example, text)
+        """Judge here, or pass the reply on."""
+        # The first reply always goes to the other judge: processes that cannot start then fail before the
+        # run begins, and not at the first reply that needs them.
+        outcome = None if self._is_first else self._verify_quick(example, text)
         self._is_first = False
         return await self._judge.judge(example, text) if outcome is None else outcome
 
@@ -101,19 +102,19 @@ class QuickJudge:
 
 
 class TimedJudge:
-    """Passes replies on, and keeps the time in which at least one of them was being judged."""
+    """Passes replies on, and measures the time during which at least one was being judged."""
 
     def __init__(self, judge: Judge, clock: Callable[[], float] = time.perf_counter) -> None:
         self._judge = judge
         self._clock = BusyClock(clock)
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Let the other judge judge."""
+        """Pass the reply on."""
         with self._clock.running():
             return await self._judge.judge(example, text)
 
     async def close(self) -> None:
-        """Leave the other judge to whoever opened it."""
+        """Do nothing: the caller that opened the other judge closes it."""
 
     def take_busy_s(self) -> float:
         """Return the time (seconds) since this was last asked for, and start anew."""
@@ -134,7 +135,7 @@ def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
         num_workers=describe_machine().num_logical_cpus,
         max_slow=0 if task.limits.verify_keeps_time else MAX_SLOW,
     )
-    return QuickJudge(task, workers) if isinstance(task, QuickVerifier) else workers
+    return QuickJudge(task, workers) if has(task, "verify_quick") else workers
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

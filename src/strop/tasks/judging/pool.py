@@ -1,13 +1,13 @@
-"""Calls of one function in processes that can be killed.
+"""Calls of one function in worker processes that are killed at their deadline.
 
-Deadlines are kept here, by kill: a hung verifier neither holds a thread nor ignores an alarm. Every
-call gets the result of its own request or a `CallFailure`; nothing is lost and nothing waits for ever.
+A hung verifier neither holds a thread nor can ignore an alarm. Every call gets the result of its own request
+or a `CallFailure`.
 
-A call that has had `SLOW_CPU_S` gives its place to the next one and goes on at low priority: so an
-endless one costs the others that time and a fork. CPU time is counted, because on a busy machine every
-call takes long; one that only waits gives its place away after `SLOW_WALL_S`. At low priority it gets a
-tenth of a core that another process wants: with a limit of 2 s, and four times as much for the second
-try, a call that takes 0.8 s alone has its verdict even there.
+A call that used `SLOW_CPU_S` of CPU time gives its slot to the next one and continues in the background at
+low priority, so an endless call costs the others that time and a fork. CPU time counts because every call
+takes long on a busy machine; a call that only waits gives its slot up after `SLOW_WALL_S`. At low priority
+it gets a tenth of a contended core: with a limit of 2 s, and four times that for the retry, a call that
+takes 0.8 s alone still finishes under contention.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
-from strop.tasks.judging import nursery
-from strop.tasks.judging.worker import Worker
+from strop.hardware.process import step_back
+from strop.sandbox.frames import pack, unpack
+from strop.tasks.judging import fork_server
 
 SLOW_CPU_S = 0.05
 SLOW_WALL_S = 0.5
 _LOOK_EVERY_S = 0.02
 MAX_SLOW = 16
-"""Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
+"""Default number of calls that may run in the background at once; further ones keep their slots."""
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
 CLOSED = "closed"
@@ -43,7 +45,7 @@ CLOSED = "closed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFailure:
-    """Why a call has no result, after it was tried a second time in a fresh process."""
+    """Why a call has no result, after a second try in a fresh process."""
 
     kind: str
     """'timeout', 'crash', 'closed', or the class of the exception that was raised."""
@@ -51,20 +53,20 @@ class CallFailure:
 
 
 class _PoolClosed(Exception):
-    """Raised where a call would go on in a pool that was closed under it; it ends as a `CallFailure`."""
+    """Raised where the pool was closed during a call, which then ends as a `CallFailure`."""
 
 
 class WorkerPool:
     """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
 
     `make_handler` is called once, in the process that the workers are forked from; it must be
-    picklable. Units: `limit_s` is the wall time of one call. `max_slow` calls may be aside at once.
-    Usable from one event loop.
+    picklable. `limit_s` is the wall time of one call (seconds). `max_slow` calls may run in the
+    background at once. Usable from one event loop.
     """
 
     def __init__(
         self,
-        make_handler: Callable[[], nursery.Handler],
+        make_handler: Callable[[], fork_server.Handler],
         *,
         num_workers: int,
         limit_s: float,
@@ -77,7 +79,7 @@ class WorkerPool:
         self._max_bytes = max_bytes
         self._log_path = log_path
         self._num_workers = num_workers
-        self._places = _Places(num_workers, max_slow)
+        self._slots = _Slots(num_workers, max_slow)
         self._starting = asyncio.Lock()
         self._starts: set[asyncio.Task[Worker]] = set()
         self._nonces = itertools.count()
@@ -86,9 +88,9 @@ class WorkerPool:
         self._is_closed = False
         self._num_under_way = 0
         self._none_under_way = asyncio.Event()
-        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._fork_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.counts: Counter[str] = Counter()
-        """How often: 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
+        """Counts of 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
 
     async def call(self, payload: Any) -> Any:
         """Return what the handler makes of a JSON value, or a `CallFailure`.
@@ -108,7 +110,7 @@ class WorkerPool:
                 self._none_under_way.set()
 
     async def close(self) -> None:
-        """End every process; what is under way, and what is called later, fails. May be called twice."""
+        """End every process; running and later calls fail. May be called twice."""
         self._is_closed = True
         for worker in self._busy:
             worker.close()
@@ -117,7 +119,7 @@ class WorkerPool:
         if self._num_under_way:
             self._none_under_way.clear()
             await self._none_under_way.wait()
-        await self._end_nursery()
+        await self._end_fork_server()
 
     async def _try_twice(self, payload: Any) -> Any:
         reply = await self._try(payload, self._limit_s)
@@ -133,7 +135,7 @@ class WorkerPool:
 
     async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
         self._require_open()
-        place = await self._places.take()
+        slot = await self._slots.acquire()
         try:
             self._require_open()
             worker = await self._take_worker(is_fresh=is_retry)
@@ -141,7 +143,7 @@ class WorkerPool:
             self._busy.add(worker)
             try:
                 self._require_open()
-                reply = await self._ask(worker, payload, limit_s, place)
+                reply = await self._ask(worker, payload, limit_s, slot)
                 is_usable = not isinstance(reply, CallFailure)
             finally:
                 self._busy.discard(worker)
@@ -152,13 +154,13 @@ class WorkerPool:
                     self._end(worker)
             return reply
         finally:
-            self._places.give_back(place)
+            self._slots.release(slot)
 
-    async def _ask(self, worker: Worker, payload: Any, limit_s: float, place: _Place) -> Any:
+    async def _ask(self, worker: Worker, payload: Any, limit_s: float, slot: _Slot) -> Any:
         nonce = next(self._nonces)
         try:
             answer = worker.ask({"nonce": nonce, "payload": payload})
-            await self._wait(answer, worker, limit_s, place)
+            await self._wait(answer, worker, limit_s, slot)
             if answer.cancelled():
                 self.counts["timeout"] += 1
                 return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
@@ -177,8 +179,8 @@ class WorkerPool:
             return CallFailure(kind=kind, detail=detail)
         return reply["result"]
 
-    async def _wait(self, answer: asyncio.Future[Any], worker: Worker, limit_s: float, place: _Place) -> None:
-        """Wait until an answer is there or, at the limit, cancelled; let others go first if it takes long."""
+    async def _wait(self, answer: asyncio.Future[Any], worker: Worker, limit_s: float, slot: _Slot) -> None:
+        """Wait for an answer, cancelled at the limit; move the call to the background if it is slow."""
         clock = asyncio.get_running_loop().time
         began_at = clock()
         try:
@@ -188,7 +190,7 @@ class WorkerPool:
                     continue
                 has_computed = worker.call_cpu_s >= SLOW_CPU_S
                 is_slow = has_computed or clock() - began_at >= SLOW_WALL_S
-                if is_slow and self._places.move_aside(place) and has_computed:
+                if is_slow and self._slots.move_to_background(slot) and has_computed:
                     worker.step_back()
         finally:
             answer.cancel()  # Which changes nothing where it is there.
@@ -219,8 +221,8 @@ class WorkerPool:
             try:
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
             except (OSError, struct.error):
-                # The nursery was killed, for example by the kernel when memory ran out.
-                await self._end_nursery()
+                # The fork server was killed, for example by the kernel when memory ran out.
+                await self._end_fork_server()
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
         self.counts["start"] += 1
         _, worker = await asyncio.get_running_loop().create_connection(lambda: Worker(pid), sock=connection)
@@ -228,18 +230,18 @@ class WorkerPool:
 
     def _end(self, worker: Worker) -> None:
         worker.close()
-        if self._nursery is not None:
-            with suppress(OSError):  # A dead nursery has taken its workers with it.
-                # Orders are a few bytes: they never wait for the nursery.
-                self._nursery[1].send(nursery.ORDER.pack(nursery.END, worker.pid))
+        if self._fork_server is not None:
+            with suppress(OSError):  # A dead fork server has taken its workers with it.
+                # Orders are a few bytes: sending never blocks.
+                self._fork_server[1].send(fork_server.ORDER.pack(fork_server.END, worker.pid))
 
-    async def _end_nursery(self) -> None:
+    async def _end_fork_server(self) -> None:
         for worker in self._idle:
             worker.close()
         self._idle.clear()
-        if self._nursery is not None:
-            process, control = self._nursery
-            self._nursery = None
+        if self._fork_server is not None:
+            process, control = self._fork_server
+            self._fork_server = None
             control.close()
             await asyncio.to_thread(process.wait)
 
@@ -248,10 +250,10 @@ class WorkerPool:
 
         Raises: CheckRefused if it cannot build the handler.
         """
-        if self._nursery is None:
-            process, control = await asyncio.to_thread(self._spawn_nursery)
-            answer = await asyncio.to_thread(_hear, control)
-            if answer[:1] != nursery.READY:
+        if self._fork_server is None:
+            process, control = await asyncio.to_thread(self._spawn_fork_server)
+            answer = await asyncio.to_thread(_read_report, control)
+            if answer[:1] != fork_server.READY:
                 control.close()
                 process.kill()
                 await asyncio.to_thread(process.wait)
@@ -264,16 +266,16 @@ class WorkerPool:
                     )
                 )
             control.settimeout(None)
-            self._nursery = process, control
-        return self._nursery[1]
+            self._fork_server = process, control
+        return self._fork_server[1]
 
-    def _spawn_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _spawn_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         job = pickle.dumps((self._make_handler, self._max_bytes))
         ours, theirs = socket.socketpair()
         log_path = Path(os.devnull) if self._log_path is None else self._log_path
         with theirs, log_path.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
+                [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -286,48 +288,48 @@ class WorkerPool:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Place:
-    """One call's place among those that run at once."""
+class _Slot:
+    """The slot of one call."""
 
-    is_aside: bool = False
+    is_background: bool = False
 
 
-class _Places:
-    """Lets a number of calls run at once, and slow ones beside them."""
+class _Slots:
+    """Limits how many calls run at once, and how many slow ones in the background besides."""
 
-    def __init__(self, num_places: int, max_aside: int) -> None:
-        self._free = asyncio.Semaphore(num_places)
-        self._max_aside = max_aside
-        self._num_aside = 0
+    def __init__(self, num_slots: int, max_background: int) -> None:
+        self._free = asyncio.Semaphore(num_slots)
+        self._max_background = max_background
+        self._num_background = 0
 
-    async def take(self) -> _Place:
+    async def acquire(self) -> _Slot:
         await self._free.acquire()
-        return _Place()
+        return _Slot()
 
-    def move_aside(self, place: _Place) -> bool:
-        """Give a slow call's place to the next one, if it may be aside; return whether it is."""
-        if not place.is_aside and self._num_aside < self._max_aside:
-            place.is_aside = True
-            self._num_aside += 1
+    def move_to_background(self, slot: _Slot) -> bool:
+        """Free a slow call's slot if the background has room; return whether the call is there."""
+        if not slot.is_background and self._num_background < self._max_background:
+            slot.is_background = True
+            self._num_background += 1
             self._free.release()
-        return place.is_aside
+        return slot.is_background
 
-    def give_back(self, place: _Place) -> None:
-        if place.is_aside:
-            self._num_aside -= 1
+    def release(self, slot: _Slot) -> None:
+        if slot.is_background:
+            self._num_background -= 1
         else:
             self._free.release()
 
 
 def _fork(control: socket.socket) -> tuple[int, socket.socket]:
-    """Have a worker forked. Returns its process id and our end of its connection.
+    """Fork a worker. Returns its process id and our end of its connection.
 
-    Raises: OSError or struct.error if the nursery is gone.
+    Raises: OSError or struct.error if the fork server is gone.
     """
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            socket.send_fds(control, [nursery.ORDER.pack(nursery.FORK, 0)], [theirs.fileno()])
+            socket.send_fds(control, [fork_server.ORDER.pack(fork_server.FORK, 0)], [theirs.fileno()])
         (pid,) = struct.unpack("!i", control.recv(4, socket.MSG_WAITALL))
     except (OSError, struct.error):
         ours.close()
@@ -335,12 +337,102 @@ def _fork(control: socket.socket) -> tuple[int, socket.socket]:
     return int(pid), ours
 
 
-def _hear(connection: socket.socket) -> bytes:
-    """Return all that a nursery says about its start; empty if it ended or took too long."""
-    said = b""
+def _read_report(connection: socket.socket) -> bytes:
+    """Return what a fork server reports when it starts: `READY`, or `BROKEN` and the reason."""
+    report = b""
     try:
-        while not said.startswith(nursery.READY) and (part := connection.recv(1 << 16)):
-            said += part
+        while not report.startswith(fork_server.READY) and (part := connection.recv(1 << 16)):
+            report += part
     except TimeoutError:
-        return nursery.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
-    return said or nursery.BROKEN + b"it ended without a word"
+        return fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
+    return report or fork_server.BROKEN + b"it ended without a word"
+
+
+_NICENESS_STEP = 10
+_MAX_CALLS = 1000
+_MAX_PEAK_BYTES = 1 << 30
+
+
+class Worker(asyncio.Protocol):
+    """A worker process as its pool sees it: a connection, a priority and its use. One call at a time."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.is_gone = False
+        self.is_low = False
+        """Whether it has a low priority, which cannot be raised again."""
+        self._num_calls = 0
+        self._peak_bytes = 0
+        self._cpu_s = 0.0
+        self._asked_at = 0.0
+        self._received = bytearray()
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Resolve the call once its answer is complete."""
+        self._received += data
+        try:
+            for answer, _ in unpack(self._received):
+                if self._answer is not None and not self._answer.done():
+                    self._answer.set_result(answer)
+        except CorruptRecord as error:
+            self._fail(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the call that waits."""
+        self.is_gone = True
+        self._fail(exc or ConnectionResetError("its connection was closed"))
+
+    def ask(self, call: Any) -> asyncio.Future[dict[str, Any]]:
+        """Send a call; the future gets its answer, CorruptRecord or OSError.
+
+        Raises: CorruptRecord if the call is too large.
+        """
+        self._num_calls += 1
+        self._asked_at = time.monotonic()
+        self._answer = asyncio.get_running_loop().create_future()
+        assert self._transport is not None
+        self._transport.write(pack(call))
+        if self.is_gone:
+            self._fail(ConnectionResetError("it ended before it was asked"))
+        return self._answer
+
+    def note_use(self, answer: Mapping[str, Any]) -> None:
+        """Record the memory and CPU time that an answer reports."""
+        self._peak_bytes, self._cpu_s = answer["peak_bytes"], answer["cpu_s"]
+
+    def close(self) -> None:
+        """Close our end."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def step_back(self) -> None:
+        """Lower the priority for good. Only after a first answer: the worker is in its own session then."""
+        # Linux limits how often a niceness may change; the next look tries again.
+        self.is_low = step_back(self.pid, by=_NICENESS_STEP)
+
+    @property
+    def call_cpu_s(self) -> float:
+        """CPU time (seconds) of its current call; wall time where the system cannot tell."""
+        try:
+            # Linux's number for the clock that clock_getcpuclockid(3) returns.
+            return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s
+        except OSError:
+            return time.monotonic() - self._asked_at
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether to replace it: before leaks add up, or because its priority cannot be raised again."""
+        return (
+            self.is_gone or self.is_low or self._num_calls >= _MAX_CALLS or self._peak_bytes > _MAX_PEAK_BYTES
+        )
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)

@@ -1,8 +1,8 @@
 """Replies judged by another model, which answers over HTTP.
 
-`rubric` says what the judge is shown, `verdict` what of its answer counts, `client` how it is asked and
-`desk` how often, `cache` keeps its judgements, and `calibration` compares it with people and with itself.
-What the judge leaves open has no score: prose, a refusal, a time-out or an error is never a 0.
+`rubric` has what the judge is shown, what of its answer counts and the cache of judgements, `client` asks it
+and limits how often, `calibration` compares it with people and with itself. Prose, a refusal, a time-out or
+an error gives no score, never a 0.
 """
 
 from strop.tasks.llm_judge.calibration import (

@@ -24,8 +24,8 @@ from strop.store.data_files import locate_named
 from strop.tasks.failures import FailureCause, find_causes, find_failures, sum_up
 from strop.tasks.judging import InlineJudge, Judge, open_judge
 from strop.tasks.llm_judge.task import LlmJudge, row_example
-from strop.tasks.rows.layout import Row, read_rows
-from strop.tasks.rows.reading import require_texts
+from strop.tasks.rows.layout import Row, bad_row, read_rows
+from strop.tasks.rows.row_task import require_texts
 
 MIN_ROWS = 50
 MIN_KAPPA = 0.6
@@ -68,7 +68,7 @@ class JudgeReport:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What speaks against training with this judge; () where nothing does."""
+        """Reasons against training with this judge; () where there are none."""
         found = []
         if self.kappa < MIN_KAPPA:
             found.append(f"kappa {self.kappa:.2f} with people is below {MIN_KAPPA:g}")
@@ -80,7 +80,7 @@ class JudgeReport:
         return tuple(found)
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         lost = f"{sum_up(self.causes, self.num_rows, 'judgements')}; " if self.causes else ""
         slope = "undefined" if self.length_correlation is None else f"{self.length_correlation:+.2f}"
         return (
@@ -112,13 +112,7 @@ def _read_labelled(row: Row) -> LabelledReply:
     (reply,) = require_texts(row, "reply")
     label = row.values.get("label")
     if label not in (True, False):
-        raise DataError(
-            explain_refusal(
-                f"{row.place} has label={str(label)[:80]!r}",
-                allowed="true or false",
-                next_step="mend or remove the row",
-            )
-        )
+        raise bad_row(f"{row.place} has label={str(label)[:80]!r}", allowed="true or false")
     others = {key: value for key, value in row.values.items() if key not in ("reply", "label")}
     return LabelledReply(
         example=row_example(Row(values=others, place=row.place)), text=reply, is_good=bool(label)
@@ -128,7 +122,7 @@ def _read_labelled(row: Row) -> LabelledReply:
 async def check_judge(
     task: LlmJudge, labelled: Sequence[LabelledReply], judge: Judge | None = None
 ) -> JudgeReport:
-    """Have labelled replies judged, and some of them twice more. Without a `judge`, in this process.
+    """Judge labelled replies, some of them twice more. Without a `judge`, in this process.
 
     Raises: DataError if there is no reply; ConfigError or DataError as `LlmJudge.verify` does.
     """
@@ -147,7 +141,7 @@ async def check_judge(
         for one, outcome in zip(labelled, outcomes, strict=True)
     ]
     labels = [one.is_good for one in labelled]
-    calls_before = task.client.desk.num_calls
+    calls_before = task.client.limiter.num_calls
     repeated = labelled[:NUM_REPEATED]
     pairs = [await asyncio.to_thread(task.score_twice, one.example, one.text) for one in repeated]
     scores = [(outcome.reward, len(one.text)) for one, outcome in zip(labelled, outcomes, strict=True)]
@@ -159,7 +153,7 @@ async def check_judge(
         num_unscored=len(labelled) - len(known),
         causes=find_causes(find_failures(outcomes)),
         num_cached=sum(outcome.metrics.get("judge_cached") == 1.0 for outcome in outcomes),
-        num_calls=task.client.desk.num_calls - calls_before,
+        num_calls=task.client.limiter.num_calls - calls_before,
         accuracy=fmean(bool(ours) == theirs for ours, theirs in zip(verdicts, labels, strict=True)),
         kappa=cohens_kappa([bool(verdict) for verdict in verdicts], labels),
         num_repeated=len(pairs),

@@ -1,31 +1,38 @@
-"""Asking the judge: one question, one answer, within a time that ends whatever the server does.
+"""The judge's HTTP client, its rate limit, and the address of judges that the run started (`role`).
 
-What goes wrong is a value, because the reply that was to be judged is not at fault: it stays unscored.
-Redirects are not followed, so the key goes to the named address only.
+A failed call is a value, because the judged reply is not at fault: it stays unscored. Redirects are not
+followed, so the key goes to the named address only.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import struct
+import tempfile
 import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Failure, FailureOwner
-from strop.spec.judge_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
-from strop.tasks.llm_judge.desk import CallDesk
-from strop.tasks.llm_judge.role import read_handover
-from strop.tasks.llm_judge.verdict import UNPARSABLE
+from strop.spec.own_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
+from strop.tasks.llm_judge.rubric import UNPARSABLE
 
 if TYPE_CHECKING:
     import httpx
 
+
 CALL_LIMIT_S = 30.0
 """From the first byte sent to the last one read, tries included."""
 WAIT_LIMIT_S = 30.0
-"""For a place among the calls under way, and for the rate."""
+"""For a free slot, and for the rate."""
 SEED = 0
 _MAX_TRIES = 3
 _BACKOFF_S = 0.5
@@ -43,7 +50,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Trouble:
+class _FailedTry:
     """A try that failed."""
 
     kind: str
@@ -54,8 +61,8 @@ class _Trouble:
 class JudgeClient:
     """Asks one judge; usable in forked processes."""
 
-    def __init__(self, endpoint: Endpoint, desk: CallDesk) -> None:
-        self.desk = desk
+    def __init__(self, endpoint: Endpoint, limiter: CallLimiter) -> None:
+        self.limiter = limiter
         self._endpoint = endpoint
         self._client: tuple[int, httpx.Client] | None = None
 
@@ -65,24 +72,26 @@ class JudgeClient:
         Raises: ConfigError if httpx is not installed or the variable of the key is not set.
         """
         client = self._open_client()
-        with self.desk.place(WAIT_LIMIT_S) as has_place:
-            if not has_place:
+        with self.limiter.slot(WAIT_LIMIT_S) as has_slot:
+            if not has_slot:
                 return _failure("judge_busy", f"no call could begin within {WAIT_LIMIT_S:g} s")
             deadline = time.monotonic() + CALL_LIMIT_S
-            trouble = _Trouble(kind="judge_timeout", detail="", can_retry=False)
+            failure = _FailedTry(kind="judge_timeout", detail="", can_retry=False)
             for number in range(_MAX_TRIES):
-                refusal = self.desk.begin_call(WAIT_LIMIT_S)
+                refusal = self.limiter.begin_call(WAIT_LIMIT_S)
                 if refusal is not None:
-                    return _failure(refusal, f"after {self.desk.num_calls} calls; see task.max_judge_calls")
+                    return _failure(
+                        refusal, f"after {self.limiter.num_calls} calls; see task.max_judge_calls"
+                    )
                 answer = _try(client, self._endpoint.model, question, deadline)
                 if isinstance(answer, str):
                     return answer
-                trouble = answer
+                failure = answer
                 pause_s = _BACKOFF_S * 2**number
                 if not answer.can_retry or time.monotonic() + pause_s >= deadline:
                     break
                 time.sleep(pause_s)
-        return _failure(trouble.kind, trouble.detail)
+        return _failure(failure.kind, failure.detail)
 
     def require_ready(self) -> None:
         """Refuse what every call would fail on.
@@ -135,7 +144,7 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
     return httpx.Client(base_url=url.rstrip("/"), headers=headers, trust_env=not is_here)
 
 
-def _try(client: httpx.Client, model: str, question: str, deadline: float) -> str | _Trouble:
+def _try(client: httpx.Client, model: str, question: str, deadline: float) -> str | _FailedTry:
     import httpx
 
     body = {
@@ -152,38 +161,195 @@ def _try(client: httpx.Client, model: str, question: str, deadline: float) -> st
             for part in response.iter_bytes():
                 data += part
                 if len(data) > _MAX_ANSWER_BYTES:
-                    return _Trouble(kind="judge_http", detail="an answer of over 1 MiB", can_retry=False)
+                    return _FailedTry(kind="judge_http", detail="an answer of over 1 MiB", can_retry=False)
                 if time.monotonic() > deadline:
                     return _timeout()
     except httpx.TimeoutException:
         return _timeout()
     except httpx.HTTPError as error:
-        return _Trouble(kind="judge_unreachable", detail=f"{type(error).__name__}: {error}", can_retry=True)
+        return _FailedTry(kind="judge_unreachable", detail=f"{type(error).__name__}: {error}", can_retry=True)
     if response.status_code != httpx.codes.OK:
         detail = f"status {response.status_code}: {data[:300].decode(errors='replace')}"
-        return _Trouble(kind="judge_http", detail=detail, can_retry=response.status_code in _BUSY)
+        return _FailedTry(kind="judge_http", detail=detail, can_retry=response.status_code in _BUSY)
     return _read_answer(data)
 
 
-def _read_answer(data: bytes) -> str | _Trouble:
+def _read_answer(data: bytes) -> str | _FailedTry:
     """Return the text of an answer in the form of the OpenAI protocol."""
     try:
         choice: Any = json.loads(data)["choices"][0]
         content = choice["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         detail = f"no answer of the protocol ({error!r}): {data[:300].decode(errors='replace')}"
-        return _Trouble(kind="judge_http", detail=detail, can_retry=False)
+        return _FailedTry(kind="judge_http", detail=detail, can_retry=False)
     if not isinstance(content, str):
         refusal = choice["message"].get("refusal")
-        return _Trouble(kind=UNPARSABLE, detail=f"no text; refusal {str(refusal)[:300]!r}", can_retry=False)
+        return _FailedTry(kind=UNPARSABLE, detail=f"no text; refusal {str(refusal)[:300]!r}", can_retry=False)
     return content
 
 
-def _timeout() -> _Trouble:
-    return _Trouble(
+def _timeout() -> _FailedTry:
+    return _FailedTry(
         kind="judge_timeout", detail=f"no whole answer within {CALL_LIMIT_S:g} s", can_retry=False
     )
 
 
 def _failure(kind: str, detail: str) -> Failure:
     return Failure(owner=FailureOwner.ENGINE, kind=kind, detail=detail)
+
+
+_STATE = struct.Struct("=Qd")
+"""Calls begun, and when the next one may begin (seconds of the machine's monotonic clock)."""
+_FIRST_SLOT = _STATE.size
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    """How often a judge may be called."""
+
+    num_at_once: int
+    calls_per_s: float | None
+    max_calls: int
+
+
+class CallLimiter:
+    """Limits calls at once, per second and in all, over all worker processes. Build it before the fork.
+
+    The count lives in an unnamed file that forked workers share. Slots are locks on its bytes, which the
+    kernel releases when their holder is killed.
+    """
+
+    def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
+        self._file = _open_unnamed()
+        weakref.finalize(self, os.close, self._file)
+        os.pwrite(self._file, _STATE.pack(0, 0.0), 0)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far, in all processes."""
+        with _locked(self._file, 0):
+            return self._read()[0]
+
+    @contextmanager
+    def slot(self, wait_limit_s: float) -> Iterator[bool]:
+        """Hold a slot while the block runs. False: none was free in time."""
+        deadline = time.monotonic() + wait_limit_s
+        while (held := self._try_slots()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        try:
+            yield held is not None
+        finally:
+            if held is not None:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, held)
+
+    def begin_call(self, wait_limit_s: float) -> str | None:
+        """Count a call, and wait until the rate allows it. Returns a kind of failure, or None."""
+        with _locked(self._file, 0):
+            num_calls, next_at = self._read()
+            if num_calls >= self._limits.max_calls:
+                return "judge_budget"
+            now = time.monotonic()
+            begin_at = max(now, next_at)
+            if begin_at - now > wait_limit_s:
+                return "judge_busy"
+            gap_s = 0.0 if self._limits.calls_per_s is None else 1.0 / self._limits.calls_per_s
+            os.pwrite(self._file, _STATE.pack(num_calls + 1, begin_at + gap_s), 0)
+        time.sleep(max(0.0, begin_at - time.monotonic()))
+        return None
+
+    def _try_slots(self) -> int | None:
+        for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._limits.num_at_once):
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+            except OSError:
+                continue
+            return slot
+        return None
+
+    def _read(self) -> tuple[int, float]:
+        num_calls, next_at = _STATE.unpack(os.pread(self._file, _STATE.size, 0))
+        return int(num_calls), float(next_at)
+
+
+@contextmanager
+def _locked(file: int, start: int) -> Iterator[None]:
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, start)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, start)
+
+
+def _open_unnamed() -> int:
+    """Return the descriptor of an unnamed file, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("strop-judge")
+    file, path = tempfile.mkstemp()
+    os.unlink(path)
+    return file
+
+
+# A judge that the run itself started (`role`) is found by a file with its address and key, which only this
+# user may read. The run names the directory in an environment variable that all judging processes inherit; a
+# process on another machine gets the files' contents and keeps them in a directory of its own.
+
+ROLES_VARIABLE = "STROP_JUDGE_ROLES"
+"""Directory of the files."""
+
+
+def handover_path(folder: Path, model: str) -> Path:
+    """Return the path of the file with a judge's address and key."""
+    return folder / f"{hashlib.sha256(model.encode()).hexdigest()[:16]}.json"
+
+
+def write_handover(path: Path, url: str, key: str) -> None:
+    """Write address and key, readable by this user only. Raises: OSError if that cannot be done."""
+    _write_privately(path, json.dumps({"url": f"{url}/v1", "key": key}))
+
+
+def list_handovers() -> dict[str, str]:
+    """Return the files' contents by name, keys included, for `adopt_handovers` on another machine."""
+    folder = os.environ.get(ROLES_VARIABLE)
+    return {path.name: path.read_text() for path in Path(folder).glob("*.json")} if folder else {}
+
+
+def adopt_handovers(folder: Path, handovers: Mapping[str, str]) -> None:
+    """Use judges that another process listed, in this process and all that it starts.
+
+    `folder` is created; the caller removes it.
+    Raises: OSError if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in handovers.items():
+        _write_privately(folder / name, content)
+    os.environ[ROLES_VARIABLE] = str(folder.absolute())
+
+
+def _write_privately(path: Path, content: str) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)
+
+
+def read_handover(model: str) -> tuple[str, str]:
+    """Return address and key of a judge that the run started.
+
+    Raises: ConfigError if this is no process of a run that started it.
+    """
+    folder = os.environ.get(ROLES_VARIABLE)
+    try:
+        found = json.loads(handover_path(Path(folder or ""), model).read_text()) if folder else None
+    except (OSError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            explain_refusal(
+                f"task.judge_url=role, and no run has started {model} for this process",
+                allowed="'role' while `strop train` runs, which starts the judge; else an address",
+                next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
+            )
+        )
+    return str(found["url"]), str(found["key"])

@@ -1,26 +1,32 @@
-"""What the judge is shown: a template with named places, and the reply in delimiters that it cannot forge.
+"""Rubric, judgement and cache: what the judge is shown, what of its answer counts, what is stored.
 
-A place that nobody knows, or that a row has nothing for, is refused: it would be an empty text in the
-question, and the score of another question (REW-6). Values are put in at once, so that a place inside
-a value stays text.
+A rubric is a template with named placeholders; the reply stands in delimiters that it cannot forge. A
+placeholder that is unknown, or that a row has no text for, is refused: the judge would score another question
+(REW-6). All values are filled in at once, so that a placeholder inside a value stays text.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from strop.errors import ConfigError, DataError, explain_refusal
+from strop.io import user_cache_dir, write_bytes_atomically
+from strop.rollout import Failure, FailureOwner
 from strop.store.data_files import locate_named
+from strop.tasks.answers import text_after_thinking
 
 _PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIRED = ("prompt", "reply")
 _MAX_REPLY_CHARS = 40_000
 """Of a longer reply the judge sees both ends: the whole would not fit what small judges can read."""
-
 _SHARED = "Question:\n{{prompt}}\n\n"
 BUILT_IN: Mapping[str, str] = {
     "quality": _SHARED
@@ -135,3 +141,82 @@ def wrap_reply(reply: str, secret: str) -> str:
     shown = _SCORE_KEY.sub(r"\1(quoted)\2", shown)
     shown = _DELIMITER.sub(lambda match: " ".join(match.group()), shown)
     return f"<<<REPLY {nonce}>>>\n{shown}\n<<<END OF REPLY {nonce}>>>"
+
+
+UNPARSABLE = "judge_unparsable"
+"""Kind of failure: the judge answered, and not with a score."""
+OUT_OF_BOUNDS = "judge_out_of_bounds"
+_MAX_SHOWN = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """A score that a judge gave."""
+
+    score: float
+    """In [0, 1]."""
+    reason: str = ""
+
+
+def read_judgement(answer: str) -> Judgement | Failure:
+    """Read the last JSON object of an answer; what the judge thought before is dropped.
+
+    A failure where the answer does not end in an object with a number from 0 to 1 as its score.
+    """
+    text = text_after_thinking(answer)
+    found = None if text is None else _last_object(text)
+    score = None if found is None else found.get("score")
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        shown = answer.strip()[-_MAX_SHOWN:]
+        return Failure(owner=FailureOwner.ENGINE, kind=UNPARSABLE, detail=f"the judge ended with {shown!r}")
+    if not math.isfinite(score) or not 0.0 <= score <= 1.0:
+        detail = f"the judge gave {score}, and scores are from 0 to 1"
+        return Failure(owner=FailureOwner.ENGINE, kind=OUT_OF_BOUNDS, detail=detail)
+    assert found is not None
+    return Judgement(score=float(score), reason=str(found.get("reason", "")))
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text ends with, in a code fence or not, or None."""
+    text = text.rstrip().removesuffix("```").rstrip()
+    if not text.endswith("}"):
+        return None
+    decoder = json.JSONDecoder()
+    start = text.rfind("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            end = -1
+        if end == len(text):
+            return value if isinstance(value, dict) else None
+        start = text.rfind("{", 0, start)
+    return None
+
+
+# The cache on this disk holds scores only; a failed call is repeated. An unreadable entry counts as absent.
+
+
+def judgement_path(judge_digest: str, question: str) -> Path:
+    """Return where the judgement of a question is kept; the question holds example, rubric and reply."""
+    key = hashlib.sha256(f"{judge_digest}\0{question}".encode()).hexdigest()
+    return user_cache_dir() / "judgements" / judge_digest[:16] / key[:2] / f"{key}.json"
+
+
+def find_judgement(path: Path) -> Judgement | None:
+    """Return a stored judgement, or None if there is none."""
+    try:
+        values = json.loads(path.read_bytes())
+        found = Judgement(score=float(values["score"]), reason=str(values["reason"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return found if 0.0 <= found.score <= 1.0 else None
+
+
+def keep_judgement(path: Path, judgement: Judgement) -> None:
+    """Store a judgement.
+
+    Raises: StoreError if the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(path, json.dumps({"score": judgement.score, "reason": judgement.reason}).encode())

@@ -8,26 +8,34 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
-from strop.spec.judge_tasks import MAX_ANSWER_TOKENS
+from strop.spec.own_tasks import MAX_ANSWER_TOKENS
 from strop.spec.task import LlmJudgeSpec
+from strop.tasks.answers import text_after_thinking
 from strop.tasks.contract import TaskLimits
-from strop.tasks.llm_judge.cache import find_judgement, judgement_path, keep_judgement
 from strop.tasks.llm_judge.client import (
     CALL_LIMIT_S,
     SEED,
     WAIT_LIMIT_S,
+    CallLimiter,
+    CallLimits,
     Endpoint,
     JudgeClient,
 )
-from strop.tasks.llm_judge.desk import CallDesk, DeskRules
-from strop.tasks.llm_judge.rubric import CONTRACT, Rubric, read_rubric
-from strop.tasks.llm_judge.verdict import Judgement, read_judgement
+from strop.tasks.llm_judge.rubric import (
+    CONTRACT,
+    Judgement,
+    Rubric,
+    find_judgement,
+    judgement_path,
+    keep_judgement,
+    read_judgement,
+    read_rubric,
+)
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.thinking import text_after_thinking
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -38,9 +46,9 @@ _SPARE_S = 5.0
 class LlmJudge:
     """The reward is the judge's score; solved is a reply of `task.pass_score` or more.
 
-    Judged is the text behind the last closed thinking block. Nothing is not worth a call: it earns 0,
-    and only it has a wrong form. Whatever the judge does not score, its caller has no score for either.
-    The version covers the judge's name, revision, rubric and contract.
+    Judged is the text behind the last closed thinking block. An empty text earns 0 without a call, and only
+    it has a wrong form. A reply that the judge does not score has no score. The version covers the judge's
+    name, revision, rubric and contract.
     """
 
     name = "llm-judge"
@@ -54,13 +62,13 @@ class LlmJudge:
             verify_limit_s=WAIT_LIMIT_S + CALL_LIMIT_S + _SPARE_S,
         )
         self.limits = fit_limits(limits, spec)
-        rules = DeskRules(
+        rules = CallLimits(
             num_at_once=spec.judge_concurrency,
             calls_per_s=spec.judge_calls_per_s,
             max_calls=spec.max_judge_calls,
         )
         endpoint = Endpoint(url=spec.judge_url, model=spec.judge_model, key_env=spec.judge_key_env)
-        self.client = JudgeClient(endpoint, CallDesk(rules))
+        self.client = JudgeClient(endpoint, CallLimiter(rules))
 
     @cached_property
     def version(self) -> str:
@@ -99,7 +107,7 @@ class LlmJudge:
         return pose(str(example.fields["prompt"]), thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Have the judge score a reply.
+        """Ask the judge for a score.
 
         Raises: DataError if the example has nothing for a place of the rubric; ConfigError if the judge
             cannot be asked from here; StoreError if a judgement cannot be kept.
@@ -197,12 +205,8 @@ def row_example(row: Row, rubric: Rubric | None = None) -> Example:
     (prompt,) = require_texts(row, "prompt")
     gold = row.values.get("gold")
     if gold is not None and (not isinstance(gold, str) or not gold.strip()):
-        raise DataError(
-            explain_refusal(
-                f"{row.place} has gold={str(gold)[:80]!r}",
-                allowed="a text that is not empty, or no gold at all",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"{row.place} has gold={str(gold)[:80]!r}", allowed="a text that is not empty, or no gold at all"
         )
     others = {key: value for key, value in row.values.items() if key not in ("prompt", "gold")}
     example = make_example(LlmJudge.name, {**_plain(others), "prompt": prompt}, gold)

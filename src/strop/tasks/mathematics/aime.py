@@ -10,17 +10,15 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import AimeSpec
-from strop.tasks.contract import TaskLimits
+from strop.tasks.answers import judged_text
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import AnswerForm, find_answer, last_formula
 from strop.tasks.mathematics.boxed_math import problem_text
 from strop.tasks.mathematics.normal_form import normal_form, without_name
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, require_texts
-from strop.tasks.rows.row_task import RowTask, gold_of
-from strop.tasks.thinking import judged_text
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
 
 _PROMPT = (
     "{problem}\n\nReason step by step, and give the final answer, a whole number from 0 to 999, in"
@@ -76,9 +74,8 @@ class Aime(RowTask):
         extracted = None if judged is None else _find(judged)
         value = None if extracted is None else _to_integer(extracted)
         is_correct = value is not None and str(value) == gold
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
+        return right_or_wrong(
+            is_correct,
             format_ok=value is not None and 0 <= value <= _MAX_ANSWER,
             extracted=extracted,
         )
@@ -117,11 +114,7 @@ def _to_example(row: Row) -> Example:
         values["answer"] = str(values["answer"])
     problem, answer = require_texts(Row(values=values, place=row.place), "problem", "answer")
     if not re.fullmatch(r"[0-9]{1,3}", answer.strip()):
-        raise DataError(
-            explain_refusal(
-                f"the answer in {row.place} is {answer!r}",
-                allowed=f"a whole number from 0 to {_MAX_ANSWER}",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"the answer in {row.place} is {answer!r}", allowed=f"a whole number from 0 to {_MAX_ANSWER}"
         )
     return make_example("aime", {"problem": problem}, str(int(answer)))

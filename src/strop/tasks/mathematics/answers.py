@@ -1,4 +1,4 @@
-r"""Finding the final answer in a worked solution. What is compared with it: `math_equivalence`.
+r"""Finding the final answer in a worked solution. What is compared with it: `equivalence`.
 
 The first form that is there counts, in this order:
 1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. An empty one is no answer, and

@@ -1,23 +1,22 @@
-r"""What the tasks with competition problems share: the prompt, the verdict, and the gold replies.
+r"""Competition problems whose final answer stands in `\boxed{}`: MATH, MATH-500 and DeepScaleR.
 
-The problem is asked with one sentence that wants the final answer in `\boxed{}`. How the answer is
-found in a reply is `answers`, and when it is right `equivalence`. An answer that nobody can
-read is wrong; a gold answer that nobody can read is refused when the data is read.
+They share the prompt, the verdict and the gold replies. `answers` finds the answer in a reply, `equivalence`
+compares it. An unreadable answer is wrong; an unreadable gold answer is refused when the data is read.
 """
 
 from __future__ import annotations
 
-from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, Outcome
-from strop.spec.task import BoxedMathSpec
-from strop.tasks.contract import TaskLimits
+import re
+
+from strop.rollout import Example, Outcome, Split, make_example
+from strop.spec.task import BoxedMathSpec, DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.answers import judged_text
+from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal_at_once
 from strop.tasks.mathematics.normal_form import normal_form
-from strop.tasks.rows.layout import Row
-from strop.tasks.rows.reading import RowReading
-from strop.tasks.rows.row_task import RowTask, gold_of
-from strop.tasks.thinking import judged_text
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
 _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
@@ -25,9 +24,10 @@ _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
 _VERIFIER = "math-equivalence-2"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
+_LEVEL = re.compile(r"Level ([1-5?])")
 _MAX_QUICK_CHARS = 1 << 15
 _MAX_QUICK_ANSWER_CHARS = 300
-"""What is longer is judged where judging may take long. The worst replies within these bounds take 25 ms
+"""Longer replies are judged in a worker. The worst replies within these bounds take 25 ms
 to find the answer in and 3 ms to compare it, where most take 0.1 ms."""
 
 
@@ -104,9 +104,8 @@ def _find(text: str) -> FoundAnswer | None:
 
 
 def _outcome(found: FoundAnswer | None, *, is_correct: bool) -> Outcome:
-    return Outcome(
-        parts={"correct": float(is_correct)},
-        is_correct=is_correct,
+    return right_or_wrong(
+        is_correct,
         format_ok=found is not None and found.is_marked_once,
         extracted=None if found is None else found.text,
     )
@@ -119,12 +118,9 @@ def boxed_answer(row: Row, solution: str) -> str:
     """
     boxes = find_boxes(solution)
     if not boxes or not normal_form(boxes[-1]):
-        raise DataError(
-            explain_refusal(
-                f"the solution in {row.place} ends in {solution[-40:]!r}",
-                allowed="a solution with its answer in \\boxed{...}",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"the solution in {row.place} ends in {solution[-40:]!r}",
+            allowed="a solution with its answer in \\boxed{...}",
         )
     return boxes[-1].strip()
 
@@ -135,16 +131,114 @@ def require_readable(row: Row, answer: str) -> str:
     Raises: DataError naming the row, if nothing is left of it that could be compared.
     """
     if not normal_form(answer):
-        raise DataError(
-            explain_refusal(
-                f"the answer in {row.place} is {answer!r}",
-                allowed="a number, a formula or a word",
-                next_step="mend or remove the row",
-            )
-        )
+        raise bad_row(f"the answer in {row.place} is {answer!r}", allowed="a number, a formula or a word")
     return answer.strip()
 
 
 def problem_text(example: Example) -> str:
     """Return what is asked."""
     return str(example.fields["problem"])
+
+
+_SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+
+
+class HendrycksMath(BoxedMath):
+    """The 12,500 problems of MATH, or those of some levels: `problem`, `level`, `type`, `solution`.
+
+    Seven subjects, each a folder of the hub's data set with its own train and test file. Rows with 'Level ?'
+    are left out and counted.
+    """
+
+    def __init__(self, spec: MathSpec) -> None:
+        def why_left_out(row: Row, split: Split) -> str | None:
+            level = _level(row)
+            if level is None:
+                return "Level ?"
+            return None if spec.min_level <= level <= spec.max_level else f"Level {level}"
+
+        reading = RowReading(
+            layout=DataLayout(
+                train=tuple(f"{subject}/train-00000-of-00001.parquet" for subject in _SUBJECTS),
+                held_out=tuple(f"{subject}/test-00000-of-00001.parquet" for subject in _SUBJECTS),
+            ),
+            to_example=_read_math,
+            question=problem_text,
+            why_left_out=why_left_out,
+            drops_shared=True,
+        )
+        super().__init__(spec, reading, max_reply_tokens=2048)
+
+    def _read_splits(self) -> SplitExamples:
+        return super()._read_splits().with_shots(self._num_few_shot)
+
+
+def _level(row: Row) -> int | None:
+    """Return the level, or None where the data does not know it.
+
+    Raises: DataError naming the row, if it is neither.
+    """
+    match = _LEVEL.fullmatch(str(row.values.get("level")))
+    if match is None:
+        raise bad_row(
+            f"{row.place} has level {row.values.get('level')!r}",
+            allowed="'Level 1' to 'Level 5', or 'Level ?'",
+        )
+    return None if match.group(1) == "?" else int(match.group(1))
+
+
+def _read_math(row: Row) -> Example:
+    problem, level, subject, solution = require_texts(row, "problem", "level", "type", "solution")
+    fields = {"problem": problem, "level": level, "subject": subject, "solution": solution}
+    return make_example("math", fields, boxed_answer(row, solution))
+
+
+class Math500(BoxedMath):
+    """The 500 problems of MATH-500, for evaluation: `problem`, `solution`, `answer`, `subject`, `level`.
+
+    They are test problems of MATH: a model trained on the training split of task math has not seen them.
+    """
+
+    def __init__(self, spec: Math500Spec) -> None:
+        layout = DataLayout(train=(), held_out=("test.jsonl",))
+        reading = RowReading(layout=layout, to_example=_read_math500, question=problem_text)
+        super().__init__(spec, reading, max_reply_tokens=2048)
+
+
+def _read_math500(row: Row) -> Example:
+    problem, solution, answer = require_texts(row, "problem", "solution", "answer")
+    fields = {"problem": problem, "solution": solution, "level": row.values.get("level")}
+    return make_example("math500", fields, require_readable(row, answer))
+
+
+class Deepscaler(BoxedMath):
+    """40,000 problems of several competitions: `problem`, `answer`, and a `solution` that may be empty.
+
+    The published set has one split; some of it is held out, chosen by content. It holds competition problems
+    up to 2023, so evaluate on later ones (task aime). Rows without an answer are left out and counted.
+    """
+
+    def __init__(self, spec: DeepscalerSpec) -> None:
+        reading = RowReading(
+            layout=DataLayout(train=("deepscaler.json",), held_out=()),
+            to_example=_read_deepscaler,
+            question=problem_text,
+            why_left_out=lambda row, split: "no answer" if row.values.get("answer") in (None, "") else None,
+            drops_shared=True,
+        )
+        super().__init__(spec, reading, max_reply_tokens=4096)
+
+
+def _read_deepscaler(row: Row) -> Example:
+    problem, answer = require_texts(row, "problem", "answer")
+    solution = row.values.get("solution")
+    fields = {"problem": problem, "solution": solution if isinstance(solution, str) else ""}
+    return make_example("deepscaler", fields, require_readable(row, answer))

@@ -7,17 +7,16 @@ what is left is asked of sympy. So most answers cost some microseconds.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from functools import lru_cache
 
 from strop.tasks.mathematics.normal_form import normal_form, without_name
-from strop.tasks.mathematics.numbers import compare_numbers
 from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded, require_math_verify
 
 _MAX_CHARS = 2000
 """A longer answer is no answer; the longest gold answers of MATH have about 160 characters."""
-
-
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
 
 
@@ -87,3 +86,104 @@ def _forms(gold: str, reply: str) -> tuple[str, str]:
     if not _RELATION.search(ours):
         return ours, without_name(theirs) or theirs
     return ours, theirs
+
+
+# A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number '3\frac{1}{2}', a
+# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. Where a decimal
+# was written and neither value is whole, values within 1e-6 of the larger one are equal: 0.333333 is
+# 1/3 and 0.3333 is not. Whole numbers are equal to themselves only: 18.00 is 18, 18.000001 is not.
+
+_REL_TOLERANCE = Fraction(1, 10**6)
+_MAX_DIGITS = 1000
+_MAX_EXPONENT = 300
+_MAX_ITEMS = 64
+_SIGN = r"([-+]*)"
+_PLAIN = re.compile(_SIGN + r"([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{?(-?[0-9]{1,3})\}?)?")
+_RATIO = re.compile(_SIGN + r"([0-9]*)\\frac\{([-+]?[0-9]+(?:\.[0-9]+)?)\}\{([-+]?[0-9]+(?:\.[0-9]+)?)\}")
+_SLASH = re.compile(_SIGN + r"()([0-9]+(?:\.[0-9]+)?)/(-?[0-9]+(?:\.[0-9]+)?)")
+_POWER_FORM = re.compile(_SIGN + r"([0-9]{1,6})\^\{?(-?[0-9]{1,3})\}?")
+_BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An exact value, and whether it was written as a decimal."""
+
+    value: Fraction
+    is_decimal: bool
+
+    def equals(self, other: Number) -> bool:
+        """Compare by the rules of this module; symmetric."""
+        if self.value == other.value:
+            return True
+        is_whole = 1 in (self.value.denominator, other.value.denominator)
+        if is_whole or not (self.is_decimal or other.is_decimal):
+            return False
+        larger = max(abs(self.value), abs(other.value))
+        return abs(self.value - other.value) <= _REL_TOLERANCE * larger
+
+
+def parse_exact(form: str) -> Number | None:
+    """Read a normal form that is one number, or None."""
+    if len(form) > _MAX_DIGITS:
+        return None
+    if match := _PLAIN.fullmatch(form):
+        sign, digits, exponent = match.groups()
+        value = Fraction(digits) * Fraction(10) ** int(exponent or 0)
+    elif match := _RATIO.fullmatch(form) or _SLASH.fullmatch(form):
+        sign, whole, upper, lower = match.groups()
+        is_mixed = bool(whole)
+        if not Fraction(lower) or (is_mixed and not (upper.isdigit() and lower.isdigit())):
+            return None
+        value = Fraction(int(whole or 0)) + Fraction(upper) / Fraction(lower)
+    elif match := _POWER_FORM.fullmatch(form):
+        sign, base, exponent = match.groups()
+        if abs(int(exponent)) > _MAX_EXPONENT or not int(base):
+            return None
+        value = Fraction(int(base)) ** int(exponent)
+    else:
+        return None
+    return Number(-value if sign.count("-") % 2 else value, is_decimal="." in form)
+
+
+def compare_numbers(gold: str, reply: str) -> bool | None:
+    """Compare two normal forms; None where one of them is not made of numbers.
+
+    Tuples and intervals agree in their brackets and the order of their numbers; sets, and lists
+    without brackets, in their numbers.
+    """
+    ours, theirs = _read(gold), _read(reply)
+    if ours is None or theirs is None:
+        return None
+    if ours[0] != theirs[0] or len(ours[1]) != len(theirs[1]):
+        return False
+    if ours[0] in ("", "\\{\\}"):
+        return _same_members(ours[1], theirs[1])
+    return all(one.equals(other) for one, other in zip(ours[1], theirs[1], strict=True))
+
+
+def _read(form: str) -> tuple[str, list[Number]] | None:
+    """Return the brackets and the numbers between them; no brackets for a number or a bare list."""
+    alone = parse_exact(form)
+    if alone is not None:
+        return "", [alone]
+    brackets, inner = "", form
+    for opening in _BRACKETS:
+        for closing in _BRACKETS.values():
+            if form.startswith(opening) and form.endswith(closing):
+                brackets, inner = opening + closing, form[len(opening) : -len(closing)]
+    pieces = inner.split(",")
+    if len(pieces) > _MAX_ITEMS or (len(pieces) == 1 and not brackets):
+        return None
+    numbers = [number for piece in pieces if (number := parse_exact(piece)) is not None]
+    return (brackets, numbers) if len(numbers) == len(pieces) else None
+
+
+def _same_members(ours: list[Number], theirs: list[Number]) -> bool:
+    left = list(theirs)
+    for number in ours:
+        match = next((other for other in left if number.equals(other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True

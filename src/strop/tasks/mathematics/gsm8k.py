@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from strop.errors import DataError, explain_refusal
+import re
+from typing import Literal
+
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import Gsm8kSpec
-from strop.tasks.answers import parse_number
-from strop.tasks.contract import TaskLimits
-from strop.tasks.mathematics.gsm8k_answers import (
-    MARKED,
-    find_number_text,
-    harness_answer,
-    harness_clean,
-    harness_gold,
-)
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
-from strop.tasks.rows.row_task import RowTask, gold_of
-from strop.tasks.thinking import judged_text
+from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_text, parse_number
+from strop.tasks.contract import TaskLimits, right_or_wrong
+from strop.tasks.mathematics.answers import find_boxes
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
@@ -46,12 +40,12 @@ class Gsm8k(RowTask):
 
     def __init__(self, spec: Gsm8kSpec) -> None:
         is_hash = spec.mode == "hash" or spec.num_few_shot > 0
+        markers = _MARKERS if spec.mode == "auto" else ("Question:" if is_hash else "Q:",)
+        base_stops = (*markers, *_HARNESS_STOP_STRINGS)
         super().__init__(
             spec,
             _READING,
-            TaskLimits(
-                max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_base_stops(spec.mode, is_hash=is_hash)
-            ),
+            TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=base_stops),
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_PROMPT_HASH if is_hash else _BASE_PROMPT,
@@ -65,12 +59,12 @@ class Gsm8k(RowTask):
             found = harness_answer(mode, text)
             gold = harness_gold(mode, example.fields["solution"])
             is_correct = found is not None and harness_clean(found) == gold
-            return _outcome(is_correct, found is not None, found)
+            return right_or_wrong(is_correct, format_ok=found is not None, extracted=found)
         gold_number = parse_number(gold_of(example))
         judged = judged_text(text, _MARKERS) or ""
         found = find_number_text(judged)
         is_correct = found is not None and parse_number(found) == gold_number
-        return _outcome(is_correct, MARKED.search(judged) is not None, found)
+        return right_or_wrong(is_correct, format_ok=MARKED.search(judged) is not None, extracted=found)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the worked solution, the marked number and the number in a sentence, as the mode reads."""
@@ -84,29 +78,14 @@ class Gsm8k(RowTask):
         return super()._read_splits().with_shots(self._num_few_shot)
 
 
-def _base_stops(mode: str, *, is_hash: bool) -> tuple[str, ...]:
-    if mode == "auto":
-        return (*_MARKERS, *_HARNESS_STOP_STRINGS)
-    return ("Question:" if is_hash else "Q:", *_HARNESS_STOP_STRINGS)
-
-
-def _outcome(is_correct: bool, format_ok: bool, extracted: str | None) -> Outcome:
-    return Outcome(
-        parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=format_ok, extracted=extracted
-    )
-
-
 def _to_example(row: Row) -> Example:
     question, solution = require_texts(row, "question", "answer")
     _, mark, tail = solution.rpartition("####")
     gold = parse_number(tail)
     if not mark or gold is None:
-        raise DataError(
-            explain_refusal(
-                f"the answer in {row.place} ends in {solution[-40:]!r}",
-                allowed="an answer whose last line is '#### ' and a number",
-                next_step="mend or remove the row",
-            )
+        raise bad_row(
+            f"the answer in {row.place} ends in {solution[-40:]!r}",
+            allowed="an answer whose last line is '#### ' and a number",
         )
     return make_example(
         "gsm8k", {"question": question, "solution": solution}, tail.strip().replace(",", "").lstrip("$")
@@ -120,3 +99,59 @@ _READING = RowReading(
     to_example=_to_example,
     question=lambda example: str(example.fields["question"]),
 )
+# `auto` looks, in the text before any marker of a follow-up problem, for the first sentence 'The answer
+# is N.', then the first '#### N', then the last box, then the last number. It reads numbers as `answers`
+# does and compares them as decimals.
+#
+# `strict`, `hash` and `flex` are lm-eval 0.4.13's filters bit for bit, for scores that are compared with
+# published ones: 'strict-match' of its task gsm8k_cot, 'strict-match' of gsm8k, and 'flexible-extract' of
+# both. Their flaws are kept: strict loses the last digit where no period follows, flex takes '..' for a
+# number and a minus for a sign, nothing is cut at a follow-up problem, and '18.00' is not '18', because
+# texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
+
+HarnessMode = Literal["strict", "hash", "flex"]
+MARKED = re.compile(rf"####\s*({NUMBER_PATTERN})")
+"""The form that strop's prompt asks for."""
+_PHRASE = re.compile(
+    rf"\bThe answer is:?\s*[*_]*({NUMBER_PATTERN})[*_]*(?=[ \t]*(?:\n|$)|[.!](?:\s|$))", re.IGNORECASE
+)
+_HARNESS = {
+    "strict": re.compile(r"The answer is (\-?[0-9\.\,]+)."),
+    "hash": re.compile(r"#### (\-?[0-9\.\,]+)"),
+    "flex": re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)"),
+}
+_HARNESS_IGNORED = tuple(re.compile(pattern) for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"))
+
+
+def find_number_text(text: str) -> str | None:
+    """Return the text of the answering number by strop's own rules, or None."""
+    if phrase := _PHRASE.search(text):
+        return phrase.group(1)
+    if marked := MARKED.search(text):
+        return marked.group(1)
+    boxes = find_boxes(text)
+    if boxes and parse_number(boxes[-1]) is not None:
+        return boxes[-1].strip()
+    return last_number_text(text)
+
+
+def harness_answer(mode: HarnessMode, text: str) -> str | None:
+    """Return what lm-eval's filter takes from a reply, not yet cleaned; None for its '[invalid]'."""
+    found = _HARNESS[mode].findall(text)
+    if not found:
+        return None
+    last = found[-1 if mode == "flex" else 0]
+    parts = [part for part in last if part] if isinstance(last, tuple) else [last]
+    return parts[0].strip() if parts else None
+
+
+def harness_clean(text: str) -> str:
+    """Clean a text as lm-eval's metric `exact_match` does with the settings of its gsm8k tasks."""
+    for pattern in _HARNESS_IGNORED:
+        text = pattern.sub("", text)
+    return text.lower()
+
+
+def harness_gold(mode: HarnessMode, solution: str) -> str:
+    """Return the cleaned gold answer of a worked solution: all of it in gsm8k, its end in gsm8k_cot."""
+    return harness_clean(solution if mode == "hash" else solution.rpartition("####")[2].strip())

@@ -18,7 +18,7 @@ The rules, in the order in which they are applied. None of them removes or adds 
 12. '^{2}' is '^2' and '_{n}' is '_n' where one character stands in braces; 'a/b' of two whole numbers is
     '\frac{a}{b}'; '.5' is '0.5'; '5.' and '+5' are '5';
 13. one word alone has no case: 'Even' is 'even'. A single letter keeps its case.
-Not done: zeros, fractions and roots are neither reduced nor evaluated; that is `math_numbers` and
+Not done: zeros, fractions and roots are neither reduced nor evaluated; that is `equivalence` and
 `symbolic`.
 """
 

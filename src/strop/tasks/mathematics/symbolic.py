@@ -57,7 +57,7 @@ class _Formula:
     parsed: tuple[Any, ...]
     """What math-verify read; empty if nothing."""
     value: complex | None
-    """At the point that `_coordinate` describes; None where it cannot be told."""
+    """At the point that `_coordinate` describes; None where it cannot be computed."""
 
 
 def is_bounded(form: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Message
-from strop.tasks.rows.layout import Row
+from strop.tasks.rows.layout import Row, bad_row
 
 KEYS = ("prompt", "messages", "completion", "prompt_id", "problem", "gold", "source", "weight", "train_on")
 _TRAIN_ON = ("assistant", "last", "all")
@@ -136,6 +136,4 @@ def refuse_double_names(rows: Sequence[SftRow]) -> None:
 
 def malformed(row: Row | SftRow, given: str, allowed: str) -> DataError:
     """Return the refusal of a row."""
-    return DataError(
-        explain_refusal(f"{row.place} {given}", allowed=allowed, next_step="mend or remove the row")
-    )
+    return bad_row(f"{row.place} {given}", allowed=allowed)

@@ -47,7 +47,7 @@ class DataLayout:
     held_out: tuple[str, ...]
     """Empty: some of the training rows are held out, chosen by their content."""
     is_unknown: bool = False
-    """Whether nobody knows the files of the data set: on a hub, too, they are found by their names."""
+    """Whether the files are unknown: on a hub, too, they are found by their names."""
     shots: tuple[str, ...] = ()
     """Files of a split of its own whose rows are shown as solved examples, such as dev or prompt."""
 
@@ -59,6 +59,11 @@ class Row:
     values: Mapping[str, Any]
     place: str
     """For messages: file and row number, from 1."""
+
+
+def bad_row(given: str, allowed: str) -> DataError:
+    """Return the error for a row that is not what its task reads; `given` names row and content."""
+    return DataError(explain_refusal(given, allowed=allowed, next_step="mend or remove the row"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +189,7 @@ def _folder_and_stem(name: str, stem: str) -> str | None:
 
 
 def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
-    """Tell whoever collects data files, and return them."""
+    """Record data files for collectors, and return them."""
     for file in files:
         name = file.relative_to(folder).as_posix()
         note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
@@ -194,7 +199,7 @@ def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
 def _fetch(source: str, file: str) -> Path:
     """Return the local copy of a file of a hub's data set.
 
-    Raises: DataError if nobody who may be asked has it; StoreError if the store fails.
+    Raises: DataError if neither store nor hub has it; StoreError if the store fails.
     """
     with _telling_what_is_missing(source, file):
         return fetch_data_file(source, file)
@@ -258,21 +263,14 @@ def _split_by_content(
 
     With a key, the rows with the smallest hashes of their keys: rows of one key stay together.
     """
-    digests = [_content_digest(row) if split_key is None else _hash(split_key(row)) for row in rows]
+    key_of = split_key or (lambda row: json.dumps(row.values, sort_keys=True, default=str))
+    digests = [hashlib.sha256(key_of(row).encode()).hexdigest() for row in rows]
     num_rows = len(rows) if split_key is None else len(set(digests))
     num_wanted = max(1, num_rows // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
     held_out_digests = set(sorted(set(digests))[:num_wanted])
     train = [row for row, digest in zip(rows, digests, strict=True) if digest not in held_out_digests]
     held_out = [row for row, digest in zip(rows, digests, strict=True) if digest in held_out_digests]
     return train, held_out
-
-
-def _content_digest(row: Row) -> str:
-    return _hash(json.dumps(row.values, sort_keys=True, default=str))
-
-
-def _hash(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_rows(path: Path) -> list[Row]:

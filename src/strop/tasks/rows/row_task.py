@@ -1,28 +1,32 @@
-"""What tasks share whose problems are the rows of a published data set."""
+"""Base of tasks whose problems are rows of a data set: reading, splits, prompt and version."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
-from strop.spec.task import RowTaskSpec
+from strop.spec.task import TaskSpec
 from strop.spec.task_base import FewShot
 from strop.tasks.contract import TaskLimits
+from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
+from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_split_rows
 from strop.tasks.version import fit_limits, hash_version
 
 
 class RowTask(ABC):
-    """A task whose examples are the rows of a data set; what is left is to ask and to judge."""
+    """A task whose examples are the rows of a data set; subclasses judge."""
 
     def __init__(
         self,
-        spec: RowTaskSpec,
+        spec: TaskSpec,
         reading: RowReading,
         limits: TaskLimits,
         *,
@@ -136,14 +140,165 @@ class RowTask(ABC):
 def gold_of(example: Example) -> str:
     """Return what replies to an example are compared with.
 
-    Raises: DataError if it has no answer: nothing can be said of a reply then, not even that it is wrong.
+    Raises: DataError if it has no answer: no reply can be judged then.
     """
     if example.answer is None:
+        raise DataError(f"example {example.example_id} of task {example.task}, which has no answer")
+    return example.answer
+
+
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitExamples:
+    """All examples of a task, in the order of the data."""
+
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows are no examples, by reason. Questions that stand twice in a split are not counted."""
+
+    shots: tuple[Example, ...] = ()
+    """Solved examples shown before a problem; none of them is in a split."""
+
+    def with_shots(self, num_shots: int) -> SplitExamples:
+        """Take that many training examples, from the first, as solved examples, out of the training split.
+
+        Raises: DataError if no training example is left.
+        """
+        if num_shots and num_shots >= len(self.train):
+            raise DataError(
+                explain_refusal(
+                    f"task.num_few_shot={num_shots} of {len(self.train)} training examples",
+                    allowed="fewer shots than training examples: a shot is not trained on",
+                    next_step="lower task.num_few_shot, or raise task.num_train",
+                )
+            )
+        return replace(self, shots=self.train[:num_shots], train=self.train[num_shots:])
+
+    def of(self, split: Split) -> tuple[Example, ...]:
+        """Return the examples of one split."""
+        return self.train if split is Split.TRAIN else self.held_out
+
+    @property
+    def digest(self) -> str:
+        """Hash over all ids, which are hashes of content; for the task's version."""
+        ids = [example.example_id for example in (*self.shots, *self.train, *self.held_out)]
+        return hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReading:
+    """How rows become examples."""
+
+    layout: DataLayout
+    to_example: Callable[[Row], Example]
+    """Raises DataError naming the row, where a column is missing or malformed."""
+    question: Callable[[Example], str]
+    """What is asked. Examples that ask the same, but for white space, are one example."""
+    why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
+    """Why a row is no example of a split, to be counted; None keeps it."""
+    split_key: Callable[[Row], str] | None = None
+    """What keeps rows together where the data has no split of its own: rows of one key are held out, or
+    none of them is. None: the whole row."""
+    drops_shared: bool = False
+    """Whether a training question that is held out too, perhaps with other signs and letters (`normal_text`),
+    is left out and counted, rather than refused: for published data whose makers did not keep their splits
+    apart."""
+
+
+def read_examples(
+    reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
+) -> SplitExamples:
+    """Read the examples of both splits, each question once; the numbers take from the first, None all.
+
+    Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
+    """
+    rows = read_split_rows(source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key)
+    left_out: Counter[str] = Counter()
+    held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
+    train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))
+    if reading.drops_shared:
+        asked = set(map(normal_text, held_out))
+        kept = {
+            question: example for question, example in train.items() if normal_text(question) not in asked
+        }
+        left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
+        train = kept
+    train, held_out = _first(train, num_train), _first(held_out, num_held_out)
+    shared = sorted(train.keys() & held_out.keys())
+    if shared:
+        shown = "; ".join(repr(question[:60]) for question in shared[:_MAX_SHOWN])
         raise DataError(
             explain_refusal(
-                f"example {example.example_id} of task {example.task}, which has no answer",
-                allowed="the task's own examples, each with its answer",
-                next_step="take the example from the task",
+                f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions"
+                f" too, for example {shown}",
+                allowed="no question in both splits: its score would measure memory",
+                next_step="remove these rows from one of the two files",
             )
         )
-    return example.answer
+    return SplitExamples(
+        train=tuple(train.values()), held_out=tuple(held_out.values()), left_out=dict(left_out)
+    )
+
+
+def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
+    """Return the values of columns that must hold text.
+
+    Raises: DataError naming the row, if one is absent, not a text, or empty.
+    """
+    values = tuple(row.values.get(column) for column in columns)
+    texts = tuple(value for value in values if isinstance(value, str) and value.strip())
+    if len(texts) < len(columns):
+        found = {key: type(value).__name__ for key, value in row.values.items()}
+        raise DataError(
+            explain_refusal(
+                f"{row.place} has columns {found}",
+                allowed=f"{' and '.join(columns)}, texts that are not empty",
+                next_step="mend or remove the row, or map the columns when the file is written",
+            )
+        )
+    return texts
+
+
+def optional_text(row: Row, column: str) -> str:
+    """Return the value of a column that may be missing; '' then.
+
+    Raises: DataError naming the row, if it is no text.
+    """
+    value = row.values.get(column)
+    if value is not None and not isinstance(value, str):
+        raise wrong_type(row, column, "a text, or nothing")
+    return value or ""
+
+
+def wrong_type(row: Row, column: str, allowed: str) -> DataError:
+    """Return the refusal of a row whose column holds another kind of value."""
+    return bad_row(
+        f"{row.place} has a {column} of type {type(row.values.get(column)).__name__}", allowed=allowed
+    )
+
+
+def _kept(reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]) -> list[Row]:
+    """Return the rows that are examples, and count the others by reason."""
+    kept: list[Row] = []
+    for row in rows:
+        reason = reading.why_left_out(row, split)
+        if reason is None:
+            kept.append(row)
+        else:
+            left_out[reason] += 1
+    return kept
+
+
+def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
+    by_question: dict[str, Example] = {}
+    for row in rows:
+        example = reading.to_example(row)
+        by_question.setdefault(" ".join(reading.question(example).split()), example)
+    return by_question
+
+
+def _first(examples: dict[str, Example], num_wanted: int | None) -> dict[str, Example]:
+    return dict(list(examples.items())[:num_wanted])

@@ -1,14 +1,12 @@
 """A task class of the user's, as a task like any other.
 
-The class is made and asked for its examples in a process of its own (`posing`), and judges in the workers
-where replies are judged; in the process that trains it is data. Its version is a hash of its sources, its
-settings and its examples.
+A process of its own (`posing`) instantiates the class and collects its examples; the workers that judge
+replies load it to verify. The training process holds only data. The version is a hash of sources, settings
+and examples.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,12 +14,12 @@ from typing import Any
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.user_task import UserTaskSpec
+from strop.spec.own_tasks import UserTaskSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import PosedMessage, Thinking
-from strop.tasks.rows.reading import SplitExamples
+from strop.tasks.rows.row_task import SplitExamples
 from strop.tasks.user import posing
-from strop.tasks.user.rewards import to_parts
+from strop.tasks.user.rewards import await_if_needed, to_parts
 from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources, load_code, run_apart
 
@@ -33,14 +31,14 @@ _FULL_MARKS_SLACK = 1e-9
 
 
 class OwnTask:
-    """Asks what the class asks, and judges as it does.
+    """The user's class: its prompts, and its verdicts.
 
     `verify` of the class returns an `Outcome`, or what a reward function may return: a number, true or false,
     None, or a table of them.
     """
 
     def __init__(self, spec: UserTaskSpec) -> None:
-        """Look at the class; it is not loaded, and no example is made.
+        """Inspect the class; it is not loaded, and no example is made.
 
         Raises: ConfigError if it cannot be imported, or is no task.
         """
@@ -51,13 +49,13 @@ class OwnTask:
 
     @cached_property
     def limits(self) -> TaskLimits:
-        """What the class says, within what the run file says; judging ends at `task.judge_limit_s`."""
+        """The class's limits within the run file's; judging ends at `task.judge_limit_s`."""
         # JSON has no tuples.
-        said = {
+        own_limits = {
             key: tuple(one) if isinstance(one, list) else one for key, one in self._posed["limits"].items()
         }
         own: dict[str, Any] = {} if self._posed["knows_gold"] else {"max_goldless_frac": 1.0}
-        own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **said}
+        own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **own_limits}
         limits = TaskLimits(**{**own, "verify_limit_s": self._spec.judge_limit_s})
         return fit_limits(limits, self._spec)
 
@@ -79,13 +77,13 @@ class OwnTask:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the messages that the class wrote for an example."""
-        said = self._made[example.example_id]["messages"]
-        *before, last = [Message(role=role, content=text) for role, text in said]
+        messages = self._made[example.example_id]["messages"]
+        *before, last = [Message(role=role, content=text) for role, text in messages]
         thinking = Thinking(self._spec.thinking)
         return (*before, PosedMessage(role=last.role, content=last.content, thinking=thinking))
 
     def problem_of(self, example: Example) -> str | None:
-        """Return what the class calls the problem; None where it has no such method."""
+        """Return the class's name for the problem; None where it has no such method."""
         named: str | None = self._made.get(example.example_id, {}).get("problem")
         return None if named is None else f"{self.name} {named}"
 
@@ -94,19 +92,17 @@ class OwnTask:
         return tuple(self._made[example.example_id]["gold"])
 
     def load_code(self) -> None:
-        """Bring the class into this process. Raises: ConfigError like `user_code.load_code`."""
+        """Load the class into this process. Raises: ConfigError like `user_code.load_code`."""
         self._own  # noqa: B018
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Let the class judge.
+        """Judge as the class does.
 
         Raises: DataError if an example is none of the task's; whatever the class raises; TypeError or
             ValueError for what it may not return.
         """
         self._require_whole(example)
-        found = self._own.verify(example, text)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_await(found))
+        found = await_if_needed(self._own.verify(example, text))
         if isinstance(found, Outcome):
             return found
         where = f"{self._spec.ref} (line {self._inspected.line})"
@@ -122,11 +118,7 @@ class OwnTask:
         whole = make_example(self.name, example.fields, example.answer)
         if not example.fields or whole.example_id != example.example_id:
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {self.name} lacks a part of what it was made with",
-                    allowed="the task's own examples, as they are",
-                    next_step="take the example from the task",
-                )
+                f"example {example.example_id} of task {self.name} lacks a part of what it was made with"
             )
 
     @cached_property
@@ -135,7 +127,7 @@ class OwnTask:
 
     @cached_property
     def _posed(self) -> dict[str, Any]:
-        """All that the class asks, as JSON values."""
+        """The class's limits and examples with prompts, as JSON values."""
         order = {"values": dict(self._inspected.values)}
         doing = "asked for its examples"
         return run_apart(
@@ -149,7 +141,7 @@ class OwnTask:
 
     @cached_property
     def _made(self) -> Mapping[str, Mapping[str, Any]]:
-        """What was made for each example, by its id."""
+        """What the class made for each example, by id."""
         rows = [one for split in Split for one in self._posed["splits"][split.value]]
         return {self._example_of(one).example_id: one for one in rows}
 
@@ -175,7 +167,3 @@ class OwnTask:
 
     def _example_of(self, made: Mapping[str, Any]) -> Example:
         return make_example(self.name, made["fields"], made["answer"])
-
-
-async def _await(found: Any) -> Any:
-    return await found

@@ -1,6 +1,6 @@
 """The process in which a user's task class makes its examples: `python -m strop.tasks.user.posing FD`.
 
-It writes all that the class asks as JSON: a training process that reads this holds no code of the user's.
+It writes the examples as JSON, so the training process holds no code of the user's.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
-    """Return what the class says of its limits: those that are not the contract's own."""
-    said = getattr(task, "limits", None)
-    if said is None:
+    """Return the limits that the class sets to other values than the defaults."""
+    limits = getattr(task, "limits", None)
+    if limits is None:
         return {}
-    if not isinstance(said, TaskLimits):
-        raise _refuse(ref, f"has limits of type {type(said).__name__}", "a TaskLimits of strop.tasks")
-    given = {name: getattr(said, name) for name in _LIMITS}
-    defaults = TaskLimits(max_reply_tokens=said.max_reply_tokens)
+    if not isinstance(limits, TaskLimits):
+        raise _refuse(ref, f"has limits of type {type(limits).__name__}", "a TaskLimits of strop.tasks")
+    given = {name: getattr(limits, name) for name in _LIMITS}
+    defaults = TaskLimits(max_reply_tokens=limits.max_reply_tokens)
     return {
         name: value
         for name, value in given.items()
@@ -99,17 +99,17 @@ def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
 
 
 def _to_messages(asked: Any, ref: CodeRef) -> list[list[str]]:
-    """Return a prompt as roles and texts: of a text, one message of the user's."""
+    """Return a prompt as pairs of role and text; a plain text is one user message."""
     if isinstance(asked, str):
         asked = [Message(role="user", content=asked)]
-    said = [
+    messages = [
         (one.role, one.content) if isinstance(one, Message) else (one.get("role"), one.get("content"))
         for one in asked or ()
         if isinstance(one, Message | Mapping)
     ]
-    if not said or not all(isinstance(text, str) and text for pair in said for text in pair):
+    if not messages or not all(isinstance(text, str) and text for pair in messages for text in pair):
         raise _refuse(ref, f"asks {asked!r:.80}", "a text, or messages with role and content")
-    return [[str(role), str(text)] for role, text in said]
+    return [[str(role), str(text)] for role, text in messages]
 
 
 def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:

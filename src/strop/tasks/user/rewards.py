@@ -1,7 +1,7 @@
-"""What a reply to a user's row is worth: functions of the user's, and built-in ones.
+"""Rewards of a user's rows: functions of the user, and built-in ones.
 
-A reward takes a reply and the values of its row by name, and gives named parts. What a function of the user's
-returns is not believed but checked: a text, NaN or a list of another length is an error, and no reward of 0.
+A reward takes a reply and the values of its row by name, and returns named parts. What a user's function
+returns is checked: a text, NaN or a list of another length is an error, not a reward of 0.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
+from strop.tasks.answers import text_after_thinking
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
-from strop.tasks.thinking import text_after_thinking
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
 Parts = dict[str, float | None]
-"""Named parts of a reward; None where nothing can be said."""
+"""Named parts of a reward; None where there is no score."""
 REPLY, REPLIES = "reply", "completions"
 """The parameter that a function of the user's gets the reply in: strop's form, and TRL's."""
 GIVEN = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
-"""What a function may take beside the columns of its row."""
+"""What a function may take in addition to the columns of its row."""
 _FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
 _VALUES = "a finite number, true or false, None, or a table of them"
 
@@ -34,7 +34,7 @@ class UserReward:
     """A function of the user's, called by the names of its parameters."""
 
     def __init__(self, text: str) -> None:
-        """Look at the function; it is not loaded.
+        """Inspect the function; it is not loaded.
 
         Raises: ConfigError if it cannot be imported, or takes no reply.
         """
@@ -42,7 +42,7 @@ class UserReward:
         self.name = self.ref.name
         self.signature: InspectedFunction = inspect_function(self.ref)
         self.digest = hash_sources(self.ref.path)
-        """Of the file and what it imports from beside itself, as they are now."""
+        """Hash of the file and its imports from the same folder, as they are now."""
         if not {REPLY, REPLIES} & set(self.signature.parameters):
             taken = ", ".join(self.signature.parameters) or "nothing"
             raise ConfigError(
@@ -54,17 +54,18 @@ class UserReward:
             )
 
     def load(self) -> Callable[..., Any]:
-        """Bring the function into this process. Raises: ConfigError like `load_code`."""
+        """Load the function into this process. Raises: ConfigError like `load_code`."""
         found: Callable[..., Any] = load_code(self.ref, self.digest)
         return found
 
     def score(self, values: Mapping[str, Any]) -> Parts:
-        """Call the function with what it takes of some values.
+        """Call the function with the values that it takes.
 
         Raises: TypeError or ValueError for what it may not return; whatever it raises.
         """
         is_batched = REPLIES in self.signature.parameters
-        given = dict(values) if self.signature.takes_others else self._pick(values)
+        taken = self.signature.parameters
+        given = {key: one for key, one in values.items() if self.signature.takes_others or key in taken}
         if is_batched:
             is_chat = not isinstance(values["prompt"], str)
             reply = values[REPLY]
@@ -72,13 +73,8 @@ class UserReward:
             given[REPLIES] = [[{"role": "assistant", "content": reply}] if is_chat else reply]
             if self.signature.takes_others or "prompts" in self.signature.parameters:
                 given["prompts"] = [values["prompt"]]
-        returned = self.load()(**given)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
+        returned = await_if_needed(self.load()(**given))
         return to_parts(self._only(returned) if is_batched else returned, self.name, self._where)
-
-    def _pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: values[name] for name in self.signature.parameters if name in values}
 
     def _only(self, returned: Any) -> Any:
         """Return the one score of a list of one reply. Raises: TypeError for any other list."""
@@ -93,8 +89,13 @@ class UserReward:
         return f"{self.ref} (line {self.signature.line})"
 
 
-async def _await(returned: Any) -> Any:
-    return await returned
+def await_if_needed(returned: Any) -> Any:
+    """Return what a user's function returned; of a coroutine, its result."""
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
 
 
 def to_parts(returned: Any, name: str, where: str) -> Parts:
@@ -129,10 +130,6 @@ def score_built_in(name: str, reply: str, answer: Any) -> float | None:
     return float(_BUILT_IN[name](text, answer))
 
 
-def _is_exact(text: str, answer: Any) -> bool:
-    return _plain(text) == _plain(show_answer(answer))
-
-
 def _contains(text: str, answer: Any) -> bool:
     wanted = _plain(show_answer(answer))
     # As words of their own: 4 is not in 42.
@@ -148,7 +145,8 @@ def _fits_schema(text: str, answer: Any) -> bool:
     from jsonschema import ValidationError, validators
 
     try:
-        value = json.loads(_without_fence(text))
+        fenced = _FENCED.fullmatch(text)
+        value = json.loads(fenced.group(1) if fenced else text)
     except ValueError:
         return False
     schema = read_schema(answer)
@@ -176,16 +174,11 @@ def read_schema(answer: Any) -> Any:
 
 _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 _BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
-    "exact": _is_exact,
+    "exact": lambda text, answer: _plain(text) == _plain(show_answer(answer)),
     "contains": _contains,
     "math": _is_equal_math,
     "json-schema": _fits_schema,
 }
-
-
-def _without_fence(text: str) -> str:
-    fenced = _FENCED.fullmatch(text)
-    return fenced.group(1) if fenced else text
 
 
 def _plain(text: str) -> str:

@@ -1,7 +1,7 @@
 """The user's own rows as a task: a prompt, perhaps an answer, and rewards.
 
-A column is what it is in the file: functions get the row's values by name. Rows are read and prompts written
-here; functions run where replies are judged.
+Reward functions get the row's columns by name, with the values of the file. They run in the workers that
+judge replies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from typing import Any
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.rows_task import BUILT_IN_REWARDS, RowsSpec
+from strop.spec.own_tasks import BUILT_IN_REWARDS, RowsSpec
 from strop.spec.template import fill, list_names
-from strop.tasks.code.extraction import extract_python, used_names
-from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, judged_outcome, no_code_outcome
+from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    WALL_S,
+    extract_python,
+    judged_outcome,
+    no_code_outcome,
+    used_names,
+)
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import PosedMessage, Thinking, pose
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.user.rewards import GIVEN, Parts, UserReward, read_schema, score_built_in, show_answer
 
 _MAX_REPLY_TOKENS = 1024
@@ -84,12 +89,12 @@ class Rows(RowTask):
         )
 
     def load_code(self) -> None:
-        """Bring the user's functions into this process. Raises: ConfigError like `user_code.load_code`."""
+        """Load the user's functions into this process. Raises: ConfigError like `user_code.load_code`."""
         for reward in self._functions.values():
             reward.load()
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the row's prompt: its messages, or one of the user's."""
+        """Return the row's prompt: its messages, or one user message."""
         asked = example.fields["prompt"]
         if isinstance(asked, str):
             return pose(asked, thinking=self._spec.thinking)
@@ -99,7 +104,7 @@ class Rows(RowTask):
         return (*messages, PosedMessage(role=last["role"], content=last["content"], thinking=thinking))
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Add up what the rewards give.
+        """Add the rewards up.
 
         Raises: whatever a function of the user's raises; TypeError or ValueError for what it may not return;
             SandboxError like `judge_python`.
@@ -192,7 +197,7 @@ def _tested_names(tests: Sequence[str]) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Turns rows into examples, and remembers what was asked before."""
+    """Converts rows to examples; the same prompt must have the same answer."""
 
     def __init__(self, spec: RowsSpec, functions: Mapping[str, UserReward]) -> None:
         self._spec = spec

@@ -11,7 +11,7 @@ from strop.errors import SandboxError
 from strop.sandbox import ExecKind, ExecResult
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, JudgeVerdict, judge_python
 from strop.tasks.code.python_judge.judge import read_verdict
-from strop.tasks.code.python_judge.trials import is_same_output, is_same_value
+from strop.tasks.code.python_judge.runner import is_same_output, is_same_value
 from tests.fixtures.sandboxed import best_level
 
 

@@ -1,9 +1,9 @@
-"""The candidate's side: a nursery that has seen nothing, and the processes in which the candidate runs.
+"""The candidate's side: a fork server that has seen nothing, and the processes in which the candidate runs.
 
-The nursery is forked from the runner before the runner reads its job, and the candidate's processes are
-forked from the nursery. So no test and no expected value was ever in the memory of a process that the
+The fork server is forked from the runner before the runner reads its job, and the candidate's processes are
+forked from the fork server. So no test and no expected value was ever in the memory of a process that the
 candidate is in. Not protected here: this side against itself. A candidate can do to its own process, to
-the nursery and to this connection what it likes; what the runner then hears is at most another value.
+the fork server and to this connection what it likes; what the runner then hears is at most another value.
 Runs in the sandbox, where only the standard library is.
 """
 
@@ -21,8 +21,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
-from strop.tasks.code.python_judge.channel import Caught, Channel, describe
-from strop.tasks.code.python_judge.values import decode, encode
+from strop.tasks.code.python_judge.channel import Caught, Channel, decode, describe, encode
 
 CALLS, PROGRAMS, END = b"C", b"P", b"E"
 """Orders: fork a process that serves calls, or one that runs programs (a socket comes along); end it."""
@@ -34,8 +33,8 @@ _PR_SET_DUMPABLE = 4
 Prctl = Callable[[int, int], None]
 
 
-def start_nursery(prctl: Prctl) -> socket.socket:
-    """Fork the nursery; return the socket that orders go over."""
+def start_fork_server(prctl: Prctl) -> socket.socket:
+    """Fork the fork server; return the socket that orders go over."""
     ours, theirs = socket.socketpair()
     runner_pid = os.getpid()
     if os.fork():
@@ -68,7 +67,7 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 def _serve_orders(control: socket.socket, prctl: Prctl) -> None:
     pid = 0
-    nursery_pid = os.getpid()
+    fork_server_pid = os.getpid()
     while True:
         order, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if order == END:
@@ -80,7 +79,7 @@ def _serve_orders(control: socket.socket, prctl: Prctl) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _become_candidate(Channel(socket.socket(fileno=descriptors[0])), order, prctl, nursery_pid)
+            _become_candidate(Channel(socket.socket(fileno=descriptors[0])), order, prctl, fork_server_pid)
         os.close(descriptors[0])
 
 
@@ -97,7 +96,7 @@ def _end(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, nursery_pid: int) -> NoReturn:
+def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, fork_server_pid: int) -> NoReturn:
     with Caught():
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -106,7 +105,7 @@ def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, nursery_pid:
         with Caught(), open("/proc/self/oom_score_adj", "w") as file:
             # Where memory runs out, the kernel takes this process and not the runner.
             file.write("1000")
-        if os.getppid() == nursery_pid:
+        if os.getppid() == fork_server_pid:
             limits = channel.receive()["limits"]
             _set_limits(limits)
             if limits["packages_dir"]:

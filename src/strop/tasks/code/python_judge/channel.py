@@ -1,24 +1,28 @@
-"""Frames over a socket: a length, then JSON. Also the one place where all that foreign code raises is caught.
+"""Frames and values between a candidate and its judge; also catches all that foreign code raises.
+
+A frame is a length, then JSON.
 
 Runs in the sandbox, where only the standard library is.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 import struct
+import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
-
-from strop.tasks.code.python_judge.values import MalformedValue, dump, parse
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 16 << 20
 
 
 class ChannelEnded(Exception):
-    """Raised where the other end closed its socket, or sent what is no frame."""
+    """Raised where the other end closed its socket, or sent no valid frame."""
 
 
 class Channel:
@@ -82,7 +86,7 @@ class Channel:
 
 
 class Caught:
-    """Catches all that its block raises, `SystemExit` too; `error` is None where it ran through.
+    """Catches everything that its block raises, `SystemExit` too; `error` is None if it raised nothing.
 
     A program may raise anything, and each of it is a value here: the reply to a call, the verdict of a
     test. boundary: sandbox execution
@@ -102,8 +106,160 @@ class Caught:
 
 
 def describe(error: BaseException, max_chars: int = 400) -> str:
-    """Say an exception in one line, whatever its own methods do."""
+    """Describe an exception in one line, whatever its own methods do."""
     text = ""
     with Caught():
         text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:max_chars]
+
+
+# Values travel as JSON with type tags, from which only plain values are built: decoding cannot run code. What
+# has no plain form (an object of the candidate's class, an iterator, a function) travels as a number, its
+# reference. A subclass of a plain type travels as the plain type: a Counter is a dict, a named tuple a tuple.
+
+_MAX_JSON_INT = 1 << 53
+_MAX_JSON_DIGITS = 20
+_PLAIN_TYPES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object),
+        type(None),
+    )
+}
+_ITERATED: dict[str, Callable[[Any], Iterator[Any]]] = {
+    "tuple": tuple.__iter__,
+    "set": set.__iter__,
+    "frozenset": frozenset.__iter__,
+}
+
+
+class MalformedValue(ValueError):
+    """Raised where what was received is not in the form that `encode` writes."""
+
+
+def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
+    """Return the JSON form of a value. `refer` gives the form of what is not plain.
+
+    Raises: RecursionError if a value contains itself; whatever `refer` raises.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    # The methods of the plain type are called, because a subclass may have its own.
+    if isinstance(value, int):
+        plain = int.__pos__(value)
+        return plain if -_MAX_JSON_INT < plain < _MAX_JSON_INT else {"t": "int", "v": hex(plain)}
+    if isinstance(value, float):
+        number = float.__pos__(value)
+        return number if math.isfinite(number) else {"t": "float", "v": repr(number)}
+    return str.__str__(value) if isinstance(value, str) else _encode_container(value, refer)
+
+
+def _encode_container(value: Any, refer: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [encode(item, refer) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        pairs = [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
+        return {"t": "dict", "v": pairs}
+    for name, iterate in _ITERATED.items():
+        if isinstance(value, _PLAIN_TYPES[name]):
+            return {"t": name, "v": [encode(item, refer) for item in iterate(value)]}
+    return _encode_rare(value, refer)
+
+
+def _encode_rare(value: Any, refer: Callable[[Any], Any]) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return {"t": "bytes" if isinstance(value, bytes) else "bytearray", "v": bytes(value).hex()}
+    if type(value) is complex:
+        return {"t": "complex", "v": [encode(value.real, refer), encode(value.imag, refer)]}
+    if type(value) is range:
+        return {"t": "range", "v": [encode(part, refer) for part in (value.start, value.stop, value.step)]}
+    if isinstance(value, type) and _PLAIN_TYPES.get(value.__name__) is value:
+        return {"t": "type", "v": value.__name__}
+    # A value of such a type exists only where its module has been imported.
+    if "decimal" in sys.modules and type(value) is sys.modules["decimal"].Decimal:
+        return {"t": "Decimal", "v": str(value)}
+    is_fraction = "fractions" in sys.modules and type(value) is sys.modules["fractions"].Fraction
+    parts = (value.numerator, value.denominator) if is_fraction else ()
+    return {"t": "Fraction", "v": [encode(part, refer) for part in parts]} if is_fraction else refer(value)
+
+
+def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
+    """Return the value of a JSON form. `resolve` gives what a reference stands for.
+
+    Raises: MalformedValue if it is none.
+    """
+    if isinstance(data, list):
+        return [decode(item, resolve) for item in data]
+    if not isinstance(data, dict):
+        return data
+    tag, body = data.get("t"), data.get("v")
+    try:
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag]([decode(item, resolve) for item in _checked(body, list)])
+        if tag == "dict":
+            return {decode(key, resolve): decode(item, resolve) for key, item in _checked(body, list)}
+        if tag == "ref":
+            return resolve(_checked(body, int))
+        return _SCALARS[tag](_checked(body, str))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise MalformedValue(f"a value of form {str(tag)[:20]!r}: {type(error).__name__}") from error
+
+
+def _checked(body: Any, kind: type) -> Any:
+    if type(body) is not kind:
+        raise TypeError(type(body).__name__)
+    return body
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal
+
+    return Decimal(text)
+
+
+def _fraction(parts: list[Any]) -> Any:
+    from fractions import Fraction
+
+    return Fraction(*parts)
+
+
+def _short_int(text: str) -> int:
+    """Read a decimal number. Reading a million digits would take minutes, and nothing can interrupt it."""
+    if len(text) > _MAX_JSON_DIGITS:
+        raise MalformedValue(f"a decimal number of {len(text)} digits")
+    return int(text)
+
+
+_CONTAINERS: dict[Any, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "range": lambda parts: range(*parts),
+    "complex": lambda parts: complex(*parts),
+    "Fraction": _fraction,
+}
+_SCALARS: dict[Any, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "type": _PLAIN_TYPES.__getitem__,
+    "Decimal": _decimal,
+}
+
+
+def dump(message: Any) -> bytes:
+    """Return a message of encoded values as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def parse(body: bytes) -> Any:
+    """Return the message in some bytes.
+
+    Raises: MalformedValue if they are no JSON.
+    """
+    try:
+        return json.loads(body, parse_int=_short_int)
+    except (ValueError, RecursionError) as error:
+        raise MalformedValue(f"a message that is not JSON ({type(error).__name__})") from error

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from strop.errors import SandboxError, SandboxLost, explain_refusal
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.tasks.code.python_judge.bundle import read_runner
-from strop.tasks.code.python_judge.job import (
-    FILE_BYTES,
-    MAX_OPEN_FILES,
-    MEMORY_BYTES,
-    PACKAGES_DIR,
-    JudgeJob,
-    JudgeVerdict,
-)
 from strop.tasks.code.python_judge.runner import STARTED
 
 START_LIMIT_S = 5.0
-"""Wall time of the runner beside the tests: to start, and to be told apart from them when it hangs."""
+"""Wall time of the runner beside the tests: to start, and so that a hang of its own is recognized."""
 _MOUNTING_BACKEND = "bubblewrap"
 """Elsewhere a program has the standard library only."""
 _ENV = {"OPENBLAS_NUM_THREADS": "1"}
@@ -44,19 +40,13 @@ def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVer
     it, failed.
     """
     judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()]))
-    if not _is_loop_running():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
         return judging()
     # A task's `verify` is synchronous, and some callers of it are not.
     with ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(judging).result()
-
-
-def _is_loop_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
@@ -110,9 +100,9 @@ def pack_job(job: JudgeJob, nonce: str) -> bytes:
 
 
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
-    """Return what the runner said, or what follows from its silence.
+    """Return the runner's verdict, or what follows where it gave none.
 
-    Raises: SandboxError if the silence is not the program's doing.
+    Raises: SandboxError if the program did not cause that.
     """
     lines = result.stdout.decode(errors="replace").splitlines()
     verdict = _find_verdict(lines, nonce)
@@ -164,3 +154,127 @@ def _find_verdict(lines: list[str], nonce: str) -> Mapping[str, Any] | None:
         if isinstance(found, dict) and found.get("nonce") == nonce:
             return found
     return None
+
+
+MAX_OPEN_FILES = 64
+MEMORY_BYTES = 512 << 20
+FILE_BYTES = 16 << 20
+PACKAGES_DIR = "/packages"
+"""Where a sandbox shows the packages that a task allows; nothing else lies there."""
+
+
+class JudgeMode(StrEnum):
+    """How a program is tested; the words of the job."""
+
+    STATEMENTS = "statements"
+    """Tests are Python statements over names that the program defines."""
+    CALLS = "calls"
+    """Tests are arguments of one function and the value that it returns."""
+    PROGRAMS = "programs"
+    """Tests are what a program reads and what it prints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeJob:
+    """A program and its tests."""
+
+    source: str
+    """The untrusted program."""
+    mode: JudgeMode
+    num_tests: int
+    names: tuple[str, ...] = ()
+    """Names that the program is tested by, the entry point first; none for whole programs."""
+    imports: tuple[str, ...] = ()
+    """Import statements of the tests. They run before the program, which may lean on them."""
+    definitions: str = ""
+    """Code of the data set that the tests use, run where the program cannot change it."""
+    setup: str = ""
+    """Code of the data set that uses the program's names, run before each test's first use of them."""
+    tests: tuple[str, ...] = ()
+    """The statements; empty in the other modes."""
+    input_output: str = ""
+    """JSON with the lists `inputs` and `outputs`; empty for statements."""
+    wall_s: float = 5.0
+    """For all tests together."""
+    test_s: float = math.inf
+    """For one test."""
+    packages: tuple[str, ...] = ()
+    """What the program may import beside the standard library, if this installation has it."""
+
+    def package_dirs(self) -> dict[str, Path]:
+        """Return the allowed packages' directories by name, with the libraries that wheels put beside."""
+        found: dict[str, Path] = {}
+        for package in self.packages:
+            spec = find_spec(package)
+            for folder in map(Path, spec.submodule_search_locations or ()) if spec else ():
+                libraries = folder.with_name(f"{folder.name}.libs")
+                found |= {place.name: place for place in (folder, libraries) if place.is_dir()}
+        return found
+
+    def limits(self) -> dict[str, float | int | str]:
+        """Return the limits as the runner reads them; the candidate finds its packages among them."""
+        return {
+            "wall_s": self.wall_s,
+            "test_s": min(self.test_s, self.wall_s),
+            "memory_bytes": MEMORY_BYTES,
+            "file_bytes": FILE_BYTES,
+            "max_open_files": MAX_OPEN_FILES,
+            "cpu_s": math.ceil(self.wall_s) + 1,
+            "packages_dir": PACKAGES_DIR if self.packages else "",
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeVerdict:
+    """What became of the tests."""
+
+    num_tests: int
+    num_passed: int = 0
+    num_failed: int = 0
+    """Of those that gave another answer than the expected one."""
+    num_errored: int = 0
+    """Of those that raised, crashed or could not begin."""
+    num_timed_out: int = 0
+    cause: str = ""
+    """Why the first test that did not pass did not; without what was expected."""
+    isolation: str
+    """Level of the sandbox, in the words of run files."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every test passed."""
+        return self.num_passed == self.num_tests > 0
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the program used up the time of a test."""
+        return self.num_timed_out > 0
+
+
+# The runner is one text that defines `main`: the sandbox holds no file that a candidate could change.
+
+_PACKAGE = "strop.tasks.code.python_judge"
+_MODULES = ("channel", "candidate", "remote", "runner")
+"""In the order of their imports."""
+_LOADER = """\
+import sys, types
+def load(name, text):
+    made = sys.modules[name] = types.ModuleType(name)
+    made.__path__ = []
+    exec(compile(text, name, "exec"), made.__dict__)
+    return made
+parts = {package!r}.split(".")
+for length in range(1, len(parts) + 1):
+    if ".".join(parts[:length]) not in sys.modules:
+        load(".".join(parts[:length]), "")
+for name, text in {texts!r}:
+    main = load(name, text).__dict__.get("main")
+"""
+
+
+@cache
+def read_runner() -> str:
+    """Return the text of the runner: its modules, and the names that they import each other by."""
+    folder = Path(__file__).parent
+    texts = [(f"{_PACKAGE}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in _MODULES]
+    return _LOADER.format(package=_PACKAGE, texts=texts)

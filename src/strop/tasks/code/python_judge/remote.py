@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.tasks.code.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
-from strop.tasks.code.python_judge.channel import Caught, Channel, ChannelEnded, describe
-from strop.tasks.code.python_judge.values import decode, encode
+from strop.tasks.code.python_judge.channel import Caught, Channel, ChannelEnded, decode, describe, encode
 
 _GRACE_S = 0.2
 """How much later than the connection's limit the alarm rings, for what runs in this process."""
-_NURSERY_LIMIT_S = 5.0
+_FORK_SERVER_LIMIT_S = 5.0
 
 
 class TimeUp(BaseException):
@@ -30,7 +29,7 @@ class TimeUp(BaseException):
 
 
 class CandidateEnded(Exception):
-    """Raised where the candidate's process ended, or said what no honest one says."""
+    """Raised where the candidate's process ended, or broke the protocol."""
 
 
 class LoadFailed(Exception):
@@ -106,7 +105,7 @@ class Link:
         return reply["value"]
 
     def operate(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
-        """Have something done with an object of the candidate's, and return the result.
+        """Apply an operation to an object of the candidate's, and return the result.
 
         Raises: like `ask`; TypeError if an argument can not be passed.
         """
@@ -188,9 +187,9 @@ class Session:
     """One candidate under one time limit, in a process that is replaced where it ends or hangs."""
 
     def __init__(
-        self, nursery: socket.socket, source: Source, limits: Mapping[str, Any], *, is_program: bool
+        self, fork_server: socket.socket, source: Source, limits: Mapping[str, Any], *, is_program: bool
     ) -> None:
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._source = source
         self._limits = limits
         self._order = PROGRAMS if is_program else CALLS
@@ -198,7 +197,7 @@ class Session:
         self._load_error: LoadFailed | None = None
         self._has_run = False
         self.is_orphaned = False
-        """Whether the candidate ended the nursery, which nothing else ends before this process does."""
+        """Whether the candidate ended the fork server, which nothing else ends before this process does."""
         self.objects: dict[str, Remote] = {}
         """The candidate's objects of the tested names, while it is loaded."""
         self.until = time.monotonic() + float(limits["wall_s"])
@@ -231,8 +230,8 @@ class Session:
         self._link.close()
         self._link = None
         try:
-            self._order_nursery(END)
-            status = self._nursery.recv(STATUS.size, socket.MSG_WAITALL)
+            self._order_fork_server(END)
+            status = self._fork_server.recv(STATUS.size, socket.MSG_WAITALL)
         except TimeoutError:
             # A busy machine is late too, and then the candidate is not to blame.
             return
@@ -249,7 +248,7 @@ class Session:
         link.until = until
         try:
             with theirs:
-                self._order_nursery(self._order, theirs.fileno())
+                self._order_fork_server(self._order, theirs.fileno())
             link.ask({"limits": dict(self._limits)})
         except (OSError, CandidateEnded) as error:
             if not self._has_run:
@@ -278,9 +277,9 @@ class Session:
         if source.names[0] not in self.objects:
             raise CandidateEnded(f"{source.names[0]} is not defined")
 
-    def _order_nursery(self, order: bytes, *descriptors: int) -> None:
-        self._nursery.settimeout(_NURSERY_LIMIT_S)
-        socket.send_fds(self._nursery, [order], list(descriptors))
+    def _order_fork_server(self, order: bytes, *descriptors: int) -> None:
+        self._fork_server.settimeout(_FORK_SERVER_LIMIT_S)
+        socket.send_fds(self._fork_server, [order], list(descriptors))
 
 
 def _rebuild(names: Any, text: Any) -> Exception:

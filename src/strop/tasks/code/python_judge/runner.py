@@ -10,19 +10,31 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
+import re
 import signal
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
-from strop.tasks.code.python_judge.candidate import start_nursery
-from strop.tasks.code.python_judge.remote import Session, Source
-from strop.tasks.code.python_judge.trials import ERRORED, PASSED, run_calls, run_programs, run_statements
+from strop.tasks.code.python_judge.candidate import start_fork_server
+from strop.tasks.code.python_judge.channel import Caught, describe
+from strop.tasks.code.python_judge.remote import (
+    FROM_CANDIDATE,
+    Alarm,
+    CandidateEnded,
+    JudgeFault,
+    Session,
+    Source,
+    TimeUp,
+)
 
 STARTED = "started"
 _PR_SET_DUMPABLE = 4
 _libc = ctypes.CDLL(None)
-_MODES = {"statements": run_statements, "calls": run_calls, "programs": run_programs}
 
 
 def main() -> None:
@@ -32,26 +44,27 @@ def main() -> None:
     # An interrupt from the candidate must end this process as a signal does, not as an error of its own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
-    nursery = start_nursery(set_process_option)
+    fork_server = start_fork_server(set_process_option)
     job = json.loads(_read_all(0))
     _write(f"{STARTED} {job['nonce']}\n")
-    _write(json.dumps({"nonce": job["nonce"], **judge(nursery, job)}) + "\n")
-    # All is said, and to take an interpreter down in order takes milliseconds.
+    _write(json.dumps({"nonce": job["nonce"], **judge(fork_server, job)}) + "\n")
+    # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
 
 
 def set_process_option(option: int, value: int) -> None:
-    """Ask the kernel for something about this process."""
+    """Call prctl(2) for this process."""
     _libc.prctl(option, value, 0, 0, 0)
 
 
-def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
+def judge(fork_server: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Run all tests of a job and count what became of them."""
     source = Source(
         text=job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
     )
-    session = Session(nursery, source, job["limits"], is_program=job["mode"] == "programs")
-    results = _MODES[job["mode"]](session, job)
+    session = Session(fork_server, source, job["limits"], is_program=job["mode"] == "programs")
+    run_tests = {"statements": run_statements, "calls": run_calls, "programs": run_programs}[job["mode"]]
+    results = run_tests(session, job)
     session.drop()
     if session.is_orphaned:
         results = [(ERRORED, "the program ended what its processes come from") for _ in results]
@@ -73,3 +86,241 @@ def _write(text: str) -> None:
     data = text.encode()
     while data:
         data = data[os.write(1, data) :]
+
+
+# Every test runs, within one time limit for all, so their order does not decide. A test that ends or hangs
+# the candidate costs a fresh process for the next one.
+
+RunTest = Callable[[Session, Any, float], None]
+"""Runs one test up to a deadline; raises AssertionError if the answer is wrong."""
+PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
+_REL_TOLERANCE = 1e-6
+_SPARE_OUTPUT_BYTES = 1 << 16
+_OUTPUT_FACTOR = 4
+_MAX_ERROR_BYTES = 400
+_NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_INTEGER = re.compile(rb"[+-]?\d+")
+
+
+class WrongAnswer(AssertionError):
+    """Raised where an answer differs from the expected one; its text does not reveal that one."""
+
+
+def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Run tests that are Python statements, the candidate's names standing for its objects."""
+    # A test that is no Python is a fault of the data; it must not count as a wrong answer.
+    definitions = compile(job["definitions"], "<definitions>", "exec")
+    setup = compile(job["setup"], "<setup>", "exec")
+    tests = [compile(test, f"<test {index}>", "exec") for index, test in enumerate(job["tests"])]
+    names: dict[str, Any] = {}
+
+    def run(session: Session, test: CodeType, until: float) -> None:
+        session.load(until)
+        if names.get("objects") is not session.objects:
+            defined: dict[str, Any] = {"__name__": "tests"}
+            _define(definitions, defined)
+            defined.update({name: _Absent(name) for name in job["names"]})
+            defined.update(session.objects)
+            exec(setup, defined)
+            names.update(objects=session.objects, defined=defined)
+        exec(test, dict(names["defined"]))
+
+    return _run_all(session, tests, run, job["limits"])
+
+
+def _define(definitions: CodeType, names: dict[str, Any]) -> None:
+    """Run the data set's own code, in which the candidate has no part.
+
+    Raises: JudgeFault where it raises.
+    """
+    with Caught() as caught:
+        exec(definitions, names)
+    if isinstance(caught.error, TimeUp):
+        raise caught.error
+    if caught.error is not None:
+        raise JudgeFault(f"the definitions of the tests: {describe(caught.error)}")
+
+
+class _Absent:
+    """Stands for a tested name that the candidate does not define; here it may be a built-in."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NameError(f"{self._name} is not defined")
+
+
+def run_calls(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Call one function with the arguments of each test and compare what it returns."""
+    (name,) = job["names"]
+
+    def run(session: Session, test: tuple[Any, Any], until: float) -> None:
+        session.load(until)
+        arguments, expected = test
+        got = session.objects[name](*arguments)
+        if not is_same_value(got, expected):
+            raise WrongAnswer("another value than the expected one")
+
+    data = json.loads(job["input_output"])
+    inputs = [[_with_int_keys(argument) for argument in arguments] for arguments in data["inputs"]]
+    tests = list(zip(inputs, data["outputs"], strict=True))
+    return _run_all(session, tests, run, job["limits"])
+
+
+def run_programs(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Run the candidate as a program with the input of each test and compare what it prints."""
+    data = json.loads(job["input_output"])
+    pairs = zip(data["inputs"], data["outputs"], strict=True)
+    texts = [(_as_text(given), _as_text(wanted)) for given, wanted in pairs]
+    return _run_all(session, texts, _run_program, job["limits"])
+
+
+def _as_text(value: Any) -> bytes:
+    """Return the bytes of a text, which some rows give as a list of its lines."""
+    if isinstance(value, list):
+        value = "\n".join(str(line) for line in value)
+    return str(value).encode("utf-8", "surrogatepass")
+
+
+def _run_program(session: Session, test: tuple[bytes, bytes], until: float) -> None:
+    given, expected = test
+    files: list[int] = []
+    try:
+        _open_files(files, given)
+        status = session.load(until).ask({"op": "run"}, files)
+        if type(status) is not int:
+            raise CandidateEnded("a status that is no number")
+        output, num_bytes = _read_back(files[1], _OUTPUT_FACTOR * len(expected) + _SPARE_OUTPUT_BYTES)
+        errors, _ = _read_back(files[2], _MAX_ERROR_BYTES)
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+    if status:
+        code = os.waitstatus_to_exitcode(status)
+        raise ProgramFailed(f"exit code {code}; {errors.decode(errors='replace')}")
+    if num_bytes > len(output):
+        raise WrongAnswer("more output than a right answer has")
+    if not is_same_output(output, expected):
+        raise WrongAnswer("another output than the expected one")
+
+
+class ProgramFailed(Exception):
+    """Raised where a program did not exit with 0."""
+
+
+def _open_files(files: list[int], given: bytes) -> None:
+    """Open the input, output and errors of a program: files without a name. The caller closes them.
+
+    Raises: JudgeFault if there are none to be had.
+    """
+    try:
+        for name in ("input", "output", "errors"):
+            files.append(os.memfd_create(name))  # noqa: PERF401  what was opened must be closed
+        with open(files[0], "wb", closefd=False) as file:
+            file.write(given)
+        os.lseek(files[0], 0, os.SEEK_SET)
+    except OSError as error:
+        raise JudgeFault(f"no files for a program ({error})") from error
+
+
+def _read_back(descriptor: int, max_bytes: int) -> tuple[bytes, int]:
+    """Return the first bytes of a file, and its size."""
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, min(size, max_bytes), 0), size
+
+
+def _run_all(
+    session: Session, tests: Sequence[Any], run: RunTest, limits: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Return what became of each test, and why."""
+    return [_run_one(session, test, run, float(limits["test_s"])) for test in tests]
+
+
+def _run_one(session: Session, test: Any, run: RunTest, test_s: float) -> tuple[str, str]:
+    now = time.monotonic()
+    if now >= session.until:
+        return TIMED_OUT, "the time for all tests was used up"
+    until = min(session.until, now + test_s)
+    with Caught() as caught, Alarm(until):
+        run(session, test, until)
+    error = caught.error
+    if error is None:
+        return PASSED, ""
+    if isinstance(error, JudgeFault):
+        raise error
+    if isinstance(error, TimeUp | CandidateEnded):
+        session.drop()
+    if isinstance(error, TimeUp):
+        return TIMED_OUT, f"no answer within {until - now:.1f} s"
+    if isinstance(error, WrongAnswer):
+        return FAILED, str(error)
+    if isinstance(error, AssertionError) and FROM_CANDIDATE not in getattr(error, "__notes__", ()):
+        # What an assertion compares with is the answer, and no verdict gives that away.
+        return FAILED, "the assertion does not hold"
+    return ERRORED, describe(error)
+
+
+def is_same_output(got: bytes, expected: bytes) -> bool:
+    """Compare token by token. A decimal fraction may differ by one part in a million; white space may differ.
+
+    A whole number must be the same number: 1000001 is not 1000000.
+    """
+    got_tokens, expected_tokens = got.split(), expected.split()
+    return len(got_tokens) == len(expected_tokens) and all(
+        ours == theirs or _is_same_number(ours, theirs)
+        for ours, theirs in zip(got_tokens, expected_tokens, strict=True)
+    )
+
+
+def _is_same_number(got: bytes, expected: bytes) -> bool:
+    if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(expected)):
+        return False
+    if _INTEGER.fullmatch(expected):
+        # '3.0' is 3 and '03' is 3; a float has no room to tell longer ones apart.
+        whole, _, rest = got.partition(b".")
+        return bool(_INTEGER.fullmatch(whole)) and not rest.strip(b"0") and _strip(whole) == _strip(expected)
+    return math.isclose(float(got), float(expected), rel_tol=_REL_TOLERANCE)
+
+
+def _strip(number: bytes) -> bytes:
+    sign = b"-" if number.startswith(b"-") else b""
+    digits = number.lstrip(b"+-").lstrip(b"0")
+    return sign + digits if digits else b"0"
+
+
+def is_same_value(got: Any, expected: Any) -> bool:
+    """Compare a returned value with one from JSON, which may be wrapped in a list of one."""
+    if _is_same_json(got, expected):
+        return True
+    return isinstance(expected, list) and len(expected) == 1 and _is_same_json(got, expected[0])
+
+
+def _is_same_json(got: Any, expected: Any) -> bool:
+    """Compare as JSON would: a tuple is a list, and the keys of a table are texts."""
+    if isinstance(expected, list):
+        return (
+            isinstance(got, list | tuple)
+            and len(got) == len(expected)
+            and all(_is_same_json(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        if not isinstance(got, dict):
+            return False
+        by_text = {str(key): value for key, value in got.items()}
+        return by_text.keys() == expected.keys() and all(
+            _is_same_json(by_text[key], value) for key, value in expected.items()
+        )
+    if isinstance(expected, float) and isinstance(got, int | float):
+        return got == expected or math.isclose(got, expected, rel_tol=_REL_TOLERANCE)
+    return type(got) in (type(None), bool, int, float, str) and bool(got == expected)
+
+
+def _with_int_keys(value: Any) -> Any:
+    """Give tables back the whole numbers that JSON made texts of, where all their keys are such."""
+    if isinstance(value, list):
+        return [_with_int_keys(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_int_keyed = bool(value) and all(re.fullmatch(r"-?\d+", key) for key in value)
+    return {int(key) if is_int_keyed else key: _with_int_keys(item) for key, item in value.items()}

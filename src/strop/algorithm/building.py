@@ -1,0 +1,205 @@
+"""The algorithm of a run: an entry of the catalog or the user's own code, with the run's settings.
+
+    # mine.py, named as algorithm.name = "mine.py:rank"
+    def rank(rewards_G):
+        return rewards_G.argsort().argsort() - (len(rewards_G) - 1) / 2
+
+User code is an advantage function, or an `Algorithm` with a loss of its own. It runs in the training process.
+A loss that gives its gradient itself is compared with autograd first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strop.algorithm.advantages import ADVANTAGES, AdvantageFn
+from strop.algorithm.catalog import ALGORITHMS, GRPO, Algorithm
+from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
+from strop.algorithm.kl import ESTIMATORS, KlPenalty
+from strop.algorithm.losses import (
+    CLIPPED,
+    SAPO,
+    SAPO_TEMPERATURES,
+    TokenLoss,
+    differentiate,
+    dual_clipped,
+    soft_gated,
+)
+from strop.errors import ConfigError, explain_refusal
+from strop.spec.objectives import choose_mode
+from strop.user_code import CodeRef, blaming, find_algorithm, inspect_import, load_code
+
+if TYPE_CHECKING:
+    from strop.spec.algorithm import AlgorithmSpec
+    from strop.spec.model import ReferenceSpec
+    from strop.spec.run import RunSpec
+    from strop.spec.train import TrainSpec
+
+_REWARDS = np.array([0.0, 0.5, 1.0, 1.0])
+_NUM_TOKENS = 64
+_TOLERANCE = 1e-4
+_RANGE = ("clip_low", "clip_high", "dual_clip", "sapo_temperature_pos", "sapo_temperature_neg")
+_TWINS = {
+    "gspo": "'grpo'",
+    "sapo": "'grpo'",
+    "cispo": "'grpo' with every token weighing the same",
+}
+"""Entries of which only the form of the ratio sets them apart, and what they are without it."""
+
+
+def build_algorithm(
+    spec: AlgorithmSpec, reference: ReferenceSpec | None = None, train: TrainSpec | None = None
+) -> Algorithm:
+    """Take an entry of `ALGORITHMS` and put the run's own settings in it.
+
+    `train` says how far the weights move from those that sampled a rollout; None: one optimizer step on
+    rollouts of the newest.
+    The spec admits only names that exist here, and code of the user's; a test compares the two lists.
+    Raises: ConfigError if code of the user's is no algorithm, or has no use for a setting.
+    """
+    own = None if spec.name in ALGORITHMS else find_algorithm(spec.name)
+    entry = ALGORITHMS[spec.name] if own is None else _load_own(own)
+    wanted = entry.mode if spec.mode is None else spec.mode
+    mode = wanted if train is None else choose_mode(wanted, train)
+    # A ratio that starts from the engine's value covers the gap itself.
+    correction = NO_CORRECTION if mode == "bypass" else CORRECTIONS[spec.correction]
+    if spec.advantage is not None:
+        chosen = ADVANTAGES[spec.advantage]
+        entry = replace(
+            entry,
+            advantage=chosen.compare,
+            over_batch=chosen.over_batch,
+            is_relative=chosen.is_relative,
+            zero_variance="keep" if spec.whitened else entry.zero_variance,
+        )
+    built = replace(
+        entry,
+        loss=_choose_loss(entry, spec),
+        clip_low=entry.clip_low if spec.clip_low is None else spec.clip_low,
+        clip_high=entry.clip_high if spec.clip_high is None else spec.clip_high,
+        overlong=entry.overlong if spec.overlong is None else spec.overlong,
+        overlong_buffer_tokens=spec.overlong_buffer_tokens,
+        filter_on=entry.filter_on if spec.filter_on is None else spec.filter_on,
+        mode=mode,
+        correction=correction,
+        correction_cap=correction.cap if spec.correction_cap is None else spec.correction_cap,
+        max_sequence_tokens=spec.max_sequence_tokens,
+        entropy_weight=spec.entropy_weight,
+    )
+    if reference is not None and reference.kl_beta > 0.0:
+        is_stale = train is not None and train.max_staleness > 0
+        built = _penalize(built, reference, is_off_policy=is_stale or mode != "single")
+    zero_variance = built.zero_variance if spec.zero_variance is None else spec.zero_variance
+    # Skipping is exact only where nothing acts on tokens without advantage.
+    if zero_variance == "skip" and built.acts_on_all_tokens:
+        zero_variance = "keep"
+    return replace(built, zero_variance=zero_variance)
+
+
+def find_idle_settings(spec: RunSpec) -> str | None:
+    """Say which settings that a run was given cannot matter, and what to do; None where all can.
+
+    Raises: ConfigError if an algorithm of the user's cannot be built.
+    """
+    if spec.train.terms not in ("rl", "rl+sft"):
+        return None
+    chosen = spec.algorithm
+    if build_algorithm(chosen, spec.reference, spec.train).mode != "single":
+        return None
+    given = {name: getattr(chosen, name) for name in _RANGE}
+    idle = [f"algorithm.{name}={value:g} stops nothing" for name, value in given.items() if value is not None]
+    if chosen.name in _TWINS:
+        idle.append(f"algorithm.name={chosen.name!r} learns as {_TWINS[chosen.name]} does")
+    if chosen.mode == "decoupled":
+        idle.append("algorithm.mode='decoupled' is 'single', and its forward pass is left out")
+    if not idle:
+        return None
+    return (
+        f"{'; '.join(idle)}: a step takes one optimizer step on rollouts of the newest weights"
+        " (train.mini_batches=1, train.epochs=1), so every probability ratio is 1. Set train.mini_batches or"
+        " train.epochs to take several, or leave these settings out"
+    )
+
+
+def _load_own(ref: CodeRef) -> Algorithm:
+    """Return the algorithm that the user's code names; an advantage function takes the place of GRPO's.
+
+    Raises: ConfigError if it cannot be imported, is neither, or gives wrong numbers.
+    """
+    inspect_import(ref)
+    found = load_code(ref)
+    if isinstance(found, Algorithm):
+        own = replace(found, name=ref.name)
+    elif callable(found) and not isinstance(found, type):
+        own = replace(GRPO, name=ref.name, advantage=found)
+    else:
+        raise _refuse(ref, f"is a {type(found).__name__}", "an Algorithm, or a function of rewards")
+    _check_advantage(ref, own.advantage)
+    _check_loss(ref, own.loss, own.clip_low, own.clip_high)
+    return own
+
+
+def _check_advantage(ref: CodeRef, advantage: AdvantageFn) -> None:
+    """Refuse what is no number for each member of a group. Raises: ConfigError."""
+    with blaming(ref, f"compare rewards {_REWARDS.tolist()}"):
+        found: Any = np.asarray(advantage(_REWARDS.copy()), dtype=float)
+    if found.shape != _REWARDS.shape or not np.isfinite(found).all():
+        raise _refuse(
+            ref, f"makes {found.tolist()} of {_REWARDS.tolist()}", "one finite number for each reward"
+        )
+
+
+def _check_loss(ref: CodeRef, loss: TokenLoss, clip_low: float, clip_high: float) -> None:
+    """Refuse a gradient that is not that of the value. Raises: ConfigError naming both."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    logp_N, old_N, advantage_N = torch.randn(3, _NUM_TOKENS, generator=generator, dtype=torch.float64)
+    given = (logp_N - 2.0, old_N - 2.0, advantage_N, clip_low, clip_high)
+    with blaming(ref, "compute its loss"):
+        said_N, true_N = loss.grad(*given), differentiate(loss.value)(*given)
+    gap = float((said_N - true_N).abs().max()) if said_N.shape == true_N.shape else float("inf")
+    if not gap <= _TOLERANCE:
+        raise _refuse(
+            ref,
+            f"has a loss whose gradient is not that of its value: they differ by up to {gap:.2g}",
+            "TokenLoss(value=f, grad=differentiate(f)), or the derivative in closed form",
+        )
+
+
+def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
+    return ConfigError(explain_refusal(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}"))
+
+
+def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
+    """Return the entry's loss with what the run says of its form."""
+    above, below = spec.sapo_temperature_pos, spec.sapo_temperature_neg
+    if entry.loss is SAPO and (above is not None or below is not None):
+        return soft_gated(above or SAPO_TEMPERATURES[0], below or SAPO_TEMPERATURES[1])
+    if spec.dual_clip is None:
+        return entry.loss
+    if entry.loss is not CLIPPED:
+        raise ConfigError(
+            explain_refusal(
+                f"algorithm.dual_clip={spec.dual_clip:g} beside {entry.name} with the loss {entry.loss.name}",
+                allowed="an algorithm with the clipped loss",
+                next_step="remove algorithm.dual_clip",
+            )
+        )
+    return dual_clipped(spec.dual_clip)
+
+
+def _penalize(algorithm: Algorithm, reference: ReferenceSpec, *, is_off_policy: bool) -> Algorithm:
+    """Add the penalty on the distance from a reference, to the reward where that is no group's."""
+    if not algorithm.is_relative:
+        return replace(algorithm, reward_kl_beta=reference.kl_beta)
+    wanted = reference.is_corrected
+    penalty = KlPenalty(
+        beta=reference.kl_beta,
+        estimate=ESTIMATORS[reference.kl_estimator],
+        is_corrected=is_off_policy if wanted is None else wanted,
+    )
+    return replace(algorithm, kl=penalty)

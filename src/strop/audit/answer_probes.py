@@ -1,0 +1,451 @@
+"""Probes around a task's right answers: gold replies, near misses, leaks, trivial rules and changed examples.
+
+Right replies must earn full marks, nearly right ones must not, and a reply must earn the same in any order
+and company. A trivial rule is learned on every second example and judged on the others: it copies one
+feature, or looks up the commonest answer for its value. Features are the fields that the prompt shows, its
+first and last words and numbers, and for each word whether it occurs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+from strop.audit.attacks import as_lookup
+from strop.audit.context import (
+    ENOUGH_S,
+    MAX_LATE_FRAC,
+    AuditContext,
+    Judged,
+    bound,
+    chance_limit,
+    is_full,
+    judge_kinds,
+    measured,
+    not_applicable,
+    show_evidence,
+    warn_of_late,
+)
+from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
+from strop.rollout import Example, make_example
+from strop.tasks.answers import parse_number
+from strop.tasks.selftest import excess_goldless
+
+_MIN_GOLD_FRAC = 0.95
+_MAX_CUT_FRAC = 0.05
+_MIN_LEAK_CHARS = 20
+_NUM_LEAK_WORDS = 8
+_MAX_LEAK_FRAC = 0.8
+"""Share of a long answer's runs of `_NUM_LEAK_WORDS` words that its prompt may hold."""
+_NUM_REPEATS = 5
+_MIN_REPEATS = 3
+"""Where judging is slow."""
+
+
+async def probe_gold(context: AuditContext) -> ProbeResult:
+    """What the task calls right earns full marks on at least 95 % of the examples."""
+    # Where each judgement needs a sandbox, the other forms of a right reply are tried on some examples.
+    num_few = len(context.few_examples)
+    golds = [
+        (example, text)
+        for index, example in enumerate(context.examples)
+        for text in context.task.gold_replies(example)[: None if index < num_few else 1]
+    ]
+    judged = await context.judge_all(golds)
+    late = [j for j in judged if j.is_late]
+    bad = [j for j in judged if not is_full(context, j) and not j.is_late]
+    if len(late) > MAX_LATE_FRAC * len(judged):
+        bad += late
+    bad_ids = {j.example.example_id for j in bad}
+    without = excess_goldless(context.task, context.examples)
+    share = 1.0 - (len(bad_ids) + len(without)) / len(context.examples)
+    detail = f"{len(without)} examples without any right reply" if without else "share with full marks"
+    result = ProbeResult(
+        probe="gold",
+        status=ProbeStatus.PASS if share >= _MIN_GOLD_FRAC else ProbeStatus.FAIL,
+        value=share,
+        limit=_MIN_GOLD_FRAC,
+        num=len(judged),
+        detail=detail,
+        # All of them: who mends the data needs the whole list.
+        evidence=show_evidence(bad, most=len(bad)),
+    )
+    return warn_of_late(result, late)
+
+
+async def probe_near_miss(context: AuditContext) -> ProbeResult:
+    """A number that is nearly right is wrong."""
+    by_kind = await judge_kinds(context, lambda example: _near_misses(context, example), context.examples)
+    if not by_kind:
+        return not_applicable("near_miss", "no answer is a number")
+    return bound(context, "near_miss", by_kind, 0.0, is_partial_fine=True)
+
+
+def _near_misses(context: AuditContext, example: Example) -> dict[str, str]:
+    gold = parse_number(example.answer or "")
+    if gold is None:
+        return {}
+    misses = {"off by one": gold + 1}
+    if gold:
+        misses |= {"sign": -gold, "factor": gold * 10}
+    if abs(gold) >= 10 and gold == int(gold):
+        misses["last digit"] = Decimal(int(gold / 10))
+    return {kind: context.in_form(example, str(value)) for kind, value in misses.items()}
+
+
+async def probe_wrong_order(context: AuditContext) -> ProbeResult:
+    """The right reply to another example is wrong here."""
+    replies = []
+    for index, example in enumerate(context.examples):
+        others = [*context.examples[index + 1 :], *context.examples[:index]]
+        other = next((o for o in others if o.answer != example.answer), None)
+        if other is not None and (golds := context.task.gold_replies(other)):
+            replies.append((example, golds[0]))
+    if not replies:
+        return not_applicable("wrong_order", "no two examples with different right replies")
+    texts = {example.example_id: text for example, text in replies}
+    asked = [example for example, _ in replies]
+    by_kind = await judge_kinds(context, lambda example: {"neighbor": texts[example.example_id]}, asked)
+    judged = by_kind["neighbor"]
+    full = [j for j in judged if is_full(context, j)]
+    limit = max(_MAX_CUT_FRAC, chance_limit(context.task.limits.chance, len(judged)))
+    return measured("wrong_order", len(full) / len(judged), limit, full, len(judged), "share with full marks")
+
+
+async def probe_prompt_leak(context: AuditContext) -> ProbeResult:
+    """No long answer stands in its own prompt, whatever its case and spaces, nor most of its words."""
+    leaks, num = [], 0
+    for example in context.examples:
+        prompt = " ".join(m.content for m in context.task.render(example))
+        for text in (example.answer or "", *context.task.gold_replies(example)):
+            is_long = len(_plain(text)) >= _MIN_LEAK_CHARS
+            num += is_long
+            # A right reply may well say again what the prompt says; the answer in it may not.
+            has_words = text == example.answer and _share_of_words(text, prompt) > _MAX_LEAK_FRAC
+            if is_long and (has_words or _plain(text) in _plain(prompt)):
+                leaks.append(Evidence.of(example.example_id, text, None, "stands in the prompt"))
+                break
+    if not num:
+        return not_applicable("label_leak", f"no answer of {_MIN_LEAK_CHARS} characters or more")
+    return ProbeResult(
+        probe="label_leak",
+        status=ProbeStatus.FAIL if leaks else ProbeStatus.PASS,
+        value=len(leaks) / len(context.examples),
+        limit=0.0,
+        num=num,
+        detail="share of prompts that hold their answer",
+        evidence=tuple(leaks[:MAX_EVIDENCE]),
+    )
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _share_of_words(answer: str, prompt: str) -> float:
+    """Return the share of an answer's runs of words that a prompt holds; 0 if it has no such run.
+
+    Numbers and single letters are no words: the cells of a grid stand in every question about it.
+    """
+    ours, theirs = (_runs(re.findall(r"[^\W\d_]{2,}", _plain(text))) for text in (answer, prompt))
+    return len(ours & theirs) / len(ours) if ours else 0.0
+
+
+def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + _NUM_LEAK_WORDS]) for at in range(len(words) - _NUM_LEAK_WORDS + 1)}
+
+
+async def probe_determinism(context: AuditContext) -> ProbeResult:
+    """One reply earns the same whenever and beside whatever it is judged."""
+    all_repeats: list[tuple[Judged, ...]] = []
+    started_at = time.perf_counter()
+    for part in context.in_time(context.few_examples, num_first=1):
+        replies = [(example, text) for example in part for text in _repeated(context, example)]
+        rounds: list[list[Judged]] = []
+        while len(rounds) < _NUM_REPEATS:
+            rounds.append(await context.judge_all(replies))
+            if len(rounds) >= _MIN_REPEATS and time.perf_counter() - started_at > ENOUGH_S:
+                break
+        all_repeats += zip(*rounds, strict=True)
+    differing = [
+        repeats for repeats in all_repeats if len({_verdict(j) for j in repeats if not j.is_late}) > 1
+    ]
+    result = measured(
+        "determinism",
+        len(differing) / len(all_repeats),
+        0.0,
+        [repeats[0] for repeats in differing],
+        len(all_repeats),
+        "share that changed",
+    )
+    shown = tuple(_show_repeats(repeats) for repeats in differing[:MAX_EVIDENCE])
+    # No share of changing scores is small: nothing that was measured with them can be repeated.
+    status = ProbeStatus.FAIL if differing else result.status
+    result = replace(result, status=status, evidence=shown)
+    return warn_of_late(result, [j for repeats in all_repeats for j in repeats if j.is_late])
+
+
+def _repeated(context: AuditContext, example: Example) -> tuple[str, str]:
+    """Return a right and a wrong reply to an example."""
+    golds = context.task.gold_replies(example)
+    other = context.examples[list(context.examples).index(example) - 1]
+    return golds[0] if golds else "asdf", str(other.answer)
+
+
+def _verdict(judged: Judged) -> tuple[float | None, bool | None, bool | None]:
+    return judged.reward, judged.outcome.is_correct, judged.outcome.format_ok
+
+
+def _show_repeats(repeats: Sequence[Judged]) -> Evidence:
+    """Show one reply with all that it earned."""
+    first = repeats[0]
+    rewards = " then ".join(f"{judged.reward}" for judged in repeats)
+    return Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}")
+
+
+async def probe_truncation(context: AuditContext) -> ProbeResult:
+    """A right reply that is cut earns full marks on few examples only."""
+    by_kind = await judge_kinds(context, lambda example: _cut(context, example), context.few_examples)
+    if not by_kind:
+        return not_applicable("truncation", "no right reply is known")
+    shares = {kind: [j for j in judged if is_full(context, j)] for kind, judged in by_kind.items()}
+    worst = max(shares, key=lambda kind: len(shares[kind]))
+    share = len(shares[worst]) / len(by_kind[worst])
+    limit = max(_MAX_CUT_FRAC, chance_limit(context.task.limits.chance, len(by_kind[worst])))
+    return measured("truncation", share, limit, shares[worst], len(by_kind[worst]), f"cut at {worst}")
+
+
+def _cut(context: AuditContext, example: Example) -> dict[str, str]:
+    """Cut the right reply inside its answer; a reply that only lost its closing tag is not cut enough."""
+    golds = context.task.gold_replies(example)
+    if not golds:
+        return {}
+    reply, answer = golds[0], example.answer
+    head = reply[: reply.rindex(answer)] if answer and answer in reply else ""
+    body = answer if head or answer == reply else reply
+    return {
+        f"{percent} %": head + (body or "")[: len(body or "") * percent // 100] for percent in (25, 50, 75)
+    }
+
+
+_NUM_BARE = 4
+_PART_WORDS = ("test", "constraint", "instruction", "criteri")
+"""In the names of fields that list what a reply is judged by."""
+
+
+async def probe_order(context: AuditContext) -> ProbeResult:
+    """Scores depend neither on the order of judgements, nor on how many run at once, nor on that of tests."""
+    num, differing = 0, []
+    for part in context.in_time(context.few_examples):
+        replies = [(example, text) for example in part for text in _replies(context, example)]
+        forward = await context.judge_all(replies)
+        shuffled = list(range(len(replies)))
+        context.random("order").shuffle(shuffled)
+        for index in shuffled:
+            (alone,) = await context.judge_all([replies[index]])
+            num += 1
+            if _differ(alone, forward[index]):
+                differing.append(forward[index])
+        permuted = [
+            (first, (other, first.text))
+            for first in forward
+            if (other := permute_parts(first.example)) is not None
+        ]
+        judged = await context.judge_all(reply for _, reply in permuted)
+        num += len(judged)
+        pairs = zip(permuted, judged, strict=True)
+        differing += [one for (first, _), one in pairs if _differ(one, first)]
+    return measured("order", len(differing) / num, 0.0, differing, num, "share that changed")
+
+
+def _differ(one: Judged, other: Judged) -> bool:
+    return one.reward != other.reward and not (one.is_late or other.is_late)
+
+
+def _replies(context: AuditContext, example: Example) -> Sequence[str]:
+    """Return right replies, or a wrong one where none is known; with parts also some that pass a few."""
+    golds = tuple(context.task.gold_replies(example)) or ("a",)
+    form = context.form_of(example)
+    prompt = "\n".join(message.content for message in context.task.render(example))
+    if permute_parts(example) is not None:
+        golds = tuple(dict.fromkeys((*golds, "a", prompt)))
+    if form is None:
+        return golds
+    shown = [line for line in prompt.splitlines() if line.strip().startswith("assert ")]
+    lookup = as_lookup(form, "\n".join(shown[:1]))
+    return golds if lookup is None else (*golds, lookup)
+
+
+def permute_parts(example: Example) -> Example | None:
+    """Return an example with its tests or constraints in reverse; None if it lists none.
+
+    Its id is kept: what is asked is the same.
+    """
+    fields = dict(example.fields)
+    changed = {key: found for key, value in fields.items() if (found := _reverse(key, value)) is not None}
+    return replace(example, fields={**fields, **changed}) if changed else None
+
+
+def _reverse(key: str, value: Any) -> Any:
+    if isinstance(value, list) and len(value) > 1 and any(word in key for word in _PART_WORDS):
+        return value[::-1]
+    if not isinstance(value, str) or not value.startswith("{"):
+        return None
+    try:
+        tests = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(tests, dict):
+        return None
+    lists = {name: tests[name] for name in ("inputs", "outputs") if isinstance(tests.get(name), list)}
+    if len(lists) < 2 or min(map(len, lists.values())) < 2:
+        return None
+    reversed_lists = {name: found[::-1] for name, found in lists.items()}
+    return json.dumps({**tests, **reversed_lists})
+
+
+async def probe_failure_paths(context: AuditContext) -> ProbeResult:
+    """An example without content, or that lacks what it is judged by, has no score, and surely not 0.
+
+    A right reply to an example that lacks its answer or a field is right, or cannot be judged.
+    """
+    hollow = make_example(context.task.name, {}, None)
+    judged = await context.judge_all([(hollow, "asdf"), (hollow, "")])
+    bare = [
+        (example, text, name, without)
+        for example in context.few_examples[:_NUM_BARE]
+        for text in context.task.gold_replies(example)[:1]
+        for name, without in _without_a_part(example).items()
+    ]
+    whole = await context.judge_once([(example, text) for example, text, _, _ in bare])
+    lacking = await context.judge_all((without, text) for _, text, _, without in bare)
+    wrong = [("no content", one) for one in judged if one.reward is not None]
+    wrong += [
+        (name, one)
+        for (_, _, name, _), one, before in zip(bare, lacking, whole, strict=True)
+        if one.reward is not None and is_full(context, before) and not is_full(context, one)
+    ]
+    num = len(judged) + len(lacking)
+    detail = "scores given without what they rest on"
+    result = measured("failure_paths", float(len(wrong)), 0.0, (), num, detail)
+    evidence = [Evidence.of(one.example.example_id, one.text, one.reward, name) for name, one in wrong]
+    return replace(result, evidence=tuple(evidence[-MAX_EVIDENCE:]))
+
+
+def _without_a_part(example: Example) -> Mapping[str, Example]:
+    """Return the example without its answer, and without each of its fields."""
+    bare = {
+        f"no {key}": replace(example, fields={k: v for k, v in example.fields.items() if k != key})
+        for key in example.fields
+    }
+    return bare if example.answer is None else {**bare, "no answer": replace(example, answer=None)}
+
+
+_MIN_EXAMPLES = 8
+_MAX_RULE_FRAC = 0.95
+"""A rule that does better is as good as the right replies must be."""
+_MAX_WORDS = 300
+_MAX_VALUES_FRAC = 1 / 3
+"""Of the examples learned from: a feature with more values than this names the example."""
+Features = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    name: str
+    answer: Callable[[Features], str]
+
+
+async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
+    """No rule of one feature answers the examples that it was not learned from."""
+    labelled = [
+        (e, e.answer) for e in context.examples if e.answer is not None and context.form_of(e) is None
+    ]
+    if len(labelled) < _MIN_EXAMPLES:
+        return not_applicable("trivial_rule", f"fewer than {_MIN_EXAMPLES} examples with an answer in words")
+    prompts = [" ".join(m.content for m in context.task.render(example)) for example, _ in labelled]
+    words = _common_words(prompts)
+    features = [
+        _features(example, prompt, words) for (example, _), prompt in zip(labelled, prompts, strict=True)
+    ]
+    answers = [answer for _, answer in labelled]
+    rule = _best_rule(features[::2], answers[::2])
+    if rule is None:
+        return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), 0, "no rule was ever right")
+    asked = list(zip(labelled, features, strict=True))[1::2]
+    judged: list[Judged] = []
+    for part in context.in_time(asked):
+        judged += await context.judge_all(
+            (example, context.in_form(example, rule.answer(found))) for (example, _), found in part
+        )
+    kept = [one for one in judged if is_full(context, one)]
+    # Where one answer is nearly always right, the probe of constants says so.
+    most_common = Counter(answers[1::2]).most_common(1)[0][1] / len(asked)
+    return measured(
+        "trivial_rule",
+        len(kept) / len(judged),
+        max(_MAX_RULE_FRAC, most_common),
+        kept,
+        len(judged),
+        rule.name,
+    )
+
+
+def _common_words(prompts: Sequence[str]) -> list[str]:
+    """Return the words that some prompts hold and others do not, the most common first."""
+    counts = Counter(word for prompt in prompts for word in set(_words(prompt)))
+    return [word for word, num in counts.most_common() if 1 < num < len(prompts)][:_MAX_WORDS]
+
+
+def _words(prompt: str) -> list[str]:
+    return re.findall(r"[^\W\d_]+(?:[:=] ?\w+)?", prompt.lower())
+
+
+def _features(example: Example, prompt: str, words: Sequence[str]) -> Features:
+    own_words, numbers = _words(prompt), re.findall(r"-?\d+(?:\.\d+)?", prompt)
+    features = {
+        f"field {key}": str(value)
+        for key, value in example.fields.items()
+        if isinstance(value, str | int | float) and str(value) in prompt
+    }
+    for kind, found in (("word", own_words), ("number", numbers)):
+        if found:
+            features |= {f"first {kind}": found[0], f"last {kind}": found[-1]}
+    present = set(own_words)
+    return features | {f"word {word!r}": str(word in present) for word in words}
+
+
+def _best_rule(features: Sequence[Features], answers: Sequence[str]) -> _Rule | None:
+    """Return the rule that answers most of the examples; None if there is no rule at all."""
+    best, best_num = None, 0
+    for name in dict.fromkeys(name for found in features for name in found):
+        for rule in (_copy_rule(name), _lookup_rule(name, features, answers)):
+            if rule is None:
+                continue
+            num = sum(rule.answer(found) == answer for found, answer in zip(features, answers, strict=True))
+            if num > best_num:
+                best, best_num = rule, num
+    return best
+
+
+def _copy_rule(name: str) -> _Rule:
+    return _Rule(name=f"the answer is the {name}", answer=lambda found: found.get(name, ""))
+
+
+def _lookup_rule(name: str, features: Sequence[Features], answers: Sequence[str]) -> _Rule | None:
+    by_value: dict[str, Counter[str]] = defaultdict(Counter)
+    for found, answer in zip(features, answers, strict=True):
+        by_value[found.get(name, "")][answer] += 1
+    if not 1 < len(by_value) <= max(2.0, _MAX_VALUES_FRAC * len(features)):
+        return None
+    table = {value: counts.most_common(1)[0][0] for value, counts in by_value.items()}
+    return _Rule(
+        name=f"the answer follows from the {name}", answer=lambda found: table.get(found.get(name, ""), "")
+    )

@@ -1,0 +1,415 @@
+"""The levels of a preflight, one after the other: what is read, computed, reduced, and asked of the site.
+
+Level c, over several nodes, is in `collective`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, Interrupted, split_refusal
+from strop.hardware.disks import free_disk_bytes, require_writable
+from strop.hardware.findings import Finding, Severity, require_none
+from strop.hardware.gpus import (
+    GpuReport,
+    Probe,
+    TorchBuild,
+    ask_nvidia_smi,
+    explain_misfit,
+    has_compat_package,
+    read_torch_build,
+)
+from strop.hardware.inventory import Inventory, check_device, read_inventory
+from strop.hardware.machine import free_memory_bytes
+from strop.hardware.preflight.collective import check_collective
+from strop.hardware.preflight.request import FOLDER_NAME, Level, PreflightRequest, await_probes, start_probe
+from strop.hardware.visible_devices import VISIBLE_DEVICES
+from strop.io.atomic import nearest_existing
+
+# Level a: what can be read of a node in under a second.
+
+MAX_SKEW_S = 30.0
+"""Clocks that differ by more make the order of records wrong, and soon signatures invalid."""
+
+
+def check_readings(request: PreflightRequest) -> list[Finding]:
+    """Compare what a run needs with what the system says it has."""
+    findings = [*_check_place(request), *_check_memory(request), *_check_interfaces(request)]
+    if request.num_gpus:
+        inventory = read_inventory()
+        findings += check_driver(
+            inventory.report,
+            read_torch_build(),
+            needs_cuda=request.device == "cuda",
+            has_compat=has_compat_package(),
+        )
+        if inventory.report.probe is Probe.ANSWERED:
+            findings += _check_devices(request, inventory)
+    return findings
+
+
+def check_driver(
+    report: GpuReport, build: TorchBuild | None, *, needs_cuda: bool, has_compat: bool = False
+) -> Iterator[Finding]:
+    """Say whether the driver answers, and runs what torch was built for.
+
+    `needs_cuda`: whether torch has to compute on them. `has_compat`: libraries are installed that may
+    lift the driver's limit.
+    """
+    if report.probe is Probe.MISSING:
+        yield Finding(
+            code="nvidia_smi",
+            given="there is no nvidia-smi here, so nothing is known of the GPUs",
+            allowed="a node, or a container with the driver's tools, that has it",
+            next_step="let level b compute on them, or add the driver's 'utility' part to the container",
+            severity=Severity.UNKNOWN,
+        )
+    elif report.probe is Probe.FAILED:
+        yield Finding(
+            code="driver",
+            given=f"nvidia-smi fails: {report.complaint}",
+            allowed="a driver that answers",
+            next_step="exclude this node and tell its administrators",
+        )
+    if not needs_cuda or build is None or build.hip is not None:
+        return
+    if build.cuda is None:
+        yield Finding(
+            code="torch_build",
+            given=f"torch {build.version} computes on CPUs only, and GPUs are asked for",
+            allowed="a torch that was built for CUDA",
+            next_step="install one in this environment, or ask for no GPUs",
+        )
+    for version in sorted({gpu.driver_version for gpu in report.gpus if gpu.driver_version}):
+        misfit = explain_misfit(build, version)
+        if misfit is not None:
+            yield Finding(
+                code="driver_version",
+                given=misfit,
+                allowed="a driver that is new enough",
+                next_step="install a torch for an older CUDA, or use a node with a newer driver",
+                severity=Severity.UNKNOWN if has_compat else Severity.ERROR,
+            )
+
+
+def _check_devices(request: PreflightRequest, inventory: Inventory) -> Iterator[Finding]:
+    assert request.allocation is not None, "there are GPUs only where some were given"
+    devices = {device.uuid: device for device in inventory.devices}
+    for name, role in request.allocation.roles.items():
+        for uuid in role.uuids:
+            device = devices.get(uuid)
+            # The old spelling of a slice is never listed.
+            if device is None and not uuid.startswith("MIG-GPU-"):
+                yield Finding(
+                    code="gpu_missing",
+                    given=f"{uuid}, which is for {name}, is not among the GPUs of this node any more",
+                    allowed=f"one of {', '.join(devices) or 'none'}",
+                    next_step="exclude this node; a GPU that disappears has failed",
+                    where=uuid,
+                )
+            if device is not None:
+                need_bytes = request.gpu_need_bytes.get(name)
+                yield from check_device(
+                    device, inventory, need_bytes=need_bytes, own_lease_id=request.own_lease_id
+                )
+    slices = [uuid for uuid in request.allocation.uuids if uuid.startswith("MIG-")]
+    if slices and request.group is not None and len(request.group.names) > 1:
+        yield Finding(
+            code="mig_mode",
+            given=f"{len(request.group.names)} nodes are to compute together on MIG slices",
+            allowed="whole GPUs: NCCL connects no slices",
+            next_step="ask for whole GPUs, or for one node with one slice",
+            where=slices[0],
+        )
+
+
+def _check_place(request: PreflightRequest) -> Iterator[Finding]:
+    try:
+        require_writable(request.run_path, "this run")
+    except CheckRefused as refusal:
+        yield Finding(
+            code="run_directory",
+            given=split_refusal(str(refusal))[0],
+            allowed="a directory that this node can write to",
+            next_step="see that it is mounted here with write access, or exclude this node",
+            where=request.node,
+        )
+        return
+    free_bytes = free_disk_bytes(request.run_path)
+    if free_bytes < request.disk_need_bytes:
+        yield Finding(
+            code="free_disk",
+            given=f"{request.run_path} has {free_bytes / 1e9:.1f} GB free, and the run writes"
+            f" {request.disk_need_bytes / 1e9:.1f} GB",
+            allowed="a disk that holds all of it from the start",
+            next_step="free space there, keep fewer checkpoints, or put runs on another disk",
+            where=request.node,
+        )
+    yield from _check_clock(request)
+
+
+def _check_clock(request: PreflightRequest) -> Iterator[Finding]:
+    now = time.time()
+    clocks = {f"the file system of {request.run_path}": _ask_clock(request.run_path)}
+    clocks["the first node"] = request.reference_at
+    for name, instant in clocks.items():
+        if instant is not None and abs(now - instant) > MAX_SKEW_S:
+            ahead = "ahead of" if now > instant else "behind"
+            yield Finding(
+                code="clock_skew",
+                given=f"the clock of {request.node} is {abs(now - instant):.0f} s {ahead} {name}",
+                allowed=f"clocks that differ by {MAX_SKEW_S:.0f} s at most",
+                next_step="exclude this node, or have its clock set (chrony, ntpd)",
+                where=request.node,
+            )
+
+
+def _ask_clock(path: Path) -> float | None:
+    """Return what the file system calls now; on a network that is its server's clock."""
+    try:
+        with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:
+            file.write(b"now")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+
+
+def _check_memory(request: PreflightRequest) -> Iterator[Finding]:
+    free_bytes = free_memory_bytes()
+    if free_bytes is not None and free_bytes < request.memory_need_bytes:
+        yield Finding(
+            code="free_host_memory",
+            given=f"{free_bytes / 1e9:.1f} GB of memory are free, and the run needs"
+            f" {request.memory_need_bytes / 1e9:.1f} GB",
+            allowed="a node, or a job's share of one, with that much free",
+            next_step="ask the scheduler for more memory, or end other programs",
+            where=request.node,
+        )
+
+
+def _check_interfaces(request: PreflightRequest) -> Iterator[Finding]:
+    present = [name for _, name in socket.if_nameindex()]
+    for variable, value in request.interfaces.items():
+        # '=' and '^' are NCCL's ways to say 'exactly' and 'all but'; several are prefixes to try.
+        names = [] if value.startswith("^") else [name.lstrip("=") for name in value.split(",") if name]
+        if names and not any(found.startswith(name) for name in names for found in present):
+            yield Finding(
+                code="interface",
+                given=f"{variable}={value} names no network interface of this node",
+                allowed=f"one of {', '.join(present)}",
+                next_step="correct it in the site profile, or leave it out",
+                where=request.node,
+            )
+
+
+# Level b: whether each GPU multiplies, and gives back what was copied to it.
+
+CHECKSUM = 32_212_178_127
+"""What `gpu_probe` prints if all is well: the weighted sum of its product."""
+PROBE_LIMIT_S = 60.0
+"""Importing torch from a cold network disk takes most of it."""
+
+
+def check_compute(request: PreflightRequest, *, limit_s: float = PROBE_LIMIT_S) -> list[Finding]:
+    """Let every GPU of the allocation compute at once, each in a process that sees it alone.
+
+    A process that sees one device works with slices too, of which it could not use a second.
+    """
+    if request.allocation is None or not request.num_gpus:
+        return []
+    # UUIDs, or what the variable calls a device where they are unknown, and the variables that show it alone.
+    named = [
+        (role.uuids[number] if role.uuids else entry, {**role.variables, VISIBLE_DEVICES: entry})
+        for role in request.allocation.roles.values()
+        for number, entry in enumerate(role.visible.ids)
+    ]
+    probes = []
+    for number, (_, variables) in enumerate(named):
+        words = ["--device", request.device]
+        log_path = request.run_path / FOLDER_NAME / f"{request.node}-gpu-{number}.log"
+        probes.append(start_probe(f"{__package__}.gpu_probe", words, log_path, variables))
+    answers = await_probes(probes, limit_s)
+    return [
+        finding
+        for (uuid, _), answer in zip(named, answers, strict=True)
+        for finding in _judge(uuid, answer, limit_s)
+    ]
+
+
+def _judge(uuid: str, answer: dict[str, Any] | None, limit_s: float) -> Iterator[Finding]:
+    next_step = "exclude this node and tell its administrators"
+    if answer is None or "error" in answer:
+        said = f"it did not answer within {limit_s:g} s" if answer is None else answer["error"]
+        yield Finding(
+            code="gpu_compute",
+            given=f"a small product could not be computed: {said}",
+            allowed="a GPU that computes",
+            next_step=next_step,
+            where=uuid,
+        )
+    elif answer["checksum"] != CHECKSUM:
+        yield Finding(
+            code="gpu_checksum",
+            given=f"a product of known numbers has the checksum {answer['checksum']}",
+            allowed=f"{CHECKSUM}, which is exact in float32",
+            next_step=next_step,
+            where=uuid,
+        )
+    elif not answer["is_copied"]:
+        yield Finding(
+            code="gpu_copy",
+            given="16 MiB came back from the GPU with other bytes",
+            allowed="the bytes that went there",
+            next_step=next_step,
+            where=uuid,
+        )
+
+
+# Level d: the site's own tools and the driver's counters. Most machines lack them, and most users may not
+# read the kernel's messages; the answer is then unknown, neither good nor bad.
+
+DIAG_LIMIT_S = 180.0
+_DMESG_LIMIT_S = 10.0
+_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
+HARDWARE_XIDS = frozenset({48, 64, 74, 79, 92, 95, 119, 120, 140})
+"""Errors of the GPU, its memory or its links. Others are mostly of programs.
+
+Source: NVIDIA, 'XID Errors', table of XID events: uncorrected memory errors (48, 64, 92, 95, 140), NVLink
+(74), fallen off the bus (79), time-outs of its system processor (119, 120).
+"""
+_XID_LINE = re.compile(r"NVRM: Xid \(PCI:(?P<address>[^)]+)\): (?P<number>\d+)")
+_NEXT_STEP = "exclude this node and tell its administrators"
+
+
+def check_site_tools(request: PreflightRequest) -> list[Finding]:
+    """Ask dcgmi, the memory-error counters and the kernel's messages."""
+    if not request.num_gpus:
+        return []
+    severity = Severity.ERROR if request.is_strict else Severity.WARNING
+    uuids = () if request.allocation is None else request.allocation.uuids
+    found = [*_ask_dcgmi(request.node), *_count_memory_errors(uuids), *_read_xids(request.node)]
+    return [one if one.severity is Severity.UNKNOWN else replace(one, severity=severity) for one in found]
+
+
+def _ask_dcgmi(node: str) -> Iterator[Finding]:
+    words = ["dcgmi", "diag", "-r", "1"]
+    done = _run(words, DIAG_LIMIT_S)
+    if isinstance(done, str):
+        yield _unknown("dcgmi", f"dcgmi diag -r 1 gives no answer: {done}", node)
+        return
+    failed = [" ".join(line.strip(" |").split()) for line in done.stdout.splitlines() if "Fail" in line]
+    if done.returncode != 0 or failed:
+        said = "; ".join(failed) or " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        yield Finding(
+            code="dcgmi",
+            given=f"dcgmi diag -r 1 fails: {said}",
+            allowed="a node that passes its diagnosis",
+            next_step=_NEXT_STEP,
+            where=node,
+        )
+
+
+def _count_memory_errors(uuids: tuple[str, ...]) -> Iterator[Finding]:
+    answer = ask_nvidia_smi(f"--query-gpu=uuid,{_ECC_FIELD}", "--format=csv,noheader,nounits")
+    if answer.probe is not Probe.ANSWERED:
+        why = answer.complaint or "there is no nvidia-smi"
+        yield _unknown("ecc", f"uncorrected memory errors cannot be counted: {why}", "")
+        return
+    for line in answer.lines:
+        uuid, _, count = (part.strip() for part in line.partition(","))
+        # GPUs without such memory say '[N/A]'.
+        if uuid in uuids and count.isdigit() and int(count) > 0:
+            yield Finding(
+                code="ecc",
+                given=f"{count} uncorrected memory errors since the driver was loaded",
+                allowed="none",
+                next_step=_NEXT_STEP,
+                where=uuid,
+            )
+
+
+def _read_xids(node: str) -> Iterator[Finding]:
+    done = _run(["dmesg"], _DMESG_LIMIT_S)
+    if isinstance(done, str) or done.returncode != 0:
+        why = done if isinstance(done, str) else " ".join(done.stderr.split())
+        yield _unknown("xid", f"the kernel's messages cannot be read: {why}", node)
+        return
+    events = [(match["address"], int(match["number"])) for match in _XID_LINE.finditer(done.stdout)]
+    seen = sorted({event for event in events if event[1] in HARDWARE_XIDS})
+    if seen:
+        named = ", ".join(f"XID {number} of PCI {address}" for address, number in seen)
+        yield Finding(
+            code="xid",
+            given=f"the kernel has reported {named} since its start",
+            allowed="no errors of the hardware",
+            next_step=_NEXT_STEP,
+            where=node,
+        )
+
+
+def _run(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | str:
+    """Run a program of the site; return what it said, or why it said nothing."""
+    if shutil.which(words[0]) is None:
+        return f"there is no {words[0]} here"
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+def _unknown(code: str, given: str, where: str) -> Finding:
+    return Finding(
+        code=code,
+        given=given,
+        allowed="a site whose users may ask",
+        next_step="nothing; it is not known whether anything is wrong",
+        where=where,
+        severity=Severity.UNKNOWN,
+    )
+
+
+_LEVELS = {
+    Level.READ: check_readings,
+    Level.COMPUTE: check_compute,
+    Level.COLLECT: check_collective,
+    Level.SITE: check_site_tools,
+}
+
+
+def run_preflight(request: PreflightRequest) -> list[Finding]:
+    """Look at a node, level by level; the first level with an error is the last one that is tried."""
+    findings: list[Finding] = []
+    for level, check in _LEVELS.items():
+        if level not in request.levels:
+            continue
+        findings += check(request)
+        if any(finding.severity is Severity.ERROR for finding in findings):
+            break
+    return findings
+
+
+def require_ready(request: PreflightRequest) -> list[Finding]:
+    """Return what is worth knowing of a node that can start.
+
+    Raises: CheckRefused (exit code 76) naming everything that forbids it, each with its code; Interrupted
+        (75) if only other nodes are at fault: this one need not be excluded, and the job can start again.
+    """
+    found = run_preflight(request)
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    others = set() if request.group is None else {*request.group.names} - {request.group.name}
+    if errors and all(finding.where in others for finding in errors):
+        raise Interrupted("\n".join(f"{finding.code}: {finding}" for finding in errors))
+    return require_none(found)

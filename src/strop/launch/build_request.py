@@ -1,0 +1,451 @@
+"""From what a user typed to a request, and from a request to a plan.
+
+`read_request` reads run file, site profile, code and variables, once. After it nothing is read until the job
+is submitted: `make_plan` is pure, so that equal requests give equal plans, byte by byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.hardware.identity import find_user_name
+from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, MemberPlan, Resources, RolePlan
+from strop.launch.environment import EnvironmentFlags, gather_environment
+from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
+from strop.launch.snapshot import take_snapshot
+from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
+from strop.spec.display import show_text, show_value
+from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.job import parse_duration_s
+from strop.spec.reader import Flag
+from strop.spec.run import code_of
+from strop.spec.site import SageMakerSite, Site, SlurmSite, find_site
+from strop.user_code import list_sources
+
+COMMANDS = ("train", "sft")
+COMPANION = "companion"
+EVALUATOR = "evaluator"
+RAY_NODE_MODULE = "strop.cluster.ray.node"
+"""Joins a node to the Ray cluster of the run."""
+MAX_MEMBERS = 1000
+MEMBERS_FOLDER = "members"
+TAG_PREFIX = "strop:"
+"""Before the plan's hash, in the label that a scheduler allows for a job."""
+_HASH_LENGTH = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmitOptions:
+    """The options of the command line, without the run file."""
+
+    site: str
+    command: str = "train"
+    overrides: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    project_path: Path | None = None
+    """None: the current folder."""
+    sweep: tuple[str, ...] = ()
+    """`key=value,value`, one for each varied setting."""
+    has_snapshot: bool = True
+    variables: tuple[str, ...] = ()
+    """Names of the submitter's variables that the job gets."""
+    env_file: Path | None = None
+    environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
+    is_strict: bool = False
+    """Refuse where a flag beats another value."""
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    """Options of this one backend: partition, dependency, instance type, ..."""
+
+
+def read_request(
+    run_file: str, options: SubmitOptions, *, environ: Mapping[str, str], now: float
+) -> JobRequest:
+    """Read everything that a plan is made of.
+
+    Raises: ConfigError for what cannot work as written; StoreError if the code cannot be read.
+    """
+    project_path = (options.project_path or Path.cwd()).absolute()
+    if not project_path.is_dir():
+        raise ConfigError(
+            explain_refusal(
+                f"--project-dir {project_path} is no folder",
+                allowed="the folder of the project whose code the job runs",
+                next_step="correct it, or leave it out for the current folder",
+            )
+        )
+    resolved = load_spec(run_file, options.overrides, options.flags)
+    _check_command(options.command, resolved)
+    sweep = expand_sweep(options.sweep)
+    members = _check_members(run_file, options, sweep)
+    evaluation = read_evaluation(members or [resolved.spec])
+    site = find_site(options.site, project_path, environ)
+    root = _find_root(site, resolved)
+    environment, conflicts = gather_environment(
+        site, project_path, options.variables, options.env_file, options.environment, environ
+    )
+    conflicts = (*map(str, resolved.conflicts), *conflicts)
+    if options.is_strict:
+        _refuse_conflicts(resolved)
+    home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
+    python = site.profile.python or sys.executable
+    return JobRequest(
+        resolved=resolved,
+        site=site,
+        command=options.command,
+        resources=_count_resources(resolved, site, options),
+        roles=tuple(_list_roles(options.command, resolved, python, site)),
+        environment=environment,
+        snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
+        project_path=project_path,
+        home=home,
+        python=python,
+        user=find_user_name(),
+        submitted_at=now,
+        sweep=sweep,
+        options=options.backend,
+        conflicts=conflicts,
+        env_file=options.env_file,
+        evaluation=evaluation,
+    )
+
+
+def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
+    """Return the file of the evaluation beside a job; None where there is none.
+
+    `specs`: of the run, or of every run of a sweep. They share the file.
+    Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
+    """
+    path = specs[0].job.eval_config
+    if path is None:
+        return None
+    from strop.run.evaluation import read_file_asking
+
+    file = read_eval_file(path)
+    for spec in specs:
+        read_file_asking(file, spec)
+    return file
+
+
+def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the overrides of every member: all combinations, the last setting varying fastest; () for none.
+
+    Raises: ConfigError if a text is no `key=value,value`, a key stands twice, or there are too many.
+    """
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        key = key.strip()
+        listed = [value for value in split_values(values) if value]
+        if not equals or not key or not listed or key in axes:
+            raise ConfigError(
+                explain_refusal(
+                    f"--sweep {text!r} is not understood",
+                    allowed="key=value,value,... with each key once, for example optimizer.lr=1e-5,2e-5",
+                    next_step="correct it",
+                )
+            )
+        axes[key] = [f"{key}={value}" for value in listed]
+    members = tuple(itertools.product(*axes.values())) if axes else ()
+    if len(members) > MAX_MEMBERS:
+        raise ConfigError(
+            explain_refusal(
+                f"the sweep has {len(members)} members",
+                allowed=f"{MAX_MEMBERS} at most",
+                next_step="vary less at once",
+            )
+        )
+    return members
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas that stand in no bracket and no quotation marks."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _check_command(command: str, resolved: ResolvedSpec) -> None:
+    from strop.spec.reader import require_sft
+
+    if command not in COMMANDS:
+        raise ConfigError(
+            explain_refusal(
+                f"--command {show_value(command)} is not a command that a job runs",
+                allowed=" or ".join(COMMANDS),
+                next_step="choose one of them",
+            )
+        )
+    if command == "sft":
+        require_sft(resolved)
+
+
+def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[str, ...]]) -> list[RunSpec]:
+    """Return the spec of every member, so that a mistake shows before anything is written."""
+    keys = [text.partition("=")[0].strip() for text in options.sweep]
+    fixed = [key for key in keys if key.partition(".")[0] in {"name", "job", "output", "store"}]
+    if fixed:
+        raise ConfigError(
+            explain_refusal(
+                f"--sweep varies {', '.join(fixed)}, which all members share",
+                allowed="settings of what is trained; name, job, output and store are the whole job's",
+                next_step="submit a job for each value",
+            )
+        )
+    return [load_spec(run_file, [*options.overrides, *overrides], options.flags).spec for overrides in sweep]
+
+
+def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
+    """Return the folder for runs. Raises: ConfigError if a site profile names a relative path."""
+    given = site.profile.run_root
+    if given is None:
+        return Path(resolved.spec.output.root).absolute()
+    path = Path(given).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(
+            explain_refusal(
+                f"run_root={show_value(given)} of site {site.name} is a relative path",
+                allowed="an absolute one: jobs start in other folders",
+                next_step="write it out in the site profile",
+            )
+        )
+    return path
+
+
+def _job_log_files(site: Site, project_path: Path) -> list[Path]:
+    """Return the files that a submission writes into the project: as code they would change every plan."""
+    if not isinstance(site.profile, SageMakerSite):
+        return []
+    path = project_path / site.profile.job_log
+    return [path, path.with_suffix(".jsonl"), path.with_suffix(".lock")]
+
+
+def _take_code(
+    project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions, site: Site
+) -> CodeSnapshot:
+    """Return the project's code, without runs and files of secrets in it."""
+    excluded = [root, Path(resolved.spec.output.root)]
+    excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
+    # Runs that are in the project itself, beside its code.
+    excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
+    excluded += _job_log_files(site, project_path)
+    snapshot = take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
+    _require_code(resolved, snapshot)
+    return snapshot
+
+
+def _require_code(resolved: ResolvedSpec, snapshot: CodeSnapshot) -> None:
+    """Refuse user code that would not be sent with the job. Raises: ConfigError naming the file."""
+    sent = {snapshot.project_path / name for name in snapshot.files}
+    for ref in code_of(resolved.spec):
+        for path in list_sources(ref.path):
+            if path.resolve() not in sent:
+                is_inside = path.resolve().is_relative_to(snapshot.project_path)
+                why = "git ignores it" if is_inside else f"it lies outside of {snapshot.project_path}"
+                raise ConfigError(
+                    explain_refusal(
+                        f"{path}, which {ref} needs, is not sent with the job: {why}",
+                        allowed="files of the project, which travel in its snapshot",
+                        next_step="move the file into the project, or name the folder with --project-dir",
+                    )
+                )
+
+
+def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -> list[RolePlan]:
+    job = resolved.spec.job
+    argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
+    roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
+    if resolved.spec.placement.kind == "ray" and job.nodes > 1:
+        if isinstance(site.profile, SageMakerSite) and resolved.spec.engine.transport == "file":
+            raise ConfigError(
+                explain_refusal(
+                    f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
+                    " common disk",
+                    allowed="broadcast or store; auto chooses the first between nodes",
+                    next_step="leave engine.transport out",
+                )
+            )
+        join = (python, "-m", RAY_NODE_MODULE, "{run}")
+        roles.append(
+            RolePlan(
+                name="ray",
+                argv=join,
+                gpus=job.gpu_roles,
+                nodes="others",
+                must_succeed=False,
+                # The run knows which engines were there, and goes on while one of them is left.
+                may_be_lost=True,
+            )
+        )
+    if job.eval_config is not None:
+        follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
+        roles.append(
+            RolePlan(
+                name=EVALUATOR,
+                argv=(python, "-m", "strop.cli", *follow),
+                gpus={"eval": job.eval_gpus} if job.eval_gpus else {},
+                must_succeed=False,
+                is_awaited=True,
+            )
+        )
+    if job.cpu_command is not None:
+        words = tuple(shlex.split(job.cpu_command))
+        roles.append(RolePlan(name=COMPANION, argv=words, nodes="cpu", must_succeed=False))
+    return roles
+
+
+def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions) -> Resources:
+    job, profile = resolved.spec.job, site.profile
+    limit = job.time_limit
+    gpu_type, cpus_per_gpu, memory = None, job.cpus_per_gpu, job.memory
+    if isinstance(profile, SlurmSite):
+        limit = limit or profile.time_limit
+        gpu_type = options.backend.get("gpu_type") or profile.gpu_type
+        cpus_per_gpu, memory = cpus_per_gpu or profile.cpus_per_gpu, memory or profile.memory
+    if isinstance(profile, SageMakerSite):
+        limit = limit or profile.max_runtime
+    if job.gpus_per_node > profile.gpus_per_node:
+        raise ConfigError(
+            explain_refusal(
+                f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
+                f" and nodes of {site.name} have {profile.gpus_per_node}",
+                allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
+                next_step="ask for fewer, or correct gpus_per_node in the site profile",
+            )
+        )
+    return Resources(
+        num_nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        is_whole_node=0 < profile.gpus_per_node == job.gpus_per_node,
+        cpus_per_gpu=cpus_per_gpu,
+        cpus=job.cpus,
+        memory=memory,
+        gpu_type=gpu_type,
+        time_limit_s=None if limit is None else parse_duration_s(limit),
+        num_cpu_nodes=job.cpu_nodes,
+    )
+
+
+def _refuse_conflicts(resolved: ResolvedSpec) -> None:
+    beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
+    if beaten:
+        raise ConfigError(
+            explain_refusal(
+                "; ".join(beaten),
+                allowed="with --strict, flags that contradict nothing",
+                next_step="remove the values that are not meant",
+            )
+        )
+
+
+def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
+    """Return what would be submitted. No disk, network, clock or random.
+
+    Raises: ConfigError for what can be known to be impossible.
+    """
+    _check_home(request.home)
+    spec, job = request.resolved.spec, request.resolved.spec.job
+    members = tuple(
+        MemberPlan(index=index, path=f"{request.home}/{MEMBERS_FOLDER}/{index}", overrides=overrides)
+        for index, overrides in enumerate(request.sweep)
+    )
+    resources, price = request.resources, request.site.profile.usd_per_gpu_hour
+    gpu_hours: float | None = None
+    if resources.time_limit_s is not None:
+        num_gpus = resources.num_nodes * resources.gpus_per_node * (len(members) or 1)
+        gpu_hours = num_gpus * resources.time_limit_s / 3600.0
+    plan = JobPlan(
+        name=spec.name,
+        site=request.site.name,
+        backend=backend.name,
+        profile=request.site.profile.model_dump(mode="json"),
+        command=request.command,
+        home=request.home,
+        members=members or (MemberPlan(index=0, path=request.home),),
+        resources=resources,
+        roles=request.roles,
+        python=request.python,
+        plan_hash=hash_request(request),
+        code_sha256=request.snapshot.sha256 if request.snapshot else None,
+        spec_digest=spec_digest(spec),
+        user=request.user,
+        submitted_at=request.submitted_at,
+        environment=request.environment,
+        max_requeue=job.max_requeue,
+        num_past=request.num_past,
+        grace_s=job.grace_s,
+        preflight=job.preflight,
+        max_silence_s=job.max_silence_s,
+        gpu_hours=gpu_hours,
+        cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
+        details={"project_path": str(request.project_path), "submitted_from": str(request.project_path)},
+        conflicts=request.conflicts,
+        notices=request.resolved.notices,
+    )
+    return backend.render(plan, request)
+
+
+def hash_request(request: JobRequest) -> str:
+    """Return the plan's hash, by which a second submission of the same plan is recognized.
+
+    It covers everything that decides what is run (spec, code, site, resources, roles, variables) and not when
+    and where it was submitted. Values of variables enter it as digests.
+    """
+    content: dict[str, Any] = {
+        "spec": spec_digest(request.resolved.spec),
+        # The content of the evaluation's file counts below, not its path.
+        "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
+        "store": request.resolved.spec.store.model_dump(mode="json"),
+        "site": request.site.model_dump(mode="json"),
+        "command": request.command,
+        "resources": asdict(request.resources),
+        "roles": [asdict(role) for role in request.roles],
+        "code": request.snapshot.sha256 if request.snapshot else str(request.project_path),
+        "variables": {name: _digest(value) for name, value in request.environment.variables.items()},
+        "secrets": sorted(request.environment.secrets),
+        "python": request.python,
+        "sweep": request.sweep,
+        "options": dict(request.options),
+        "evaluation": request.evaluation.to_text() if request.evaluation else None,
+    }
+    return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False, default=str))[:_HASH_LENGTH]
+
+
+def tag_of(plan_hash: str) -> str:
+    """Return the label that a plan's job carries."""
+    return TAG_PREFIX + plan_hash
+
+
+def _check_home(home: str) -> None:
+    if any(ord(character) < 32 or ord(character) == 127 for character in home):
+        raise ConfigError(
+            explain_refusal(
+                f"the job's directory {show_text(home)} holds a control character",
+                allowed="a path of printable characters; spaces, quotes and $ are fine",
+                next_step="change output.root or output.dir",
+            )
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()

@@ -1,0 +1,419 @@
+"""What one start of a container brings back and sends out: checkpoint sync, restore, record upload, log echo.
+
+    <checkpoints>/<host>/step-000020/...COMPLETE     a checkpoint, its manifest last
+    <checkpoints>/<host>/run/...                     the run's other files that a restart needs
+    <checkpoints>/<host>/starts/<job>/<number>       one file per start of the job
+
+The platform keeps `<checkpoints>` in step with S3. It uploads whatever it sees, half-written files too, so
+everything is written outside and renamed in. It deletes in S3 what is deleted here, so states are pruned
+late, and only once newer ones have arrived. Not covered: checkpoints that several hosts write together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from strop.errors import ConfigError, StoreError
+from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
+from strop.launch.sagemaker.client import JobObjects
+from strop.launch.secrets import redact
+from strop.record.mirror.layout import TRACES
+from strop.store.policy import URI_VARIABLE
+from strop.store.uris import join_uri
+
+NUM_KEPT = 2
+POLL_S = 1.0
+UPLOAD_EVERY_S = 10.0
+_STEP = re.compile(r"step-(\d+)")
+_NOT_STATE = frozenset({"checkpoints", "attempts", "job", "members", "latest"})
+_RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
+
+
+class _Worker:
+    """Repeats a piece of work in its own thread, at pauses that may double up to a limit."""
+
+    def __init__(
+        self, name: str, work: Callable[[], None], pause_s: float, max_pause_s: float | None = None
+    ) -> None:
+        self._work, self._pause_s, self._max_pause_s = work, pause_s, max_pause_s or pause_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def _join(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _repeat(self) -> None:
+        pause_s = self._pause_s
+        while not self._stopped.wait(pause_s):
+            self._work()
+            pause_s = min(self._max_pause_s, pause_s * 2)
+
+
+class CheckpointSync(_Worker):
+    """Copies complete checkpoints into the directory that the platform keeps in step with S3."""
+
+    def __init__(
+        self,
+        member_path: Path,
+        checkpoint_path: Path,
+        host: str,
+        staging_path: Path,
+        *,
+        is_safe: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self._member_path = member_path
+        self._place = checkpoint_path / host
+        self._staging_path = staging_path
+        self._is_safe = is_safe
+        """Whether a state has arrived in S3; older ones are pruned only then."""
+        self._lock = threading.Lock()
+        super().__init__("checkpoint-sync", self.copy_new, POLL_S)
+        self.last_error = ""
+
+    def stop(self) -> int | None:
+        """Copy what is complete now and end; return the newest step that is kept."""
+        self._join()
+        self.copy_new()
+        return max((_step_of(path) for path in _complete_states(self._place)), default=None)
+
+    def copy_new(self) -> None:
+        """Copy complete checkpoints that are not there yet, oldest first; then prune."""
+        with self._lock:
+            kept = {path.name for path in _complete_states(self._place)}
+            newest = max((_step_of(self._place / name) for name in kept), default=-1)
+            try:
+                for path in sorted(_complete_states(self._member_path / "checkpoints")):
+                    if path.name not in kept and _step_of(path) > newest:
+                        self._copy(path)
+                self._prune()
+            except (OSError, StoreError) as error:
+                # A checkpoint may be pruned while it is copied, a disk may be full: the next one will do.
+                self.last_error = str(error)
+
+    def _copy(self, path: Path) -> None:
+        self._sync_run()
+        staged = self._staging_path / path.name
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(path, staged, copy_function=_link_or_copy)
+        (staged / MANIFEST_NAME).rename(self._staging_path / f"{path.name}.{MANIFEST_NAME}")
+        target = self._place / path.name
+        shutil.rmtree(target, ignore_errors=True)
+        _move(staged, target)
+        # Last: a directory without it is no state, however much of it has been uploaded.
+        _move(self._staging_path / f"{path.name}.{MANIFEST_NAME}", target / MANIFEST_NAME)
+
+    def _sync_run(self) -> None:
+        """Copy the run's other files that have changed, each atomically."""
+        for source in sorted(self._member_path.rglob("*")):
+            name = source.relative_to(self._member_path)
+            if name.parts[0] in _NOT_STATE or source.is_symlink() or not source.is_file():
+                continue
+            if any(part.startswith(".") or ".partial-" in part for part in name.parts):
+                continue
+            if name.suffix == ".lock" or is_complete(self._member_path / name.parts[0]):
+                continue  # A finished model is published by the mirror; no restart needs it.
+            target = self._place / "run" / name
+            found = source.stat()
+            if target.exists() and target.stat().st_mtime_ns == found.st_mtime_ns:
+                continue
+            staged = self._staging_path / "file"
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            # A copy, no link: these files still grow.
+            shutil.copy2(source, staged)
+            _move(staged, target)
+
+    def _prune(self) -> None:
+        states = sorted(_complete_states(self._place), key=_step_of)
+        for path in states[:-NUM_KEPT]:
+            if all(self._is_safe(newer.name) for newer in states[-NUM_KEPT:]):
+                # The manifest first: a directory that a kill leaves behind is then no state.
+                (path / MANIFEST_NAME).unlink()
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """Which state a start restored."""
+
+    step: int | None
+    """None: no state, the run begins at step 0."""
+    reason: str
+
+
+def restore_newest(
+    checkpoint_path: Path, home: Path, job_name: str, *, reaches_store: bool, parent: str = ""
+) -> Restored:
+    """Restore the newest state into a run's directory, and say from where, or why there is none.
+
+    Either the checkpoint directory or the run's own mirror may be newer: the platform copies the former when
+    it likes, and a reclaim comes without a warning. `parent`: the job that this one continues, whose mirror
+    may be ahead too.
+
+    Raises: OSError if the disk fails.
+    """
+    if not reaches_store:
+        return restore_state(checkpoint_path, home)
+    newest = find_newest_step(checkpoint_path)
+    mirrors = {_mirror_uri(home, name): name == job_name for name in (parent, job_name) if name}
+    try:
+        # Its own first: once that has any state, it is ahead of the parent's.
+        for uri, is_own in reversed(mirrors.items()):
+            if uri is not None and (found := _restore_mirror(uri, home, newest, is_own=is_own)) is not None:
+                return found
+    except StoreError as error:
+        # The checkpoint directory is enough; a store that fails now may answer later.
+        kept = restore_state(checkpoint_path, home)
+        return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not asked: {error}")
+    return restore_state(checkpoint_path, home)
+
+
+def _restore_mirror(uri: str, home: Path, newest: int | None, *, is_own: bool) -> Restored | None:
+    from strop.record.mirror.claim import LATEST_NAME
+    from strop.record.mirror.restore import find_remote_run, restore_run
+    from strop.store.s3_objects import S3Objects
+
+    remote = find_remote_run(uri)
+    if remote is None:
+        return None
+    if remote.step is None:
+        if newest is None and is_own:
+            # An earlier start claimed it and was lost before its first checkpoint. The run begins anew as
+            # another one, which the claim would refuse, though it protects nothing.
+            S3Objects().remove(join_uri(uri, LATEST_NAME))
+        return None
+    if newest is not None and newest >= remote.step:
+        return None
+    incoming = home.with_name(f"{home.name}.mirror")
+    shutil.rmtree(incoming, ignore_errors=True)
+    restored = restore_run(uri, incoming.parent, name=incoming.name)
+    # Attempts of earlier starts stay in the store: here they could be taken for this one's.
+    shutil.rmtree(restored / "attempts", ignore_errors=True)
+    shutil.copytree(restored, home, dirs_exist_ok=True, symlinks=True)
+    shutil.rmtree(restored)
+    known = "no state" if newest is None else f"step {newest}"
+    return Restored(
+        step=remote.step, reason=f"the mirror {uri} has step {remote.step}; the checkpoint directory {known}"
+    )
+
+
+def _mirror_uri(home: Path, job_name: str) -> str | None:
+    """Return where the trainer mirrors the run to, or None."""
+    from strop.spec import load_spec
+
+    try:
+        store = load_spec(home / "job" / "spec.toml").spec.store
+    except ConfigError:
+        return None  # The trainer reports it with more detail.
+    root = store.uri or os.environ.get(URI_VARIABLE, "")
+    if store.mirror is False or not root.startswith("s3://"):
+        return None
+    return join_uri(root, "checkpoints", store.mirror_as or job_name)
+
+
+def find_newest_step(checkpoint_path: Path) -> int | None:
+    """Return the newest step with a manifest; its files are not read."""
+    return max(
+        (_step_of(path) for path in checkpoint_path.glob("*/step-*") if is_complete(path)), default=None
+    )
+
+
+def restore_state(checkpoint_path: Path, member_path: Path) -> Restored:
+    """Restore the newest intact state into a run's directory; damaged ones are skipped with a reason.
+
+    Raises: OSError if the disk fails.
+    """
+    reasons: list[str] = []
+    for path in sorted(checkpoint_path.glob("*/step-*"), key=_step_of, reverse=True):
+        if not is_complete(path):
+            reasons.append(f"{path.name} has no {MANIFEST_NAME}")
+            continue
+        try:
+            verify_directory(path)
+        except StoreError as error:
+            reasons.append(str(error))
+            continue
+        _restore(path, member_path)
+        reasons.append(f"{path.name} is the newest whole one")
+        return Restored(step=_step_of(path), reason="; ".join(reasons))
+    reasons.append("no state is there: from step 0")
+    return Restored(step=None, reason="; ".join(reasons))
+
+
+def count_start(checkpoint_path: Path, host: str, job: str) -> int:
+    """Return how many times this job started on this host before, and count this start."""
+    folder = checkpoint_path / host / "starts" / job
+    folder.mkdir(parents=True, exist_ok=True)
+    number = sum(1 for path in folder.iterdir() if path.name.isdigit())
+    (folder / str(number)).touch()
+    return number
+
+
+class Sink(Protocol):
+    """Where files go."""
+
+    def put(self, path: Path, name: str) -> None:
+        """Send one file. Raises: StoreError or OSError."""
+
+
+class StoreSink:
+    """The run's folder in a store."""
+
+    def __init__(self, objects: JobObjects, record_uri: str) -> None:
+        self._objects, self._root = objects, f"{record_uri}/{TRACES}"
+
+    def put(self, path: Path, name: str) -> None:
+        """Send one file whole."""
+        self._objects.write(f"{self._root}/{name}", path.read_bytes())
+
+
+class DirectorySink:
+    """A folder that the platform keeps in step with S3."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy one file, which appears whole."""
+        target = self._folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".partial-{target.name}")
+        shutil.copyfile(path, partial)
+        partial.rename(target)
+
+
+class RecordUploader(_Worker):
+    """Sends the attempt's files that have changed, every few seconds and at the end.
+
+    To `traces/` of the run's folder in the store; in a job without network to the checkpoint directory. A
+    store that fails delays this thread alone.
+    """
+
+    def __init__(self, sink: Sink, member_path: Path, attempt: str, *, has_run: bool) -> None:
+        self._sink, self._member_path, self._attempt = sink, member_path, attempt
+        self._has_run = has_run
+        """Whether this host is the one that writes the run's own files."""
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._last_error = ""
+        # The first time early: the start record says that the job runs.
+        super().__init__("record-upload", self.send_changed, 1.0, UPLOAD_EVERY_S)
+
+    def stop(self) -> None:
+        """Send the rest and end."""
+        self._join()
+        self.send_changed()
+
+    def send_changed(self) -> None:
+        """Send every file that has changed since it was sent last."""
+        attempt_path = self._member_path / "attempts" / self._attempt
+        found = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
+        if self._has_run:
+            found += [self._member_path / name for name in _RUN_FILES]
+        for path in found:
+            name = path.relative_to(self._member_path).as_posix()
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                version = (stat.st_mtime_ns, stat.st_size)
+                if self._sent.get(name) != version and self._try_put(path, name):
+                    self._sent[name] = version
+
+    def _try_put(self, path: Path, name: str) -> bool:
+        try:
+            self._sink.put(path, name)
+        except FileNotFoundError:
+            return False
+        except (OSError, StoreError) as error:
+            if str(error) != self._last_error:
+                self._last_error = str(error)
+                sys.stderr.write(f"record: {name} was not sent: {error}\n")
+            return False
+        return True
+
+
+class LogEcho(_Worker):
+    """Copies the roles' logs to standard output, for the platform's log service, as `role| line`."""
+
+    def __init__(self, folder: Path, *, hide: tuple[str, ...] = ()) -> None:
+        self._folder, self._hide = folder, hide
+        self._offsets: dict[str, int] = {}
+        super().__init__("log-echo", self.echo_new, 0.5)
+
+    def stop(self) -> None:
+        """Copy the rest and end."""
+        self._join()
+        self.echo_new(is_last=True)
+
+    def echo_new(self, *, is_last: bool = False) -> None:
+        """Copy complete new lines; at the end an incomplete one too."""
+        for path in sorted(self._folder.glob("*.log")):
+            if path.name == "agent.log":
+                continue  # On standard error already.
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(self._offsets.get(path.name, 0))
+                data = file.read()
+                end = len(data) if is_last else data.rfind(b"\n") + 1
+                self._offsets[path.name] = self._offsets.get(path.name, 0) + end
+                text = redact(data[:end].decode(errors="backslashreplace"), self._hide)
+                for line in text.splitlines():
+                    sys.stdout.write(f"{path.stem}| {line}\n")
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+
+def _restore(path: Path, member_path: Path) -> None:
+    run_path = path.parent / "run"
+    member_path.mkdir(parents=True, exist_ok=True)
+    if run_path.is_dir():
+        shutil.copytree(run_path, member_path, dirs_exist_ok=True)
+    target = member_path / "checkpoints" / path.name
+    partial = target.with_name(f".partial-{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(path, partial)
+    partial.rename(target)
+
+
+def _complete_states(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if is_complete(path)]
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename; where the directory is another file system, copy beside and rename there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        source.rename(target)
+    except OSError:
+        aside = target.with_name(f".partial-{target.name}")
+        if source.is_dir():
+            shutil.copytree(source, aside)
+            shutil.rmtree(source)
+        else:
+            shutil.copy2(source, aside)
+            source.unlink()
+        aside.rename(target)

@@ -1,0 +1,270 @@
+"""What the uploader sends: a checkpoint held by hard links while the trainer prunes, and the growing logs.
+
+Where the file system knows no hard links, or the disk is nearly full, files are sent from where they are;
+one that goes away meanwhile ends the transfer, and the next look begins with what is there then.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import StoreError
+from strop.io.atomic import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    explain_write_failure,
+    read_manifest,
+    write_bytes_atomically,
+)
+from strop.io.leftovers import LEFTOVER_PATTERN
+from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER, TRACES
+from strop.record.run_dir import STATE_NAME, RunDir, step_of
+from strop.store.record_store import RecordStore, describe_directory, describe_files
+from strop.store.uris import join_uri
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_PIN_FOLDER = "pinned"
+ROOM_FACTOR = 2.5
+"""Room for so many checkpoints, or none is held back from being pruned: a run ends below 1.25 of them."""
+_WHOLE_FILES = ("spec.toml", "env.txt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedCheckpoint:
+    """A checkpoint that stays as it is while it is sent."""
+
+    step: int
+    manifest: Manifest
+    """The checkpoint's own, with the modification times of the pinned files."""
+    paths: Mapping[str, Path]
+    """Its files, and below `run/` those of the run that belong to its step."""
+
+    def describe(self, facts: Mapping[str, object]) -> Manifest:
+        """Return the manifest of the record that all these files make."""
+        added = {name: path for name, path in self.paths.items() if name not in self.manifest.files}
+        files = {**self.manifest.files, **describe_files(added)}
+        return Manifest(files=files, facts={**self.manifest.facts, "mirror": dict(facts)})
+
+    def model(self) -> tuple[dict[str, Path], dict[str, FileRecord]]:
+        """Return the files of the model alone, by their names in it, and what is promised of them."""
+        names = [name for name in self.manifest.files if name.startswith("model/")]
+        paths = {name.removeprefix("model/"): self.paths[name] for name in names}
+        return paths, {name.removeprefix("model/"): self.manifest.files[name] for name in names}
+
+
+def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
+    """Hold a checkpoint and the run's curve up to it. None: the trainer has just removed it.
+
+    Raises: CorruptRecord if it is damaged; StoreError if the disk fails.
+    """
+    source, target = run.checkpoint_path(step), run.path / MIRROR_FOLDER / _PIN_FOLDER
+    unpin(run.path)
+    try:
+        sealed = read_manifest(source)
+        names = [*sealed.files, MANIFEST_NAME]
+        # On a tight disk the trainer's next checkpoint is worth more than this one's way to the store.
+        has_room = shutil.disk_usage(run.path).free >= ROOM_FACTOR * sealed.size_bytes
+        folder = target if has_room and _link_files(source, target, names) else source
+        manifest, paths = describe_directory(folder)
+        curve = _write_curve(run, step, target / RUN_FOLDER)
+    except FileNotFoundError:
+        return None
+    except StoreError as error:
+        if not (source / MANIFEST_NAME).is_file():
+            return None  # Gone in between, not damaged.
+        # The reader knows the checkpoint, and not its links.
+        raise type(error)(str(error).replace(str(target), str(source))) from error
+    except OSError as error:
+        raise explain_write_failure(error, target) from error
+    return PinnedCheckpoint(step=step, manifest=manifest, paths={**paths, **curve})
+
+
+def unpin(run_path: Path) -> None:
+    """Remove the links, also those of a killed uploader."""
+    shutil.rmtree(run_path / MIRROR_FOLDER / _PIN_FOLDER, ignore_errors=True)
+
+
+def pin_file(run_path: Path, source: Path) -> Path:
+    """Return a name under which a file stays as it is; the file itself where there are no hard links."""
+    target = run_path / MIRROR_FOLDER / f"one{source.suffix}"
+    target.unlink(missing_ok=True)
+    try:
+        target.parent.mkdir(exist_ok=True)
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return source
+        raise
+    return target
+
+
+def _link_files(source: Path, target: Path, names: Sequence[str]) -> bool:
+    """Link files of a directory; False: the file system knows no links."""
+    try:
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(source / name, target / name)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            shutil.rmtree(target, ignore_errors=True)
+            return False
+        raise
+    return True
+
+
+def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
+    """Copy what the run recorded up to a step; return the copies by their names in the record."""
+    state: dict[str, Any] = json.loads((run.path / STATE_NAME).read_bytes())
+    contents = {
+        # A run is finished for those elsewhere when its model is in the store as well.
+        STATE_NAME: json.dumps({**state, "finished_at": None}, indent=1).encode(),
+        "metrics.jsonl": run.metrics.read_until(step),
+        "events.jsonl": run.events.read_until(step),
+        **{name: (run.path / name).read_bytes() for name in _WHOLE_FILES if (run.path / name).is_file()},
+    }
+    for path in sorted((run.path / "eval").glob("*.json")):
+        if (step_of(path) or 0) <= step:
+            contents[f"eval/{path.name}"] = path.read_bytes()
+    (folder / "eval").mkdir(parents=True, exist_ok=True)
+    for name, data in contents.items():
+        write_bytes_atomically(folder / name, data)
+    return {f"{RUN_FOLDER}/{name}": folder / name for name in contents}
+
+
+# What a run writes beside its checkpoints, sent as it grows. Rollouts go before the metrics that mention
+# them, so that a reader finds the rollouts of every step that has a line.
+
+LOGS = ("events.jsonl", "metrics.jsonl")
+"""Sent last, in this order."""
+_SINGLE = ("spec.toml", "env.txt", STATE_NAME, "report.html")
+_GROWING = frozenset({".jsonl", ".log", ".out", ".txt"})
+FEW_FILES = 100
+SMALL_BYTES = 8 << 20
+"""Read into memory and sent at once; larger ones are held by a link."""
+GROWTH_FRAC = 0.05
+"""A large log is sent again when it has grown by so much: all that is ever sent of it is then no more than
+some twenty times its size."""
+EAGER_BYTES = 1 << 20
+"""A file below this size is sent at every change."""
+
+Signature = tuple[int, int]
+"""Size and modification time in nanoseconds."""
+
+
+class TraceSender:
+    """Sends what has changed since the last pass."""
+
+    def __init__(self, run_path: Path, store: RecordStore, uri: str) -> None:
+        self._run_path = run_path
+        self._store = store
+        self._uri = join_uri(uri, TRACES)
+        self._sent: dict[str, Signature] = {}
+        self._has_compared = False
+        """Whether it knows what earlier uploaders sent."""
+
+    @property
+    def has_much_to_compare(self) -> bool:
+        """Whether it has to ask for more than a few files first, which takes a request for each."""
+        return not self._has_compared and len(list(self._list_names())) > FEW_FILES
+
+    def send(self, *, is_whole: bool, should_yield: Callable[[], bool]) -> bool:
+        """Send what is new. `is_whole`: however little it has grown.
+
+        Returns False where it made room for something more urgent: the next call goes on.
+        Raises: StoreErrors; OSError if a file cannot be read.
+        """
+        # Taken before the rollouts are listed, and sent after them.
+        logs = {name: data for name in LOGS if (data := self._read_log(name, is_whole)) is not None}
+        names = [name for name in self._list_names() if self._is_due(name, is_whole=is_whole)]
+        for missing in self._drop_known(names):
+            self._send(missing)
+            if should_yield():
+                return False
+        for log, (content, signature) in logs.items():
+            self._store.write(join_uri(self._uri, log), content)
+            self._sent[log] = signature
+        return True
+
+    def _list_names(self) -> Iterator[str]:
+        for folder, pattern in (("rollouts", "*.parquet"), ("eval", "*.json"), ("attempts", "**/*")):
+            for path in sorted((self._run_path / folder).glob(pattern)):
+                if path.is_file() and not path.is_symlink() and LEFTOVER_PATTERN.search(path.name) is None:
+                    yield path.relative_to(self._run_path).as_posix()
+        yield from (name for name in _SINGLE if (self._run_path / name).is_file())
+
+    def _drop_known(self, names: list[str]) -> list[str]:
+        """Leave out what an earlier uploader sent: asked of the store once, by digests."""
+        if self._has_compared:
+            return names
+        fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
+        missing = set(self._store.plan_put(fixed, self._uri).moved)
+        for name in fixed.keys() - missing:
+            self._sent[name] = sign(self._run_path / name)
+        self._has_compared = True
+        return [name for name in names if name not in fixed or name in missing]
+
+    def _is_due(self, name: str, *, is_whole: bool) -> bool:
+        try:
+            size_bytes, changed_ns = sign(self._run_path / name)
+        except FileNotFoundError:
+            return False
+        before = self._sent.get(name)
+        if before is None or is_whole or Path(name).suffix not in _GROWING:
+            return before != (size_bytes, changed_ns)
+        is_shorter = size_bytes < before[0]
+        return is_shorter or size_bytes - before[0] > (
+            0 if size_bytes < EAGER_BYTES else GROWTH_FRAC * before[0]
+        )
+
+    def _read_log(self, name: str, is_whole: bool) -> tuple[bytes, Signature] | None:
+        path = self._run_path / name
+        if not path.is_file() or not self._is_due(name, is_whole=is_whole):
+            return None
+        signature = sign(path)
+        return cut_at_line_end(path.read_bytes()), signature
+
+    def _send(self, name: str) -> None:
+        path, place = self._run_path / name, join_uri(self._uri, name)
+        try:
+            signature = sign(path)
+            is_growing = path.suffix in _GROWING
+            if signature[0] <= SMALL_BYTES or is_growing:
+                data = path.read_bytes()
+                self._store.write(place, cut_at_line_end(data) if is_growing else data)
+            else:
+                self._store.put_file(pin_file(self._run_path, path), place)
+        except FileNotFoundError:
+            return  # A resumed run removes what it writes anew.
+        self._sent[name] = signature
+
+
+def sign(path: Path) -> Signature:
+    """Return a file's size and modification time, which differ when it has changed."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def cut_at_line_end(data: bytes) -> bytes:
+    """Leave out a line that is still being written."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def remove_pins(run_path: Path) -> None:
+    """Remove the links to single files that a killed uploader left."""
+    for path in (run_path / MIRROR_FOLDER).glob("one*"):
+        path.unlink(missing_ok=True)
+
+
+def yield_after(limit_s: float, is_urgent: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that is true once the turn is over `limit_s` and something is urgent."""
+    began_at = time.monotonic()
+    return lambda: time.monotonic() - began_at > limit_s and is_urgent()

@@ -1,0 +1,118 @@
+"""Offline data: demonstrations to imitate (SFT), and pairs of which one reply is better (DPO)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.spec.base import Section
+
+
+class SftSpec(Section):
+    """Supervised fine-tuning: the mean cross-entropy of demonstrated replies."""
+
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the demonstrations are: a file of JSONL (.jsonl, .json) or Parquet (.parquet), or"
+        " the folder of a run, or of the replies that `strop eval` kept, whose best rollouts are imitated. A"
+        " relative path is taken from the file that"
+        " names it. none = nothing is imitated.",
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="What of a row the loss is computed on, where the row does not say: 'assistant' every"
+        " reply, 'last' the last one, 'all' every token, prompts included.",
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Use only the rows of a file whose key `source` is this text. none = all rows.",
+    )
+    min_reward: float = Field(
+        default=1.0, description="Lowest reward of a recorded rollout that is imitated."
+    )
+    max_per_example: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Recorded rollouts imitated per example, those of the highest reward first; 1 is"
+        " best-of-k. none = all.",
+    )
+    rows_per_step: int = Field(
+        default=16, ge=1, le=10**6, description="Demonstrations in the batch of one optimizer step."
+    )
+    max_dropped_frac: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the demonstrations that may be dropped because they do not fit the model's"
+        " positions or the task's reply limit, or hold one of the task's stop strings. Above it the run is"
+        " refused.",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1e6,
+        description="Factor of this term beside the RL term, which has factor 1. The gradient norm of each"
+        " is in the metrics; the two may differ a thousandfold.",
+    )
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether the source is a data file, and not the folder of a run."""
+        return self.source is not None and is_data_file(self.source)
+
+
+class DpoSpec(Section):
+    """Preference pairs from recorded rollouts, and the loss on them."""
+
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The folder of a run, or of the replies that `strop eval` kept, whose rollouts of one"
+        " example are paired by reward. A relative path is taken from the file that names it. none = no"
+        " pairs.",
+    )
+    loss: Literal["dpo", "cdpo", "pref_ipo"] = Field(
+        default="dpo",
+        description="'dpo' the logistic loss of the margin, 'cdpo' the same if some labels are wrong,"
+        " 'pref_ipo' the squared distance of the margin from 1 / (2 beta).",
+    )
+    margin: Literal["sum", "mean"] | None = Field(
+        default=None,
+        description="What a reply's tokens have gained over the reference: their 'sum', or their 'mean', so"
+        " that length does not count. none = 'mean' for 'pref_ipo', whose authors meant that, else 'sum'.",
+    )
+    beta: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1e3,
+        description="How far the policy may move from the reference; less is further.",
+    )
+    label_noise_frac: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=0.5,
+        description="Share of pairs whose better reply is believed to be the worse one, for 'cdpo'.",
+    )
+    pairs: Literal["best_worst", "all"] = Field(
+        default="best_worst",
+        description="Which pairs an example gives: its best reply with its worst, or every two replies of"
+        " different reward.",
+    )
+    min_margin: float = Field(
+        default=0.0, ge=0.0, description="Smallest difference of rewards between the two; 0 = any."
+    )
+    pairs_per_step: int = Field(
+        default=16, ge=1, le=10**6, description="Pairs in the batch of one optimizer step."
+    )
+
+
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+
+
+def is_data_file(text: str) -> bool:
+    """Whether a text ends as data files do."""
+    return text.lower().endswith(_DATA_SUFFIXES)

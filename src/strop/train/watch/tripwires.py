@@ -1,0 +1,319 @@
+"""Alarms that the numbers of one step raise. Each has a name, a bound and advice.
+
+The bounds are settings (`tripwires.*`), and so is what an alarm does: it is recorded and shown, or it
+ends the run with its last checkpoint intact. Three steps in a row without an update always end it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.record.events import Event, EventKind
+from strop.rollout import Group, Rollout
+from strop.spec.train import TripwireSpec
+from strop.tasks.contract import CEILING, IMPOSSIBLE
+from strop.tasks.failures import describe_failure
+
+MAX_IDS = 8
+"""Examples that an alarm over rollouts names."""
+MAX_REFUSED_IN_A_ROW = 3
+"""Steps without an update, because it was not finite or had nothing to count, after which a run ends."""
+
+_MIN_MASTER_CHANGED_FRAC = 0.1
+"""Below this share of changed masters, updates vanish in rounding. fp32 masters are near 1. The
+share of changed bf16 copies tells nothing: at small learning rates it is near 0 in healthy runs."""
+
+_MIN_FORMAT_KEPT_FRAC = 0.5
+"""Share of the first step's format that a policy must keep while it is right as often as before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wire:
+    """One bound on one metric."""
+
+    cause: str
+    metric: str
+    setting: str
+    is_upper: bool
+    advice: str
+    max_accuracy: float = 1.0
+    """Above it, the policy does what it is asked, and the number is no sign of anything."""
+
+
+_WIRES = (
+    _Wire(
+        cause="zero_variance",
+        metric="zero_variance_frac",
+        setting="max_zero_variance_frac",
+        is_upper=True,
+        advice="almost all groups have equal rewards; make the task harder or easier, or raise temperature",
+    ),
+    _Wire(
+        cause="duplicate_completions",
+        metric="duplicate_frac",
+        setting="max_duplicate_frac",
+        is_upper=True,
+        advice="rollouts of a group repeat each other; look at seeds, temperature and entropy",
+        max_accuracy=0.5,
+    ),
+    _Wire(
+        cause="truncation",
+        metric="truncated_frac",
+        setting="max_truncated_frac",
+        is_upper=True,
+        advice="replies are cut at their limit; raise task.max_reply_tokens",
+    ),
+    _Wire(
+        cause="runaway",
+        metric="runaway_frac",
+        setting="max_runaway_frac",
+        is_upper=True,
+        advice="replies go on to a question of their own behind their answer, which the verifier may judge"
+        " and training pays for; add what begins it to task.stop",
+    ),
+    _Wire(
+        cause="verifier_errors",
+        metric="failed_frac",
+        setting="max_failed_frac",
+        is_upper=True,
+        advice="rollouts could not be scored and were masked; the events rollout_lost say why",
+    ),
+    _Wire(
+        cause="judge_unparsable",
+        metric="judge_unparsable_frac",
+        setting="max_failed_frac",
+        is_upper=True,
+        advice="the judge answered without a score, and these rollouts were masked; look at its rubric",
+    ),
+    _Wire(
+        cause="logprob_drift",
+        metric="drift_mean_nats",
+        setting="max_drift_nats",
+        is_upper=True,
+        advice="engine and trainer disagree about the same tokens; check weights, dtype and temperature",
+    ),
+    _Wire(
+        cause="entropy_collapse",
+        metric="entropy_nats",
+        setting="min_entropy_nats",
+        is_upper=False,
+        advice="the policy samples almost one reply only; lower the learning rate or stop here",
+    ),
+)
+
+
+def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
+    """Return the alarms that the numbers of a step raise. An absent number raises none."""
+    alarms = []
+    bounds = _read_bounds(spec)
+    for wire in _WIRES:
+        bound, value = bounds[wire.setting], metrics.get(wire.metric)
+        if bound is None or value is None or metrics.get("accuracy", 0.0) > wire.max_accuracy:
+            continue
+        if value > bound if wire.is_upper else value < bound:
+            word = "above" if wire.is_upper else "below"
+            detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
+            alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
+    changed_frac = metrics.get("master_changed_frac", 1.0)
+    has_signal = any(map(metrics.get, ("num_signal_tokens", "num_sft_tokens", "num_pair_tokens")))
+    if has_signal and changed_frac < _MIN_MASTER_CHANGED_FRAC:
+        detail = (
+            f"master_changed_frac={changed_frac:.3g}: updates vanish in the rounding of the weights; raise"
+            " optimizer.lr, and check that masters are float32"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
+    if has_signal and metrics.get("grad_norm") == 0.0:
+        detail = (
+            "grad_norm=0 although tokens of the step have an advantage: the loss has no gradient, so nothing"
+            " can be learned; look at the algorithm's loss, and at a clip that holds every token"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="no_gradient", detail=detail))
+    alarms += _find_dominant_term(spec.max_term_norm_ratio, step, metrics)
+    broken_frac = metrics.get("prefix_break_frac", 0.0)
+    if broken_frac > 0.0:
+        detail = (
+            f"prefix_break_frac={broken_frac:.3g} of the turns that answer a reply could not extend its ids;"
+            " a new sample begins there. Look at the chat template, and at what the engine says it sampled"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="prefix_break", detail=detail))
+    return alarms
+
+
+def _find_dominant_term(bound: float | None, step: int, metrics: Mapping[str, float]) -> list[Event]:
+    """Return an alarm where one term of the loss drowns another. One without gradient is no sign."""
+    norms = {name: metrics.get(f"grad_norm_{name}", 0.0) for name in ("rl", "sft")}
+    if bound is None or not all(norms.values()):
+        return []
+    large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
+    ratio = norms[large] / norms[small]
+    if ratio <= bound:
+        return []
+    detail = (
+        f"grad_norm_{large}={norms[large]:.4g} is {ratio:.4g} times grad_norm_{small}={norms[small]:.4g},"
+        f" above tripwires.max_term_norm_ratio={bound:g}: almost only the {large} term moves the weights;"
+        f" {'lower' if large == 'sft' else 'raise'} sft.weight"
+    )
+    return [Event(kind=EventKind.TRIPWIRE, step=step, cause="term_dominates", detail=detail)]
+
+
+def _read_bounds(spec: TripwireSpec) -> dict[str, float | None]:
+    """Return the bounds by setting. Spelled out, so that a renamed setting is a type error."""
+    return {
+        "max_zero_variance_frac": spec.max_zero_variance_frac,
+        "max_duplicate_frac": spec.max_duplicate_frac,
+        "max_truncated_frac": spec.max_truncated_frac,
+        "max_runaway_frac": spec.max_runaway_frac,
+        "max_failed_frac": spec.max_failed_frac,
+        "max_drift_nats": spec.max_drift_nats,
+        "min_entropy_nats": spec.min_entropy_nats,
+    }
+
+
+def find_format_drift(
+    step: int, metrics: Mapping[str, float], first_metrics: Mapping[str, float]
+) -> list[Event]:
+    """Return an alarm where replies lose their format and not their rightness since the first step.
+
+    A lenient verifier pays for right answers in any form, so neither reward nor accuracy shows it.
+    """
+    names = ("accuracy", "format_ok_frac")
+    if any(name not in numbers for name in names for numbers in (metrics, first_metrics)):
+        return []
+    is_as_right = metrics["accuracy"] >= first_metrics["accuracy"] and metrics["accuracy"] > 0.0
+    now, then = metrics["format_ok_frac"], first_metrics["format_ok_frac"]
+    if not is_as_right or now >= _MIN_FORMAT_KEPT_FRAC * then:
+        return []
+    detail = (
+        f"format_ok_frac={now:.4g} was {then:.4g} in the first step, at accuracy {metrics['accuracy']:.4g}"
+        f" from {first_metrics['accuracy']:.4g}: answers are right in a form that the task did not ask for;"
+        " make the reward depend on the form"
+    )
+    return [Event(kind=EventKind.TRIPWIRE, step=step, cause="format_drift", detail=detail)]
+
+
+Key = tuple[str, int]
+"""An attempt of a step: example id and sample index. A step has no example twice."""
+
+
+def find_fate_leak(step: int, dispatched: Collection[Key], groups: Sequence[Group]) -> list[Event]:
+    """Return an alarm where attempts that were asked for did not end in exactly one fate.
+
+    A fate is a rollout, scored or with the reason why not. What has none, has two or was never asked for
+    would shift the batch in silence.
+    """
+    fates = Counter(
+        (rollout.example.example_id, rollout.sample_index) for group in groups for rollout in group.rollouts
+    )
+    leaked = [key for key in dispatched if fates[key] != 1]
+    strangers = sorted(fates.keys() - set(dispatched))
+    if not leaked and not strangers:
+        return []
+    ids = tuple(dict.fromkeys(example_id for example_id, _ in (*leaked, *strangers)))
+    detail = (
+        f"{len(leaked)} of {len(dispatched)} attempts of the step did not end in exactly one fate, and"
+        f" {len(strangers)} ended that nobody asked for; the first example is {ids[0]}. This is a fault of"
+        " strop or of a part that was put into it; the step's numbers are not those of its prompts"
+    )
+    return [
+        Event(kind=EventKind.TRIPWIRE, step=step, cause="fate_leak", detail=detail, example_ids=ids[:MAX_IDS])
+    ]
+
+
+# Impossible numbers: such a step was measured or judged wrong, whatever else it says. A metric's name says
+# its range (`_frac` a share, `seconds_` a duration), so a new metric is checked without being listed here.
+
+_ROUNDING = 1e-6
+_MAX_LOGPROB = 0.01
+"""A log-probability may be so far (nats) above 0 by rounding, where logits are bfloat16."""
+_STAGES = ("generate", "verify", "learn", "sync", "other")
+"""They follow each other on one clock, so they add up to the step."""
+_MIN_CLOCK_S = 1e-3
+_NOT_NEGATIVE = ("num_", "seconds_", "grad_norm", "entropy_nats", "drift_", "offpolicy_", "reply_tokens")
+
+
+def find_impossible(step: int, metrics: Mapping[str, float]) -> list[Event]:
+    """Return an alarm where a number of a step cannot be, naming all such numbers. Absent ones are fine."""
+    found = [text for name, value in metrics.items() if (text := _find_excess(name, value))]
+    found += _find_time_twice(metrics)
+    if not found:
+        return []
+    detail = (
+        f"{'; '.join(found)}: this was measured wrong, and other numbers of the step may be. Nothing that the"
+        " policy does leads here; report it with this run's metrics.jsonl"
+    )
+    return [_alarm(step, IMPOSSIBLE, detail)]
+
+
+def _find_excess(name: str, value: float) -> str | None:
+    low, high = -math.inf, math.inf
+    if name.endswith("_frac") or name == "accuracy":
+        low, high = 0.0, 1.0
+    elif name.endswith(("_cosine", "_correlation")):
+        low, high = -1.0, 1.0
+    elif name.startswith(_NOT_NEGATIVE) or name.endswith(("_bytes", "_per_s")):
+        low = 0.0
+    # Never true of NaN.
+    if low - _ROUNDING <= value <= high + _ROUNDING:
+        return None
+    return f"{name}={value:.6g} is not within {low:g} and {high:g}"
+
+
+def _find_time_twice(metrics: Mapping[str, float]) -> list[str]:
+    """Find durations that ran beside each other and were added up."""
+    step_s = metrics.get("seconds_step")
+    if step_s is None:
+        return []
+    sum_s = math.fsum(metrics.get(f"seconds_{stage}", 0.0) for stage in _STAGES)
+    slack_s = max(_ROUNDING * step_s, _MIN_CLOCK_S)
+    if sum_s > step_s + slack_s:
+        return [f"the stages of the step add up to {sum_s:.6g} s, and it took seconds_step={step_s:.6g}"]
+    parts = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
+    return [
+        f"{name}={value:.6g} is longer than seconds_step={step_s:.6g}"
+        for name, value in parts.items()
+        if value > step_s + slack_s
+    ]
+
+
+def find_impossible_rollouts(step: int, groups: Sequence[Group]) -> list[Event]:
+    """Return alarms where rollouts have scores that their task cannot give, or tokens likelier than certain.
+
+    Such scores are masked already (`tasks.bounds`); the alarm says so, with the first of them.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    alarms = []
+    for cause in (CEILING, IMPOSSIBLE):
+        masked = [r for r in rollouts if r.outcome.failure is not None and r.outcome.failure.kind == cause]
+        if masked:
+            failure = masked[0].outcome.failure
+            assert failure is not None
+            detail = (
+                f"{len(masked)} of {len(rollouts)} rollouts have a score that cannot be, and are not trained"
+                f" on: {describe_failure(failure)}"
+            )
+            alarms.append(_alarm(step, cause, detail, masked))
+    certain = [rollout for rollout in rollouts if _max_logprob(rollout) > _MAX_LOGPROB]
+    if certain:
+        highest = max(map(_max_logprob, certain))
+        detail = (
+            f"{len(certain)} of {len(rollouts)} rollouts hold a token of log-probability {highest:.4g}, a"
+            f" probability of {math.exp(min(highest, 700.0)):.4g}: the engine does not say what it sampled"
+            " from; look at its temperature and at what it normalises over"
+        )
+        alarms.append(_alarm(step, IMPOSSIBLE, detail, certain))
+    return alarms
+
+
+def _max_logprob(rollout: Rollout) -> float:
+    given = [
+        turn.logprobs.max() for turn in rollout.turns if turn.logprobs is not None and len(turn.logprobs)
+    ]
+    return float(max(given, default=-math.inf))
+
+
+def _alarm(step: int, cause: str, detail: str, rollouts: Iterable[Rollout] = ()) -> Event:
+    ids = tuple(dict.fromkeys(rollout.example.example_id for rollout in rollouts))
+    return Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail, example_ids=ids[:MAX_IDS])

@@ -1,0 +1,566 @@
+"""The container's entry with real processes: codes, signals, files, state, hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.launch.contract import RolePlan
+from strop.launch.sagemaker.local_mode import Emulator
+from strop.launch.sagemaker.local_platform import FolderObjects
+from strop.launch.sagemaker.rendezvous import SILENCE_LIMIT_S
+from strop.record.fence import GRACE_VARIABLE
+from strop.spec.eval_file import read_eval_file
+from tests.fixtures.tiny_disk import tiny_disk
+from tests.launch.sagemaker.building import PROGRAM
+from tests.launch.sagemaker.rehearsal import (
+    ENDLESS,
+    SOURCE,
+    Rehearsal,
+    expected_metrics,
+    handles_term,
+    step_of,
+)
+
+pytestmark = pytest.mark.slow
+HOST = "127.0.1.1"
+LIMIT_S = 180.0
+"""For anything that comes by itself: ample, as other work may keep the machine busy."""
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
+    found = Rehearsal(tmp_path)
+    yield found
+    found.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def wait_for_state(rehearsal: Rehearsal, request: dict[str, Any], number: int = 1) -> str:
+    """Wait until so many states are in the store, and return the newest of them."""
+    seen: list[str] = []
+
+    def have_come() -> bool:
+        seen[:] = rehearsal.states(request)
+        return len(seen) >= number
+
+    wait_until(have_come, "no state came")
+    return seen[-1]
+
+
+def wait_for_nobody(emulator: Emulator) -> None:
+    """Wait until every process of a start has gone; one that was killed needs a moment to die."""
+    wait_until(lambda: emulator.find_leftovers() == [], "processes are left")
+
+
+def go_on_to_the_end(rehearsal: Rehearsal, request: dict[str, Any], begins_at: int) -> Emulator:
+    """Start again, three steps further than the newest state; what is trained is as undisturbed."""
+    emulator = rehearsal.start(request, num_steps=begins_at + 3)
+    assert end_of(emulator) == 0, emulator.log_of(HOST)
+    assert rehearsal.metrics(request, HOST) == expected_metrics(begins_at + 3)
+    return emulator
+
+
+def end_of(emulator: Emulator) -> int | None:
+    code = emulator.wait(LIMIT_S)
+    assert emulator.check_end() == [], emulator.log_of(HOST)
+    return code
+
+
+def test_success(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    emulator = rehearsal.start(request)
+    assert end_of(emulator) == 0, emulator.log_of(HOST)
+    assert rehearsal.states(request)[-1] == "step-000006"
+    assert rehearsal.metrics(request, HOST) == expected_metrics(6)
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-0/verdict.json")
+    assert (verdict["exit_code"], verdict["number"]) == (0, 0)
+    assert "train| begin at step 0" in emulator.log_of(HOST)
+    assert emulator.failure() == ""
+
+
+def test_an_exception_is_a_cause_at_the_front_of_the_failure_file(rehearsal: Rehearsal) -> None:
+    emulator = rehearsal.start(rehearsal.submit(trainee={"FAIL_AT": 2}))
+    assert end_of(emulator) == 1
+    failure = emulator.failure()
+    assert failure.startswith(
+        f"exit code 1: failed on {HOST}; rank 3; RuntimeError: rank 3: the loss is not finite; at program.py:"
+    )
+    assert len(failure) <= 1024
+
+
+def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehearsal: Rehearsal) -> None:
+    """LAU-2: the first process forwards SIGTERM; a newer complete state and code 75 follow."""
+    request = rehearsal.submit(trainee={"STEP_S": 0.3})
+    first = rehearsal.start(request, num_steps=ENDLESS)
+    before = wait_for_state(rehearsal, request, 2)
+    assert first.stop() == 75, first.log_of(HOST)
+    assert first.check_end() == []
+    assert first.failure().startswith(f"requeue: exit code 75: interrupted, its state saved on {HOST}")
+    saved = rehearsal.states(request)[-1]
+    assert saved >= before
+    assert f"train| saved step {step_of(saved)}\n" in first.log_of(HOST)
+    # No step is skipped or repeated, and every state is the undisturbed one.
+    second = go_on_to_the_end(rehearsal, request, step_of(saved))
+    assert f"begin at step {step_of(saved)}\n" in second.log_of(HOST)
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-1/verdict.json")
+    assert verdict["number"] == 1
+
+
+OWN_TIMER = """
+import os, threading, time
+from pathlib import Path
+
+class OwnTimer(threading.Timer):
+    def run(self):
+        folder = Path(os.environ["TIMER_FOLDER"])
+        (folder / "partial").write_text(str(self.interval))
+        (folder / "partial").rename(folder / "interval")
+        while not (folder / "over").exists():
+            time.sleep(0.05)
+        self.function(*self.args, **self.kwargs)
+
+threading.Timer = OwnTimer
+"""
+"""A timer that notes for how long it is set, and whose time is over when a file says so."""
+
+
+def test_before_a_capacity_block_ends_the_state_is_saved(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": ENDLESS})
+    folder = rehearsal.root / "timer"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(OWN_TIMER)
+    # 300 s are the reserve: the stop is to come an hour after the start.
+    started_at = time.time()
+    variables = {
+        "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP": str(int(started_at) + 3900),
+        "PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}",
+        "TIMER_FOLDER": str(folder),
+    }
+    emulator = rehearsal.start(request, environment=variables)
+    before = wait_for_state(rehearsal, request)
+    wait_until((folder / "interval").exists, "no timer was set")
+    set_for_s = float((folder / "interval").read_text())
+    assert 3599.0 - (time.time() - started_at) <= set_for_s <= 3600.0
+    assert emulator.poll() is None
+    (folder / "over").touch()
+    assert end_of(emulator) == 75, emulator.log_of(HOST)
+    assert emulator.failure().startswith("requeue: ")
+    assert rehearsal.states(request)[-1] >= before
+
+
+def test_a_job_that_goes_on_after_another_one_counts_on(rehearsal: Rehearsal) -> None:
+    """An attempt with a number that an earlier job of the same home had would be fenced off, or misjudged."""
+    request = rehearsal.submit(trainee={"STEPS": 1}, num_past=3)
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.read_record(request, "attempts/job-20261121-120000-3/verdict.json")["number"] == 3
+
+
+def test_term_during_a_save(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEP_S": 0.0, "SAVE_S": 0.5})
+    first = rehearsal.start(request, num_steps=ENDLESS)
+    wait_for_state(rehearsal, request)
+    assert first.stop() == 75
+    go_on_to_the_end(rehearsal, request, step_of(rehearsal.states(request)[-1]))
+
+
+def test_term_before_step_0(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": ENDLESS})
+    emulator = rehearsal.start(request)
+    # From the first moment at which the entry can hear it; no handler of its own would be a plain death.
+    wait_until(lambda: any(map(handles_term, emulator.find_leftovers())), "nobody listens")
+    code = emulator.stop()
+    assert code == 75, emulator.log_of(HOST)
+    assert emulator.failure().startswith("requeue:")
+    wait_for_nobody(emulator)
+
+
+def test_kill_without_warning_loses_what_was_not_copied_and_no_more(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEP_S": 0.3})
+    first = rehearsal.start(request, num_steps=ENDLESS)
+    seen = wait_for_state(rehearsal, request, 2)
+    first.kill()
+    wait_for_nobody(first)
+    go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
+
+
+class SlowFolder(FolderObjects):
+    """A store that takes its time: uploads are under way when the end comes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_busy = threading.Event()
+
+    def write(self, uri: str, data: bytes) -> None:
+        if uri.endswith("weights.bin"):
+            super().write(uri, data[: len(data) // 2])
+            self.is_busy.set()
+            time.sleep(1.0)
+            self.is_busy.clear()
+        super().write(uri, data)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: bool) -> None:
+    folder = SlowFolder(tmp_path / "s3")
+    rehearsal = Rehearsal(tmp_path, objects=folder)
+    try:
+        request = rehearsal.submit(trainee={"STEP_S": 0.6})
+        first = rehearsal.start(request, num_steps=ENDLESS)
+        seen = wait_for_state(rehearsal, request)
+        wait_until(folder.is_busy.is_set, "nothing is uploaded")
+        if is_told:
+            assert first.stop() == 75
+        else:
+            first.kill()
+        go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
+    finally:
+        rehearsal.close()
+
+
+def test_a_state_without_its_marker_or_with_damage_is_passed_over(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 4})
+    assert end_of(rehearsal.start(request)) == 0
+    root = rehearsal.folder.path_of(request["CheckpointConfig"]["S3Uri"]) / HOST
+    newest, older = root / "step-000004", root / "step-000003"
+    (newest / "weights.bin").write_bytes(b"half")
+    (root / "step-000009").mkdir()
+    (root / "step-000009" / "state.json").write_text("{}")
+    second = rehearsal.start(request)
+    assert end_of(second) == 0
+    assert "begin at step 3" in second.log_of(HOST)
+    resume = rehearsal.read_record(request, "attempts/job-20261121-120000-1/resume.json")
+    assert resume["step"] == 3
+    assert "step-000009 has no COMPLETE" in resume["reason"]
+    assert older.exists()
+
+
+def test_states_are_pruned_two_at_least_stay(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 4, "STEP_S": 1.2})
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.states(request) == ["step-000003", "step-000004"]
+
+
+def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 3})
+    assert end_of(rehearsal.start(request)) == 0
+    key = request["HyperParameters"]["strop_run"]
+    later = rehearsal.submit(trainee={"STEPS": 5}, run_key=key, job_name="another-name")
+    emulator = rehearsal.start(later)
+    assert end_of(emulator) == 0
+    assert "begin at step 3" in emulator.log_of(HOST)
+    assert rehearsal.metrics(later, HOST) == expected_metrics(5)
+
+
+def test_hyperparameters_arrive_unchanged(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 1})
+    strange = {"a.b": "quote ' \" \\ $HOME `x`", "größe": "ü" * 256, "empty": ""}
+    request["HyperParameters"] |= strange
+    emulator = rehearsal.start(request)
+    assert end_of(emulator) == 0
+    from strop.launch.sagemaker.opt_ml import OptMl
+
+    found = OptMl(root=emulator.tree_of(HOST)).read_parameters()
+    assert {name: found[name] for name in strange} == strange
+
+
+def test_code_that_was_changed_on_its_way_is_refused(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    uri = request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"]
+    path = rehearsal.folder.path_of(uri) / "code.tar.zst"
+    path.write_bytes(path.read_bytes()[:-10])
+    emulator = rehearsal.start(request)
+    assert end_of(emulator) not in {0, 75, None}
+    assert HOST in emulator.failure()
+
+
+def test_a_crash_of_the_entry_itself_leaves_a_failure_file(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    # Where this host's states should be is a file: nothing that anybody foresaw.
+    uri = request["CheckpointConfig"]["S3Uri"].rstrip("/")
+    rehearsal.folder.write(f"{uri}/{HOST}", b"")
+    emulator = rehearsal.start(request)
+    assert end_of(emulator) == 1
+    assert "the entry failed: " in emulator.failure()
+
+
+def test_a_full_disk_is_said_and_is_no_success(rehearsal: Rehearsal, tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", size_bytes=2 << 20) as disk:
+        request = rehearsal.submit(trainee={"BYTES": 4 << 20})
+        request["AlgorithmSpecification"]["ContainerEntrypoint"] += ["--scratch", str(disk)]
+        emulator = rehearsal.start(request)
+        code = emulator.wait(LIMIT_S)
+    assert code not in {0, 75, None}, emulator.log_of(HOST)
+    assert "space" in emulator.failure() or "disk" in emulator.failure(), emulator.failure()
+
+
+def test_a_config_of_another_job_is_refused(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    request["HyperParameters"]["strop_plan"] = "another"
+    emulator = rehearsal.start(request)
+    assert end_of(emulator) == 76
+    assert emulator.failure().startswith(
+        f"preflight: exit code 76: refused by a check before it began on {HOST}"
+    )
+
+
+@pytest.mark.parametrize("num_children", [1, 3])
+def test_no_grandchild_outlives_the_entry(rehearsal: Rehearsal, num_children: int) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import subprocess, sys, time\n"
+        f"for _ in range({num_children}):\n"
+        "    words = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "    subprocess.Popen(words, start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    emulator = rehearsal.start(rehearsal.submit())
+    wait_until(lambda: len(emulator.find_leftovers()) >= num_children + 2, "the children did not start")
+    # Without the emulator's own end of a stop, which kills whatever is left.
+    emulator.terminate()
+    assert emulator.wait(LIMIT_S) == 75, emulator.log_of(HOST)
+    assert emulator.find_leftovers() == []
+
+
+def test_a_program_that_ignores_term_is_killed_within_the_window(rehearsal: Rehearsal) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"print('deaf for', os.environ[{GRACE_VARIABLE!r}], flush=True)\ntime.sleep(600)\n"
+    )
+    emulator = rehearsal.start(rehearsal.submit(), stop_window_s=6.0)
+    # A sixth of the window is kept for the end.
+    wait_until(lambda: "train| deaf for 5\n" in emulator.log_of(HOST), "it did not start")
+    started_at = time.monotonic()
+    # No KILL of the platform comes to help, however busy the machine is.
+    emulator.terminate()
+    assert emulator.wait(LIMIT_S) == 128 + signal.SIGKILL
+    assert time.monotonic() - started_at >= 5.0
+    assert "did not end within the grace" in emulator.failure()
+    assert emulator.find_leftovers() == []
+
+
+def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-4: a value fetched by ARN is in no file that stays, no log and no failure file."""
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    probe = (
+        "import os, pathlib, sys, time; print(os.environ.get('TOKEN'), flush=True);"
+        " pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    )
+    request = rehearsal.submit(
+        profile={"secret_arns": {"TOKEN:train": arn}},
+        trainee={"STEPS": 1, "SECRET_PROBE": 1, "AWAIT": rehearsal.root / "probed"},
+        roles=(
+            RolePlan(name="train", argv=PROGRAM),
+            RolePlan(
+                name="companion",
+                argv=("python3", "-c", probe, str(rehearsal.root / "probed")),
+                must_succeed=False,
+            ),
+        ),
+    )
+    assert arn not in json.dumps(request)
+    emulator = rehearsal.start(request, python=_with_secret(rehearsal, arn, "canary-value-1"))
+    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST)
+    log = emulator.log_of(HOST)
+    assert "train| secret is here" in log
+    assert "train| the value is <redacted>" in log
+    assert "companion| None" in log
+    found = subprocess.run(
+        ["grep", "-rl", "canary-value-1", str(emulator.root), str(rehearsal.root / "s3")],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    # The role's own log file, in the scratch of the container, is where it printed it itself.
+    assert [path for path in found if "/scratch/" not in path and "/0/train.log" not in path] == []
+
+
+def _with_secret(rehearsal: Rehearsal, arn: str, value: str) -> str:
+    """Return a program that is python3 with a Secrets Manager that knows one secret."""
+    folder = rehearsal.root / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "import strop.launch.sagemaker.client as client\n"
+        "def call(self, service, operation, *, resource='', **arguments):\n"
+        f"    assert arguments == {{'SecretId': {arn!r}}}\n"
+        f"    return {{'SecretString': {json.dumps({'TOKEN': value})!r}}}\n"
+        "client.AwsClients.call = call\n"
+    )
+    program = folder / "python3"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_secret_that_may_not_be_fetched_is_a_refusal_that_names_it(rehearsal: Rehearsal) -> None:
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    request = rehearsal.submit(profile={"secret_arns": {"TOKEN": arn}})
+    # Without credentials, and without anybody to ask for some.
+    emulator = rehearsal.start(request, environment={"AWS_EC2_METADATA_DISABLED": "true"})
+    assert end_of(emulator) == 76
+    assert f"secretsmanager:GetSecretValue on {arn}" in emulator.failure()
+
+
+def test_a_job_without_network_gets_a_store_of_its_channels(rehearsal: Rehearsal) -> None:
+    rehearsal.folder.write("s3://strop-test/strop/models/Org/Name/config.json", b"{}")
+    (rehearsal.project / "program.py").write_text(
+        "import os, pathlib\n"
+        "root = pathlib.Path(os.environ['STROP_STORE_URI'])\n"
+        "print('model', (root / 'models/Org/Name/config.json').read_text(), flush=True)\n"
+    )
+    request = rehearsal.submit(network_isolation=True, overrides=("model.uri=Org/Name",))
+    emulator = rehearsal.start(
+        request, environment={"STROP_STORE_URI": request["Environment"]["STROP_STORE_URI"]}
+    )
+    assert end_of(emulator) == 0, emulator.log_of(HOST)
+    assert "train| model {}" in emulator.log_of(HOST)
+
+
+# Several hosts.
+
+
+def roles_on_all() -> tuple[RolePlan, ...]:
+    return (RolePlan(name="train", argv=PROGRAM, nodes="all"),)
+
+
+def test_two_hosts_end_together(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, trainee={"STEPS": 3})
+    emulator = rehearsal.start(request)
+    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST) + emulator.log_of("127.0.1.2")
+    assert emulator.codes == {"127.0.1.1": 0, "127.0.1.2": 0}
+    assert emulator.check_end() == []
+
+
+def test_an_exception_on_host_2_ends_all_and_names_host_and_rank(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(
+        instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS, "FAIL_AT": 3, "FAIL_NODE": 1}
+    )
+    emulator = rehearsal.start(request)
+    assert emulator.wait(LIMIT_S) == 1, emulator.log_of(HOST) + emulator.log_of("127.0.1.2")
+    assert set(emulator.codes.values()) == {1}
+    assert "on 127.0.1.2; rank 3; RuntimeError: rank 3: the loss is not finite" in emulator.failure()
+    assert emulator.check_end() == []
+
+
+def test_a_host_that_never_comes_is_named(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2)
+    # The second host dies before it has joined.
+    program = rehearsal.root / "python3"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in */127.0.1.2/opt/ml*) kill -KILL $$;; esac\nexec {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    emulator = rehearsal.start(request, join_limit_s=3.0, python=str(program))
+    assert emulator.wait(LIMIT_S) not in {0, None}
+    assert emulator.codes == {HOST: 76, "127.0.1.2": 128 + signal.SIGKILL}
+    assert "host 127.0.1.2 did not join within 3 s" in emulator.failure()
+
+
+def test_a_host_that_is_lost_later_ends_the_others(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS})
+    emulator = rehearsal.start(request)
+    wait_until(lambda: "train| begin" in emulator.log_of("127.0.1.2"), "it did not start")
+    started_at = time.monotonic()
+    emulator._hosts["127.0.1.2"].send(signal.SIGKILL)
+    assert emulator.wait(LIMIT_S) == 1
+    # By the end of its connection: its silence would be noticed later.
+    assert time.monotonic() - started_at < SILENCE_LIMIT_S
+    assert "host 127.0.1.2 was lost" in emulator.failure()
+    wait_for_nobody(emulator)
+
+
+def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehearsal: Rehearsal) -> None:
+    """Its disk has no sign of the run's progress, and its loss is the run's to judge."""
+    lends = RolePlan(
+        name="ray",
+        argv=("python3", "-c", "import time; print('here', flush=True); time.sleep(600)"),
+        nodes="others",
+        must_succeed=False,
+        may_be_lost=True,
+    )
+    # A shell: it says something before the limit however long an interpreter would take to start.
+    told = rehearsal.root / "told"
+    words = ("sh", "-c", 'while [ ! -e "$0" ]; do echo on; sleep 0.2; done', str(told))
+    request = rehearsal.submit(
+        instance_count=2,
+        roles=(RolePlan(name="train", argv=words), lends),
+        overrides=("job.max_silence_s=5",),
+    )
+    emulator = rehearsal.start(request)
+    wait_until(lambda: "ray| here" in emulator.log_of("127.0.1.2"), "it did not start")
+    time.sleep(7.0)
+    assert emulator._hosts["127.0.1.2"].poll() is None, emulator.log_of("127.0.1.2")
+    emulator._hosts["127.0.1.2"].send(signal.SIGKILL)
+    wait_until(
+        lambda: "host 127.0.1.2 was lost" in emulator.log_of(HOST) or emulator.poll() is not None,
+        "its loss was not noticed",
+    )
+    told.touch()
+    emulator.wait(LIMIT_S)
+    assert emulator.codes == {HOST: 0, "127.0.1.2": 128 + signal.SIGKILL}, emulator.log_of(HOST)
+    assert "host 127.0.1.2 was lost" in emulator.log_of(HOST)
+    assert "the run decides what follows" in emulator.log_of(HOST)
+    wait_for_nobody(emulator)
+
+
+def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS})
+    emulator = rehearsal.start(request)
+    wait_for_state(rehearsal, request)
+    assert emulator.stop() == 75, emulator.log_of(HOST)
+    assert set(emulator.codes.values()) == {75}
+    assert emulator.check_end() == []
+
+
+def test_the_environment_of_the_test_is_not_the_jobs(rehearsal: Rehearsal) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import os\nprint('PYTEST' in ' '.join(os.environ), os.environ['TRAINEE_X'], flush=True)\n"
+    )
+    assert "PYTEST_CURRENT_TEST" in os.environ
+    emulator = rehearsal.start(rehearsal.submit(trainee={"X": 7}))
+    assert end_of(emulator) == 0
+    assert "train| False 7" in emulator.log_of(HOST)
+
+
+def test_an_evaluation_travels_to_the_instance_and_its_role_outlives_training(rehearsal: Rehearsal) -> None:
+    path = rehearsal.root / "held-out.toml"
+    path.write_text('task.name = "arithmetic"\neval.num_examples = 7\n')
+    # It reads its file some time after the training has ended.
+    text = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "while not any('done' in path.read_text() for path in Path(sys.argv[2]).glob('*/0/train.log')):\n"
+        "    time.sleep(0.05)\n"
+        "time.sleep(3)\n"
+        "print(Path(sys.argv[1]).read_text())\n"
+    )
+    evaluator = RolePlan(
+        name="evaluator",
+        argv=("python3", "-c", text, "{job}/eval.toml", "{run}/attempts"),
+        must_succeed=False,
+        is_awaited=True,
+    )
+    request = rehearsal.submit(
+        trainee={"STEPS": 1},
+        roles=(RolePlan(name="train", argv=PROGRAM), evaluator),
+        evaluation=read_eval_file(path),
+    )
+    emulator = rehearsal.start(request)
+    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST)
+    assert "evaluator| eval.num_examples = 7" in emulator.log_of(HOST)
+    assert emulator.check_end() == []

@@ -1,0 +1,123 @@
+"""Ray over the hosts of a SageMaker job, each with a disk of its own: trained on, a lost host outlived."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.hardware.ports import find_interface
+from strop.launch.container.engine import Engine, locate_engine, prove_engine
+from strop.launch.contract import RolePlan
+from strop.launch.sagemaker.local_mode import Emulator
+from tests.conftest import require_system_part
+from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.tiny_model import tiny_model
+from tests.launch.sagemaker.rehearsal import Rehearsal
+
+pytestmark = [pytest.mark.slow, needs_ray]
+
+TRAINER = Path(__file__).parents[1] / "slurm" / "ray_role.py"
+VALUE = "a,b 'c' \"d\" $HOME"
+LIMIT_S = 600.0
+"""Two hosts import torch and Ray, on a machine that may be busy."""
+CREDENTIALS = "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    try:
+        return prove_engine(locate_engine("podman"))
+    except CheckRefused as error:
+        require_system_part(f"podman ({error})", found=False)
+        raise
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
+    found = Rehearsal(tmp_path)
+    yield found
+    found.close()
+
+
+def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
+    rehearsal: Rehearsal, engine: Engine, tmp_path: Path
+) -> None:
+    """Engines on both; weights are sent to the second; its Ray is killed; at the end nothing is left."""
+    model = tiny_model(tmp_path / "model")
+    train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}", str(model)))
+    join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
+    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False, may_be_lost=True)
+    request = rehearsal.submit(
+        instance_count=2, roles=(train, ray), variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"}
+    )
+    # Ray takes no loopback for several hosts, which the emulator calls their network.
+    interface = find_interface("192.0.2.1")
+    assert interface is not None
+    environment = {CREDENTIALS: "/v2/credentials/an-id", "GLOO_SOCKET_IFNAME": interface}
+    emulator = rehearsal.start(
+        request, engine=engine, rootfs=Path("/"), python=sys.executable, environment=environment
+    )
+    found = wait_for_word(emulator, "trained")
+    assert sorted(name.partition("@")[0] for name in found["nodes"]) == ["0", "1"]
+    assert found["version"] == 1
+    # Both engines serve the step's weights; the second fetched the model to a disk of its own.
+    assert found["served"] == [1, 1]
+    there = [pid for pid in emulator.find_leftovers() if read_variables(pid).get("STROP_NODE") == "1"]
+    engines = [pid for pid in there if "strop.engine.server" in read_command(pid)]
+    assert [str(model) in read_command(pid) for pid in engines] == [True]
+    assert {(read_variables(pid)[CREDENTIALS], read_variables(pid)["TRICKY"]) for pid in engines} == {
+        ("/v2/credentials/an-id", VALUE)
+    }
+    (raylet,) = (pid for pid in there if "raylet/raylet" in read_command(pid))
+    os.kill(raylet, signal.SIGKILL)
+    (event,) = wait_for_word(emulator, "survived")["events"]
+    assert event["replica"] == "engine-1"
+    assert "node 1" in event["detail"], event
+    assert emulator.wait(LIMIT_S) == 0, describe(emulator)
+    assert "the run goes on without it" in emulator.log_of("algo-2")
+    assert emulator.codes == {"algo-1": 0, "algo-2": 0}
+    assert emulator.check_end() == []
+
+
+def wait_for_word(emulator: Emulator, word: str) -> dict[str, Any]:
+    """Return what the trainer says after a word."""
+
+    def find() -> list[str]:
+        lines = emulator.log_of("algo-1").splitlines()
+        return [line for line in lines if line.startswith(f"train| {word} ")]
+
+    deadline = time.monotonic() + LIMIT_S
+    while not find() and emulator.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert find(), describe(emulator)
+    found: dict[str, Any] = json.loads(find()[0].removeprefix(f"train| {word} "))
+    return found
+
+
+def read_variables(pid: int) -> dict[str, str]:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def describe(emulator: Emulator) -> str:
+    """Return what both hosts said."""
+    return "".join(f"\n== {host}\n{emulator.log_of(host)[-6000:]}" for host in emulator.hosts)

@@ -1,0 +1,350 @@
+"""From what a user typed to a request, where every mistake that can be known is refused, and to a plan."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.launch.build_request import (
+    MAX_MEMBERS,
+    SubmitOptions,
+    expand_sweep,
+    make_plan,
+    read_request,
+    split_values,
+    tag_of,
+)
+from strop.launch.job_dir import plan_to_json
+from strop.spec.reader import Flag
+from tests.fixtures.scripted_jobs import NOW, World
+
+
+def read(world: World, **given: object) -> object:
+    options = SubmitOptions(**{"site": "local", "project_path": world.project, **given})  # type: ignore[arg-type]
+    return read_request(str(world.project / "run.toml"), options, environ=world.environ, now=NOW)
+
+
+def refusal(world: World, **given: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(world, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "members"),
+    [
+        ((), ()),
+        (("a=1,2",), (("a=1",), ("a=2",))),
+        (("a=1,2", "b=x,y"), (("a=1", "b=x"), ("a=1", "b=y"), ("a=2", "b=x"), ("a=2", "b=y"))),
+        (("a=-1,-2.5e-3",), (("a=-1",), ("a=-2.5e-3",))),
+        (('a=["x","y"],["z"]',), (('a=["x","y"]',), ('a=["z"]',))),
+        (("a='x,y',z",), (("a='x,y'",), ("a=z",))),
+        ((" a =1, 2 ,",), (("a=1",), ("a=2",))),
+        (("a=b=c,d",), (("a=b=c",), ("a=d",))),
+    ],
+)
+def test_a_sweep_is_all_combinations(texts: tuple[str, ...], members: tuple[tuple[str, ...], ...]) -> None:
+    assert expand_sweep(texts) == members
+
+
+@pytest.mark.parametrize(
+    "texts", [("a",), ("a=",), ("=1",), (" =1",), ("a=,",), ("a=1", "a=2"), ("a=1", " a=2"), ("",)]
+)
+def test_what_is_no_sweep_is_refused(texts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        expand_sweep(texts)
+    assert "key=value,value,... with each key once" in str(caught.value)
+
+
+def test_a_sweep_has_an_end() -> None:
+    numbers = ",".join(map(str, range(32)))
+    with pytest.raises(ConfigError) as caught:
+        expand_sweep((f"a={numbers}", f"b={numbers}"))
+    # 32 * 32.
+    assert "the sweep has 1024 members" in str(caught.value)
+    assert str(MAX_MEMBERS) in str(caught.value)
+
+
+def test_commas_in_brackets_and_quotes_split_nothing() -> None:
+    assert split_values("""1,[2,3],{a=[4,5]},"6,7",'8,9'""") == ["1", "[2,3]", "{a=[4,5]}", '"6,7"', "'8,9'"]
+
+
+@pytest.mark.parametrize("key", ["name", "job.gpus", "output.dir", "store.uri"])
+def test_what_all_members_share_cannot_be_swept(world: World, key: str) -> None:
+    assert f"--sweep varies {key}, which all members share" in refusal(world, sweep=(f"{key}=1,2",))
+
+
+@pytest.mark.parametrize(
+    ("sweep", "words"), [("train.steps=2,none", "train.steps"), ("train.stesp=1,2", "train.steps")]
+)
+def test_a_member_that_cannot_work_is_refused_before_anything_is_made(
+    world: World, sweep: str, words: str
+) -> None:
+    assert words in refusal(world, sweep=(sweep,))
+    assert not world.runs.exists()
+
+
+def test_only_known_commands_become_jobs(world: World) -> None:
+    told = refusal(world, command="rm -rf /")
+    assert "--command 'rm -rf /' is not a command that a job runs" in told
+    assert "train or sft" in told
+    assert "train.terms" in refusal(world, command="sft")
+
+
+def test_a_project_that_is_no_folder_is_named(world: World) -> None:
+    assert "absent is no folder" in refusal(world, project_path=world.project / "absent")
+
+
+def test_a_relative_folder_of_a_site_is_refused(world: World) -> None:
+    world.sites('[sites.local]\nrun_root = "runs"\n')
+    assert "run_root='runs' of site local is a relative path" in refusal(world)
+
+
+def test_a_home_folder_of_a_site_is_written_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(world.folder))
+    world.sites('[sites.local]\nrun_root = "~/runs"\n')
+    assert world.request().home == f"{world.runs}/run-20260921-141320"
+
+
+def test_strict_refuses_flags_that_beat_something_and_nothing_else(world: World) -> None:
+    flag = Flag(key="job.nodes", value=2, name="--nodes")
+    read(world, flags=(flag,), is_strict=True)
+    told = refusal(world, flags=(flag,), overrides=("job.nodes=3",), is_strict=True)
+    assert "conflict: job.nodes: using 2 (--nodes), ignoring 3 (override)" in told
+    # An override over a file is what overrides are for.
+    with (world.project / "run.toml").open("a") as file:
+        file.write("[job]\nnodes = 4\n")
+    read(world, overrides=("job.nodes=3",), is_strict=True)
+
+
+def test_the_roles_of_a_job_are_argument_lists(world: World) -> None:
+    request = world.request(
+        "job.train_gpus=2", "job.cpu_nodes=1", "job.cpu_command=serve --name 'two words' $HOME"
+    )
+    train, companion = request.roles
+    assert train.argv[1:] == ("-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
+    assert dict(train.gpus) == {"infer": 1, "train": 2}
+    # Nothing is expanded: there is no shell.
+    assert companion.argv == ("serve", "--name", "two words", "$HOME")
+    assert (companion.nodes, companion.must_succeed) == ("cpu", False)
+
+
+def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) -> None:
+    train, ray = world.request("placement.kind=ray", "job.nodes=3", "job.train_gpus=2").roles
+    assert (train.name, train.nodes) == ("train", "first")
+    assert (ray.name, ray.nodes, ray.must_succeed) == ("ray", "others", False)
+    assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{run}")
+    # As many devices there as on the first node: roles of the run live on both.
+    assert dict(ray.gpus) == dict(train.gpus) == {"infer": 1, "train": 2}
+    assert [role.name for role in world.request("placement.kind=ray").roles] == ["train"]
+
+
+def test_ray_over_hosts_without_a_common_disk_is_refused_only_where_weights_go_by_file(world: World) -> None:
+    world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
+    overrides = ("placement.kind=ray", "job.nodes=2")
+    assert [role.name for role in world.request(*overrides, site="cloud").roles] == ["train", "ray"]
+    message = refusal(world, site="cloud", overrides=(*overrides, "engine.transport=file"))
+    assert "engine.transport is file with job.nodes=2 on cloud, whose hosts see no common disk" in message
+
+
+def test_limits_of_a_site_hold_where_the_run_file_is_silent(world: World) -> None:
+    world.sites('[sites.lab]\nbackend = "slurm"\ntime_limit = "12h"\nmemory = "64G"\ngpu_type = "h200"\n')
+    found = world.request(site="lab").resources
+    assert (found.time_limit_s, found.memory, found.gpu_type) == (43200.0, "64G", "h200")
+    assert world.request("job.time_limit=1h", "job.memory=2G", site="lab").resources.time_limit_s == 3600.0
+
+
+def test_runs_and_files_of_secrets_in_the_project_are_no_code(world: World) -> None:
+    (world.project / "my.env").write_text("MY_TOKEN=canary\n")
+    (world.project / ".env").write_text("OTHER_TOKEN=canary\n")
+    home = world.launcher.submit(world.request(f"output.root={world.project}")).ref.home
+    assert Path(home).parent == world.project
+    # Without git every file counts: not the home beside the code, and no file of variables.
+    found = world.request(f"output.root={world.project}", env_file=world.project / "my.env").snapshot
+    assert found is not None
+    assert found.files == ("run.toml", "train_more.py")
+
+
+def test_a_user_without_a_name_has_a_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unnamed() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", unnamed)
+    assert world.request().user == str(os.getuid())
+
+
+EVAL_TEXT = 'task.name = "arithmetic"\neval.num_examples = 8\n'
+
+
+def test_an_evaluation_is_a_role_of_its_own_whose_file_travels_with_the_job(world: World) -> None:
+    (world.project / "held-out.toml").write_text(EVAL_TEXT)
+    flags = {"job.eval_config": str(world.project / "held-out.toml"), "job.eval_gpus": 2, "job.gpus": 6}
+    request = world.request("train.steps=40", flags=flags)
+    train, evaluator = request.roles
+    assert (dict(train.gpus), train.is_awaited) == ({"train": 6}, False)
+    assert evaluator.argv[1:] == (
+        *("-m", "strop.cli", "eval", "{run}", "--config", "{job}/eval.toml", "--follow"),
+    )
+    assert (evaluator.name, dict(evaluator.gpus), evaluator.nodes) == ("evaluator", {"eval": 2}, "first")
+    assert (evaluator.must_succeed, evaluator.is_awaited) == (False, True)
+    assert (request.resources.gpus_per_node, request.resources.is_whole_node) == (8, True)
+    home = Path(world.launcher.submit(request).ref.home)
+    text = (home / "job" / "eval.toml").read_text()
+    assert text.splitlines() == [
+        'name = "held-out"',
+        'task.name = "arithmetic"',
+        "eval.num_examples = 8",
+        "eval.num_samples = 4",
+    ]
+
+
+def test_what_the_evaluation_says_is_a_part_of_the_plan_and_its_place_is_not(world: World) -> None:
+    first, second = world.project / "held-out.toml", world.folder / "held-out.toml"
+    first.write_text(EVAL_TEXT)
+    second.write_text(EVAL_TEXT)
+
+    def plan_hash(path: Path) -> str:
+        request = world.request("train.steps=40", f"job.eval_config={path}", has_snapshot=False)
+        return world.launcher.plan(request).plan_hash
+
+    before = plan_hash(first)
+    assert plan_hash(second) == before
+    first.write_text(EVAL_TEXT.replace("8", "9"))
+    assert plan_hash(first) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sweep", "message"),
+    [
+        (None, (), (), "held-out.toml is not there"),
+        (EVAL_TEXT + 'model.uri = "Org/Other"\n', ("model.uri=Org/Mine",), (), "trains 'Org/Mine'"),
+        (
+            EVAL_TEXT + 'model.uri = "Org/Mine"\n',
+            (),
+            ("model.uri=Org/Mine,Org/B",),
+            "trains 'Org/B'",
+        ),
+        (EVAL_TEXT, ("train.checkpoint_every=40",), (), "no checkpoint would be there before the end"),
+        (
+            EVAL_TEXT,
+            ("job.gpus=4", "job.eval_gpus=2"),
+            (),
+            "6 GPUs per node are asked for (2 of them for evaluation), and nodes of local have 4",
+        ),
+    ],
+)
+def test_an_evaluation_that_cannot_work_is_refused(
+    world: World, text: str | None, overrides: tuple[str, ...], sweep: tuple[str, ...], message: str
+) -> None:
+    world.sites("[sites.local]\ngpus_per_node = 4\n")
+    path = world.project / "held-out.toml"
+    if text is not None:
+        path.write_text(text)
+    words = ("train.steps=40", f"job.eval_config={path}", *overrides)
+    assert message in refusal(world, overrides=words, sweep=sweep)
+
+
+SITES = """
+[sites.lab]
+backend = "slurm"
+partition = "gpu's $HOME"
+[sites.box]
+backend = "container"
+image = "registry.example/strop:1"
+[sites.cloud]
+backend = "sagemaker"
+region = "eu-central-1"
+role = "arn:aws:iam::111122223333:role/training"
+bucket = "strop-test"
+image = "registry.example/strop:1"
+[sites.desk]
+backend = "local"
+"""
+
+# The request is read; from then on every touch of the world is refused: disk, network, clock, luck.
+SEALED = """
+import os, random, sys, time
+from pathlib import Path
+from strop.launch.backends import open_backend
+from strop.testing.scripted_backend import FakeBackend
+from strop.launch.job_dir import plan_to_json
+from strop.launch.build_request import make_plan
+from tests.fixtures.scripted_jobs import World
+
+folder, site = Path(sys.argv[1]), sys.argv[2]
+world = World(folder=folder, backend=FakeBackend(folder / "scheduler"), environ={"HOME": "/"})
+known = site if site != "fake" else "desk"
+MODEL = "model.uri=hf://org/model"
+requests = [world.request(MODEL, site=known), world.request(MODEL, site=known, sweep=("train.steps=2,3",))]
+backend = world.backend if site == "fake" else open_backend(requests[0].site)
+# Imports are no effects: the first plan brings what is imported late.
+before = [plan_to_json(make_plan(one, backend)) for one in requests]
+
+FORBIDDEN = ("open", "os.", "socket.", "subprocess.", "shutil.", "import")
+def refuse(event, args):
+    if event.startswith(FORBIDDEN):
+        raise OSError(30, f"a plan does this: {event} {args}")
+def no_luck(*args, **kwargs):
+    raise OSError(30, "a plan asks the clock or for luck")
+time.time = time.monotonic = time.perf_counter = random.random = os.urandom = os.getpid = no_luck
+sys.addaudithook(refuse)
+after = [plan_to_json(make_plan(one, backend)) for one in requests]
+sys.stdout.write("equal" if before == after else "different")
+"""
+
+
+@pytest.mark.parametrize("site", ["fake", "desk", "lab", "box", "cloud"])
+def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: str) -> None:
+    world.sites(SITES)
+    done = subprocess.run(
+        [sys.executable, "-c", SEALED, str(world.folder), site],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.stdout, done.returncode) == ("equal", 0), done.stderr[-2000:]
+
+
+def test_a_plan_makes_no_folder(world: World) -> None:
+    before = sorted(world.folder.rglob("*"))
+    plan = make_plan(world.request(), world.backend)
+    assert sorted(world.folder.rglob("*")) == before
+    assert tag_of(plan.plan_hash) == f"strop:{plan.plan_hash}"
+
+
+def test_what_a_backend_cannot_do_is_refused_while_planning(world: World) -> None:
+    world.sites("[sites.local]\ngpus_per_node = 2\n")
+    with pytest.raises(ConfigError) as caught:
+        make_plan(world.request("job.gpus=4"), world.backend)
+    assert "nodes of local have 2" in str(caught.value)
+    assert make_plan(world.request("job.gpus=2"), world.backend).resources.is_whole_node
+
+
+def test_a_plan_holds_names_of_secrets_and_no_value(world: World) -> None:
+    (world.project / ".env").write_text("MY_TOKEN=canary-value-1\nPLAIN=private-2\n")
+    text = plan_to_json(make_plan(world.request(), world.backend))
+    assert "MY_TOKEN" in text
+    assert "canary-value-1" not in text
+    assert "private-2" not in text
+
+
+@pytest.mark.parametrize("escape", ["\\n", "\\t", "\\u001b", "\\u007f"])
+def test_a_directory_with_a_control_character_is_refused(world: World, escape: str) -> None:
+    world.sites(f'[sites.local]\nrun_root = "{world.runs}{escape}x"\n')
+    with pytest.raises(ConfigError) as caught:
+        make_plan(world.request(has_snapshot=False), world.backend)
+    assert "holds a control character" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_odd_but_printable_directories_are_planned(world: World) -> None:
+    odd = world.folder / 'it\'s $HOME "quoted" `x`; rm'
+    plan = make_plan(world.request(f"output.root={odd}"), world.backend)
+    assert plan.home == f"{odd}/run-20260921-141320"
