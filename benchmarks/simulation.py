@@ -35,7 +35,7 @@ from strop.engine.contract import (
     WeightUpdate,
 )
 from strop.engine.router import Router, RouterLimits
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.accelerators import Accelerator, find_accelerator
 from strop.hardware.busy_clock import BusyClock
 from strop.plan.estimate import Work, decode_speed, learn_s, sync_s, verify_reply_s
@@ -88,11 +88,7 @@ class SimulationWish:
         for name, (value, is_fine, allowed) in wanted.items():
             if not is_fine:
                 raise ConfigError(
-                    explain_refusal(
-                        f"--{name} {value} cannot be simulated",
-                        allowed=allowed,
-                        next_step=f"correct --{name}",
-                    )
+                    f"--{name} {value} cannot be simulated", allowed=allowed, next_step=f"correct --{name}"
                 )
 
 
@@ -283,11 +279,9 @@ class _Desk:
         schedule = schedule_examples(self._spec, given.task)
         if schedule is None:
             raise ConfigError(
-                explain_refusal(
-                    f"train.terms={spec.train.terms!r} samples no rollouts",
-                    allowed="a run with rollouts",
-                    next_step="simulate a run whose train.terms names 'rl'",
-                )
+                f"train.terms={spec.train.terms!r} samples no rollouts",
+                allowed="a run with rollouts",
+                next_step="simulate a run whose train.terms names 'rl'",
             )
         self._schedule = schedule
         self._tally = _Tally()

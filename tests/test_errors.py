@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop import errors
-from strop.errors import StropError, explain_refusal, split_refusal
+from strop.errors import StropError, format_error, split_error
 
 
 def all_classes(top: type[StropError] = StropError) -> Iterator[type[StropError]]:
@@ -66,14 +66,14 @@ def test_exit_codes_by_hand() -> None:
 
 
 def test_a_message_has_its_three_parts_in_order_and_one_full_stop_each() -> None:
-    message = explain_refusal("steps=0.", allowed="1 or more", next_step="set train.steps.")
+    message = format_error("steps=0.", allowed="1 or more", next_step="set train.steps.")
     assert message == "steps=0. Allowed: 1 or more. Next: set train.steps."
 
 
 def test_the_parts_of_a_message_are_found_again() -> None:
-    message = explain_refusal("a is 3.", allowed="1 or 2", next_step="correct a")
-    assert split_refusal(message) == ("a is 3", "1 or 2", "correct a.")
+    message = format_error("a is 3.", allowed="1 or 2", next_step="correct a")
+    assert split_error(message) == ("a is 3", "1 or 2", "correct a.")
     # What is made of the parts is the same message, not one with two full stops.
-    given, allowed, next_step = split_refusal(message)
-    assert explain_refusal(given, allowed=allowed, next_step=next_step) == message
-    assert split_refusal("no such form") == ("no such form", "", "")
+    given, allowed, next_step = split_error(message)
+    assert format_error(given, allowed=allowed, next_step=next_step) == message
+    assert split_error("no such form") == ("no such form", "", "")

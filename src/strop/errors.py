@@ -27,7 +27,7 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   `-- Starved                       a step waits for rollouts that may not be sampled
     `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
 
-Every class takes one positional message, so it survives pickling to another process.
+Every class can be built from its whole message alone, so it survives pickling to another process.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _MAX_SAID_CHARS = 800
 _PLACE = re.compile(r"\((\S+\.py:\d+)\)$")
 
 
-def explain_refusal(given: str, *, allowed: str, next_step: str) -> str:
+def format_error(given: str, *, allowed: str, next_step: str) -> str:
     """Join the three parts that every message of strop has, in the house order."""
     end = "" if next_step.endswith("?") else "."
     return f"{given.rstrip('.')}. Allowed: {allowed.rstrip('.')}. Next: {next_step.rstrip('.')}{end}"
 
 
-def split_refusal(message: str) -> tuple[str, str, str]:
-    """Return the three parts of a message of `explain_refusal`; of any other text the first part is all."""
+def split_error(message: str) -> tuple[str, str, str]:
+    """Return the three parts of a message of `format_error`; of any other text the first part is all."""
     given, _, rest = message.partition(". Allowed: ")
     allowed, _, next_step = rest.partition(". Next: ")
     return given, allowed, next_step
@@ -102,6 +102,11 @@ class StropError(Exception):
     """Everything strop raises on purpose; the command line catches it and prints its message."""
 
     exit_code: int = EXIT_FAILED
+
+    def __init__(self, given: str, *, allowed: str | None = None, next_step: str = "") -> None:
+        """Take what was given, what is allowed and what to do; or one line, for a broken invariant."""
+        message = given if allowed is None else format_error(given, allowed=allowed, next_step=next_step)
+        super().__init__(message)
 
 
 class ConfigError(StropError, ValueError):
@@ -154,8 +159,10 @@ class SandboxError(StropError, RuntimeError):
     `kind` is one word for programs. Of files: missing, directory, not_regular, denied, too_large, no_space.
     """
 
-    def __init__(self, message: str, *, kind: str = "") -> None:
-        super().__init__(message)
+    def __init__(
+        self, given: str, *, allowed: str | None = None, next_step: str = "", kind: str = ""
+    ) -> None:
+        super().__init__(given, allowed=allowed, next_step=next_step)
         self.kind = kind
 
 

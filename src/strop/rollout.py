@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import DataError, LengthMismatch, UnfitRecord, explain_refusal
+from strop.errors import DataError, LengthMismatch, UnfitRecord
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -114,11 +114,9 @@ def make_example(task: str, fields: Mapping[str, Any], answer: str | None) -> Ex
         content = json.dumps([task, dict(fields), answer], sort_keys=True, ensure_ascii=False)
     except TypeError as error:
         raise DataError(
-            explain_refusal(
-                f"an example of task {task} holds a value that is not JSON ({error})",
-                allowed="strings, numbers, booleans, null, lists and tables",
-                next_step="convert the field when the data is read",
-            )
+            f"an example of task {task} holds a value that is not JSON ({error})",
+            allowed="strings, numbers, booleans, null, lists and tables",
+            next_step="convert the field when the data is read",
         ) from error
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     return Example(task=task, example_id=digest, fields=fields, answer=answer)
@@ -155,19 +153,15 @@ class Turn:
             return
         if len(self.logprobs) != len(self.token_ids):
             raise LengthMismatch(
-                explain_refusal(
-                    f"a turn has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities",
-                    allowed="streams of equal length",
-                    next_step="read the engine's log; the rollout is masked",
-                )
+                f"a turn has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities",
+                allowed="streams of equal length",
+                next_step="read the engine's log; the rollout is masked",
             )
         if not bool(np.isfinite(self.logprobs).all()):
             raise UnfitRecord(
-                explain_refusal(
-                    "a turn has a log-probability that is not finite",
-                    allowed="finite values for every sampled token; a missing value has no filler",
-                    next_step="read the engine's log; the rollout is masked",
-                )
+                "a turn has a log-probability that is not finite",
+                allowed="finite values for every sampled token; a missing value has no filler",
+                next_step="read the engine's log; the rollout is masked",
             )
 
     @property

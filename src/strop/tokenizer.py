@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError
 from strop.rollout import IntArray, Message
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -69,11 +69,9 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                explain_refusal(
-                    f"model directory {model_dir} has no tokenizer.json",
-                    allowed="a Hugging Face model directory with tokenizer.json",
-                    next_step="check the path in model.source, or fetch the model with `strop model get`",
-                )
+                f"model directory {model_dir} has no tokenizer.json",
+                allowed="a Hugging Face model directory with tokenizer.json",
+                next_step="check the path in model.source, or fetch the model with `strop model get`",
             )
         fast = _read_fast_tokenizer(path)
         settings = _read_json(model_dir / "tokenizer_config.json")
@@ -130,11 +128,9 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise ConfigError(
-                explain_refusal(
-                    f"model.prompt_format=chat, but model {self._source} has no chat template",
-                    allowed="chat only with a model that ships a chat template; base with any model",
-                    next_step="set model.prompt_format=base, or use the instruct variant of the model",
-                )
+                f"model.prompt_format=chat, but model {self._source} has no chat template",
+                allowed="chat only with a model that ships a chat template; base with any model",
+                next_step="set model.prompt_format=base, or use the instruct variant of the model",
             )
         return self._chat_template
 
@@ -149,12 +145,10 @@ class Tokenizer:
         source = self.require_chat_template()
         if is_thinking is not None and "enable_thinking" not in source:
             raise ConfigError(
-                explain_refusal(
-                    f"task.thinking={'on' if is_thinking else 'off'}, but the chat template of model"
-                    f" {self._source} does not read enable_thinking",
-                    allowed="model_default with a model whose template has one way to write a chat",
-                    next_step="leave task.thinking out",
-                )
+                f"task.thinking={'on' if is_thinking else 'off'}, but the chat template of model"
+                f" {self._source} does not read enable_thinking",
+                allowed="model_default with a model whose template has one way to write a chat",
+                next_step="leave task.thinking out",
             )
         choice = {} if is_thinking is None else {"enable_thinking": is_thinking}
         chat = [{"role": message.role, "content": message.content} for message in messages]
@@ -173,12 +167,10 @@ class Tokenizer:
             if "system" in roles:
                 remedy = "leave the system message out (task.system_prompt, or the data's own)"
             raise ConfigError(
-                explain_refusal(
-                    f"the chat template of model {self._source} refused messages of roles"
-                    f" {', '.join(roles)} ({error})",
-                    allowed="messages in the roles and order that this template accepts",
-                    next_step=f"{remedy}, or set model.prompt_format=base",
-                )
+                f"the chat template of model {self._source} refused messages of roles"
+                f" {', '.join(roles)} ({error})",
+                allowed="messages in the roles and order that this template accepts",
+                next_step=f"{remedy}, or set model.prompt_format=base",
             ) from error
 
     def _compiled_template(self, source: str) -> Template:
@@ -286,11 +278,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, cause: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} cannot be read ({cause})",
-            allowed="the complete file that came with the model",
-            next_step="delete the model directory and fetch the model again with `strop model get`",
-        )
+        f"{path} cannot be read ({cause})",
+        allowed="the complete file that came with the model",
+        next_step="delete the model directory and fetch the model again with `strop model get`",
     )
 
 
@@ -339,10 +329,8 @@ def _eos_ids(model_dir: Path, fast: FastTokenizer, special_texts: Mapping[str, s
     ids.extend(value for value in listed if isinstance(value, int) and value not in ids)
     if not ids:
         raise ConfigError(
-            explain_refusal(
-                f"model directory {model_dir} names no token that ends a reply",
-                allowed="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
-                next_step="add the end-of-text token of this model to one of the two files",
-            )
+            f"model directory {model_dir} names no token that ends a reply",
+            allowed="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
+            next_step="add the end-of-text token of this model to one of the two files",
         )
     return ids

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from strop.errors import CheckRefused, CorruptRecord, Interrupted, split_refusal
+from strop.errors import CheckRefused, CorruptRecord, Interrupted, split_error
 from strop.record import RunDir, list_runs
 from strop.run.training import train_here
 from strop.spec import load_spec
@@ -144,7 +144,7 @@ def test_ckp_3_a_run_does_not_go_on_with_another_part(begun: Path) -> None:
         change(begun)
         with pytest.raises(CheckRefused) as caught:
             train(begun, Notes())
-        given, _, next_step = split_refusal(str(caught.value))
+        given, _, next_step = split_error(str(caught.value))
         assert given.startswith(f"{run.path} began with another "), what
         digests = re.search(rf"{re.escape(named)} \((\w{{12}}) then, (\w{{12}}) now\)", given)
         assert digests is not None, (what, given)
@@ -204,7 +204,7 @@ def test_ckp_4_a_run_that_lost_every_checkpoint_is_not_begun_anew_in_silence(tra
     before = {path: path.read_bytes() for path in trained.run_dir.path.glob("*.jsonl")}
     with pytest.raises(CheckRefused) as caught:
         take_up(trained).run()
-    given, _, next_step = split_refusal(str(caught.value))
+    given, _, next_step = split_error(str(caught.value))
     assert "has trained 4 steps" in given
     assert "(step-000002, step-000004) is complete any more" in given
     assert next_step.startswith("restore one from a copy, or begin anew: with --new")
@@ -252,7 +252,7 @@ def test_ckp_4_the_remedy_for_a_damaged_checkpoint_works(trained: Composition, p
     with pytest.raises(CorruptRecord) as caught:
         take_up(trained).run()
     assert place in str(caught.value)
-    next_step = split_refusal(str(caught.value))[2]
+    next_step = split_error(str(caught.value))[2]
     advice = re.fullmatch(
         r"restore it from a copy, or remove (\S+): the same command then goes on from step-000002\.",
         next_step,

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.engine import GenerationRequest
 from strop.engine.native import NativeEngine
-from strop.errors import ConfigError, split_refusal
+from strop.errors import ConfigError, split_error
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
@@ -75,7 +75,7 @@ def measure_family(model_dir: Path) -> Verdict:
             warnings.simplefilter("ignore", RuntimeWarning)
             model = LanguageModel.load(model_dir, dtype=torch.float32)
     except ConfigError as refusal:
-        reason = split_refusal(str(refusal))[0].replace(str(model_dir), "it")
+        reason = split_error(str(refusal))[0].replace(str(model_dir), "it")
         return Verdict(run="refused", why=reason.partition(" cannot be run exactly: ")[2] or reason)
     groups = make_groups()
     own = Own(model_dir)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from strop.errors import ConfigError, split_refusal
+from strop.errors import ConfigError, split_error
 from strop.policy import proof
 from strop.policy.attention import PrefixSharedAttention
 from strop.policy.head import Head
@@ -143,7 +143,7 @@ def test_what_cannot_be_run_is_refused_by_what_it_needs(tmp_path: Path, family: 
     path = family_model(tmp_path, family)
     with pytest.raises(ConfigError) as refusal:
         LanguageModel.load(path, dtype=torch.float32)
-    given, _, next_step = split_refusal(str(refusal.value))
+    given, _, next_step = split_error(str(refusal.value))
     assert given.startswith(f"{path}, of the family {family}, cannot be run exactly: {said}")
     assert "\n" not in given
     # Nothing is recommended that was just refused.

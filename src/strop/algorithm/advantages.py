@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import UnfitRecord, explain_refusal
+from strop.errors import UnfitRecord
 
 Float64Array = NDArray[np.float64]
 AdvantageFn = Callable[[Float64Array], Float64Array]
@@ -84,11 +84,9 @@ def relate_to_mean(rewards_G: Float64Array) -> Float64Array:
     """
     if float(np.min(rewards_G)) < 0.0:
         raise UnfitRecord(
-            explain_refusal(
-                f"reward {float(np.min(rewards_G))} under the advantage max_rl",
-                allowed="rewards of 0 or more",
-                next_step="shift the task's reward, or choose the advantage centered",
-            )
+            f"reward {float(np.min(rewards_G))} under the advantage max_rl",
+            allowed="rewards of 0 or more",
+            next_step="shift the task's reward, or choose the advantage centered",
         )
     return center(rewards_G) / float(np.mean(rewards_G))
 

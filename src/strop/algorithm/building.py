@@ -28,7 +28,7 @@ from strop.algorithm.losses import (
     dual_clipped,
     soft_gated,
 )
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.objectives import choose_mode
 from strop.user_code import CodeRef, blaming, find_algorithm, inspect_import, load_code
 
@@ -171,7 +171,7 @@ def _check_loss(ref: CodeRef, loss: TokenLoss, clip_low: float, clip_high: float
 
 
 def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
-    return ConfigError(explain_refusal(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}"))
+    return ConfigError(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}")
 
 
 def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
@@ -183,11 +183,9 @@ def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
         return entry.loss
     if entry.loss is not CLIPPED:
         raise ConfigError(
-            explain_refusal(
-                f"algorithm.dual_clip={spec.dual_clip:g} beside {entry.name} with the loss {entry.loss.name}",
-                allowed="an algorithm with the clipped loss",
-                next_step="remove algorithm.dual_clip",
-            )
+            f"algorithm.dual_clip={spec.dual_clip:g} beside {entry.name} with the loss {entry.loss.name}",
+            allowed="an algorithm with the clipped loss",
+            next_step="remove algorithm.dual_clip",
         )
     return dual_clipped(spec.dual_clip)
 

@@ -37,7 +37,7 @@ from strop.algorithm.advantages import (
 )
 from strop.algorithm.aggregation import IntCounts, sums_to_one, weigh_tokens
 from strop.algorithm.catalog import Algorithm
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 
 BoolArray = NDArray[np.bool_]
 _WEIGHT_SUM_TOLERANCE = 1e-9
@@ -273,21 +273,17 @@ def _refuse_ragged(
             sizes[name] = [len(stream_G) for stream_G in stream_P_G]
         except TypeError as error:
             raise DataError(
-                explain_refusal(
-                    f"the {name} of a batch are not divided into groups",
-                    allowed="one sequence per group, holding one entry per rollout",
-                    next_step="pass the rollouts of each example as their own sequence",
-                )
+                f"the {name} of a batch are not divided into groups",
+                allowed="one sequence per group, holding one entry per rollout",
+                next_step="pass the rollouts of each example as their own sequence",
             ) from error
     if sizes["rewards"] == sizes["token counts"] == sizes["truncation flags"]:
         return
     shown = "; ".join(f"{name} {numbers}" for name, numbers in sizes.items())
     raise DataError(
-        explain_refusal(
-            f"the streams of a batch have different group sizes: {shown}",
-            allowed="the same groups with the same number of rollouts in all three",
-            next_step="build all three from the same groups",
-        )
+        f"the streams of a batch have different group sizes: {shown}",
+        allowed="the same groups with the same number of rollouts in all three",
+        next_step="build all three from the same groups",
     )
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CorruptRecord, explain_refusal
+from strop.errors import CorruptRecord
 from strop.hardware.identity import find_user_name
 from strop.io import user_cache_dir, write_bytes_atomically
 
@@ -265,11 +265,9 @@ def find_audit(task: str, task_version: str) -> AuditReport | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{path} is not a whole audit ({error})",
-                allowed="a report as `strop audit` wrote it",
-                next_step="run `strop audit` again; it replaces the file",
-            )
+            f"{path} is not a whole audit ({error})",
+            allowed="a report as `strop audit` wrote it",
+            next_step="run `strop audit` again; it replaces the file",
         ) from error
     return report
 

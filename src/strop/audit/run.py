@@ -13,7 +13,7 @@ from types import MappingProxyType
 from strop.audit import answer_probes, code_probes, probes
 from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
@@ -92,11 +92,7 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
     unknown = sorted(set(settings.probes) - set(PROBE_IDS))
     if unknown:
         raise ConfigError(
-            explain_refusal(
-                f"probe {', '.join(unknown)}",
-                allowed=", ".join(PROBE_IDS),
-                next_step="correct the name",
-            )
+            f"probe {', '.join(unknown)}", allowed=", ".join(PROBE_IDS), next_step="correct the name"
         )
     started_at, began_at = time.time(), time.perf_counter()
     context = AuditContext(
@@ -126,11 +122,9 @@ def _choose(task: Task, settings: AuditSettings) -> list[Example]:
     found = examples_to_attack(task)
     if not len(found):
         raise DataError(
-            explain_refusal(
-                f"an audit of task {task.name}, which has no examples",
-                allowed="a task with at least one example",
-                next_step="look at the task's data",
-            )
+            f"an audit of task {task.name}, which has no examples",
+            allowed="a task with at least one example",
+            next_step="look at the task's data",
         )
     wanted = min(settings.num_examples, len(found))
     chosen = random.Random(settings.seed).sample(range(len(found)), wanted)

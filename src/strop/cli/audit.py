@@ -38,7 +38,7 @@ def audit(
     if (is_all and (out or not all("=" in word for word in words))) or not (is_all or words):
         raise typer.BadParameter("give either TASK with its settings, or --all with TASK.key=value settings")
     from strop.audit import AuditSettings, Verdict
-    from strop.errors import CheckRefused, explain_refusal
+    from strop.errors import CheckRefused
     from strop.run.audit import audit_here, read_task
 
     output: Output = context.obj
@@ -55,11 +55,9 @@ def audit(
         names = ", ".join(result.probe for result in report.broken())
         lead = f"{report.lost}; " if report.lost else ""
         raise CheckRefused(
-            explain_refusal(
-                f"{lead}task {report.task} is red: {names}",
-                allowed="a task that pays for nothing but right replies",
-                next_step="mend the task, or train all the same with train.accept = 'audit.PROBE: reason'",
-            )
+            f"{lead}task {report.task} is red: {names}",
+            allowed="a task that pays for nothing but right replies",
+            next_step="mend the task, or train all the same with train.accept = 'audit.PROBE: reason'",
         )
 
 

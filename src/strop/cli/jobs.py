@@ -32,7 +32,7 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
 
     Raises: ConfigError if there is no such job; StoreError if it was never accepted.
     """
-    from strop.errors import StoreError, explain_refusal
+    from strop.errors import StoreError
     from strop.launch.backends import backend_of
     from strop.launch.index import find_job_dir
     from strop.launch.job_dir import REFUSED_NAME, has_ref, job_path_of, read_plan, read_ref
@@ -44,11 +44,9 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
         refused = job_path / REFUSED_NAME
         words = refused.read_text().strip() if refused.is_file() else "it was never handed over"
         raise StoreError(
-            explain_refusal(
-                f"{home} was not submitted: {words}",
-                allowed="a job that a scheduler accepted",
-                next_step="submit it again: the same command goes on where it stopped",
-            )
+            f"{home} was not submitted: {words}",
+            allowed="a job that a scheduler accepted",
+            next_step="submit it again: the same command goes on where it stopped",
         )
     return Launcher(backend_of(read_plan(job_path))), read_ref(job_path)
 
@@ -78,16 +76,14 @@ def status(
 
 
 def _wait(output: Output, references: Sequence[str], root: Path) -> None:
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.launch.launcher import watch
 
     if len(references) != 1:
         raise ConfigError(
-            explain_refusal(
-                f"--wait with {len(references)} jobs",
-                allowed="one job: its exit code is this command's",
-                next_step="name the job, and start the command once for each",
-            )
+            f"--wait with {len(references)} jobs",
+            allowed="one job: its exit code is this command's",
+            next_step="name the job, and start the command once for each",
         )
     launcher, ref = open_job(references[0], root)
     with lasting():
@@ -154,7 +150,7 @@ def cancel(
     root: Root = RUNS,
 ) -> None:
     """Cancel a job: ask, wait, kill. Says which of these ended it."""
-    from strop.errors import StoreError, explain_refusal
+    from strop.errors import StoreError
 
     output: Output = context.obj
     launcher, ref = open_job(reference, root)
@@ -165,11 +161,9 @@ def cancel(
         )
     if not outcome.ended_by:
         raise StoreError(
-            explain_refusal(
-                f"job {ref.job_id} was told to end and has not been seen to",
-                allowed="an end that its record or its scheduler shows",
-                next_step=f"ask again with `strop status {ref.job_id}`",
-            )
+            f"job {ref.job_id} was told to end and has not been seen to",
+            allowed="an end that its record or its scheduler shows",
+            next_step=f"ask again with `strop status {ref.job_id}`",
         )
 
 
@@ -186,24 +180,18 @@ def fetch(
     root: Root = RUNS,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.launch.fetch import Part, fetch_run
     from strop.launch.launcher import require_member
 
     output: Output = context.obj
     if only not in set(Part):
         raise ConfigError(
-            explain_refusal(
-                f"--only {only!r} is no part of a run",
-                allowed=", ".join(Part),
-                next_step="choose one of them",
-            )
+            f"--only {only!r} is no part of a run", allowed=", ".join(Part), next_step="choose one of them"
         )
     if step is not None and only != Part.ALL:
         raise ConfigError(
-            explain_refusal(
-                f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
-            )
+            f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
         )
     launcher, ref = open_job(reference, root)
     require_member(ref, member)
@@ -230,7 +218,7 @@ def drill(
     """Preempt a running job with the real signal, and prove that it resumes as it was."""
     from dataclasses import asdict
 
-    from strop.errors import StropError, explain_refusal
+    from strop.errors import StropError
     from strop.launch.drill import drill as rehearse
 
     output: Output = context.obj
@@ -253,9 +241,7 @@ def drill(
     missing = report.first_missing
     if missing is not None:
         raise StropError(
-            explain_refusal(
-                f"the drill failed: {missing.name}: {missing.detail}",
-                allowed="a newer checkpoint, an end with 75, a next attempt from it, and an equal curve",
-                next_step=f"read `strop logs {ref.job_id}`; a real preemption would have lost the same",
-            )
+            f"the drill failed: {missing.name}: {missing.detail}",
+            allowed="a newer checkpoint, an end with 75, a next attempt from it, and an equal curve",
+            next_step=f"read `strop logs {ref.job_id}`; a real preemption would have lost the same",
         )

@@ -67,7 +67,7 @@ def plan(
 
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
     """Measure with the run's model, which must be on this machine."""
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.plan.locate import find_model
     from strop.run.doctor import measure_machine
     from strop.run.training import set_threads
@@ -76,11 +76,9 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
     model_dir = find_model(uri)
     if model_dir is None:
         raise ConfigError(
-            explain_refusal(
-                f"--measure needs the model {uri}, which is not on this machine",
-                allowed="a model that is here",
-                next_step=f"fetch it with `strop model get {uri}`, or leave --measure out",
-            )
+            f"--measure needs the model {uri}, which is not on this machine",
+            allowed="a model that is here",
+            next_step=f"fetch it with `strop model get {uri}`, or leave --measure out",
         )
     set_threads(resolved.spec.placement.threads)
     found = measure_machine(resolved.spec, model_dir)

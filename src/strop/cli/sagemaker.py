@@ -152,7 +152,7 @@ def policy(context: typer.Context, on: Site = "sagemaker") -> None:
 
 
 def _refuse_contradictions(args: SageMakerArguments) -> None:
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
 
     pairs = (
         ("job_name", "name_prefix"),
@@ -165,17 +165,13 @@ def _refuse_contradictions(args: SageMakerArguments) -> None:
         if getattr(args, first) and getattr(args, second):
             one, other = (f"--{name.replace('_', '-')}" for name in (first, second))
             raise ConfigError(
-                explain_refusal(
-                    f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
-                )
+                f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
             )
     if args.gpus is not None and not args.local:
         raise ConfigError(
-            explain_refusal(
-                f"--gpus {args.gpus} without --local",
-                allowed="GPUs of this machine, with --local",
-                next_step="choose an instance type for a job, or add --local",
-            )
+            f"--gpus {args.gpus} without --local",
+            allowed="GPUs of this machine, with --local",
+            next_step="choose an instance type for a job, or add --local",
         )
 
 
@@ -194,16 +190,14 @@ def _backend_options(args: SageMakerArguments) -> dict[str, Any]:
 
 
 def _require_profile(site: Any) -> SageMakerSite:
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.spec.site import SageMakerSite
 
     if not isinstance(site.profile, SageMakerSite):
         raise ConfigError(
-            explain_refusal(
-                f"--on {site.name} is a site of backend {site.profile.backend}",
-                allowed="a site whose backend is sagemaker",
-                next_step=f"use `strop submit --on {site.name}`, or name another site",
-            )
+            f"--on {site.name} is a site of backend {site.profile.backend}",
+            allowed="a site whose backend is sagemaker",
+            next_step=f"use `strop submit --on {site.name}`, or name another site",
         )
     return site.profile
 
@@ -264,18 +258,16 @@ def _push(
 ) -> JobRequest:
     """Push the image under its own tag and under this version's; name it by digest in the request."""
     from strop import __version__
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.launch.sagemaker.client import AwsClients
     from strop.launch.sagemaker.ecr import parse_reference, push_image
 
     repository = parse_reference(profile.repository or "")
     if engine is None or image is None or repository is None:
         raise ConfigError(
-            explain_refusal(
-                f"--push with image={image} and repository={profile.repository}",
-                allowed="an image that was built here, and a repository of ECR in the site profile",
-                next_step="add --build, and set repository",
-            )
+            f"--push with image={image} and repository={profile.repository}",
+            allowed="an image that was built here, and a repository of ECR in the site profile",
+            next_step="add --build, and set repository",
         )
     clients = AwsClients(profile=profile)
     tag = image.rpartition(":")[2]
@@ -296,7 +288,7 @@ def _run_here(
 ) -> int:
     import os
 
-    from strop.errors import CheckRefused, explain_refusal
+    from strop.errors import CheckRefused
     from strop.hardware import read_gpu_users, read_gpus
     from strop.launch.job_dir import write_job_dir
     from strop.launch.launcher import Launcher
@@ -306,11 +298,9 @@ def _run_here(
     gpus = tuple(filter(None, (args.gpus or "").split(",")))
     if gpus and image is None:
         raise CheckRefused(
-            explain_refusal(
-                f"--gpus {args.gpus}, and the image is not on this machine",
-                allowed="an image that is here, for a container with GPUs",
-                next_step="add --build, or leave --gpus out for plain processes",
-            )
+            f"--gpus {args.gpus}, and the image is not on this machine",
+            allowed="an image that is here, for a container with GPUs",
+            next_step="add --build, or leave --gpus out for plain processes",
         )
     # A plan names some image; plain processes use none.
     options = {

@@ -220,17 +220,15 @@ def _describe_place(role: RolePlan) -> str:
 def to_options(args: SubmitArguments) -> SubmitOptions:
     """Return the options as the launcher reads them."""
     from strop.cli.flags import to_flags
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.launch.build_request import SubmitOptions
     from strop.launch.environment import EnvironmentFlags
 
     if not args.requeue and args.max_requeue:
         raise ConfigError(
-            explain_refusal(
-                f"--no-requeue and --max-requeue {args.max_requeue} contradict each other",
-                allowed="one of them",
-                next_step="remove the other one",
-            )
+            f"--no-requeue and --max-requeue {args.max_requeue} contradict each other",
+            allowed="one of them",
+            next_step="remove the other one",
         )
     backend = {name: getattr(args, name) for name in _OF_BACKEND if getattr(args, name) is not None}
     return SubmitOptions(

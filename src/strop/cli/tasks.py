@@ -61,7 +61,7 @@ def check_task(
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
     from strop.audit import AuditSettings, Verdict
-    from strop.errors import CheckRefused, explain_refusal
+    from strop.errors import CheckRefused
     from strop.run.audit import check_task_here, find_task_section
     from strop.view import make_harmless
 
@@ -82,11 +82,9 @@ def check_task(
         output.give(f"verifier {'fails' if found.findings else 'passes'}, audit {found.report.verdict.value}")
     if faults:
         raise CheckRefused(
-            explain_refusal(
-                f"task {found.task} may not train a model: {'; '.join(faults[:3])}",
-                allowed="a task that pays for right replies and for nothing else",
-                next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
-            )
+            f"task {found.task} may not train a model: {'; '.join(faults[:3])}",
+            allowed="a task that pays for right replies and for nothing else",
+            next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
         )
 
 
@@ -97,7 +95,7 @@ def check_judge(
     """Compare the judges of a run with human labels and with themselves. Exits with 76 if they disagree."""
     from dataclasses import asdict
 
-    from strop.errors import CheckRefused, explain_refusal
+    from strop.errors import CheckRefused
     from strop.run.audit import check_judges_here
     from strop.spec import load_spec
 
@@ -111,9 +109,7 @@ def check_judge(
     faults = [f"{report.judge}: {fault}" for report in reports for fault in report.faults]
     if faults:
         raise CheckRefused(
-            explain_refusal(
-                "; ".join(faults),
-                allowed="a judge that agrees with people and with itself",
-                next_step="make the rubric clearer, or name a stronger judge",
-            )
+            "; ".join(faults),
+            allowed="a judge that agrees with people and with itself",
+            next_step="make the rubric clearer, or name a stronger judge",
         )

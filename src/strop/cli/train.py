@@ -108,16 +108,14 @@ def train_as_given(output: Output, args: TrainArguments, *, is_sft: bool) -> Non
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:
     """Bring a run here from its mirror, and return the spec that goes on with it."""
-    from strop.errors import ConfigError, explain_refusal
+    from strop.errors import ConfigError
     from strop.run.mirroring import continue_from
 
     if is_new:
         raise ConfigError(
-            explain_refusal(
-                f"--new and --from {uri} are given together",
-                allowed="a new run, or one that goes on",
-                next_step="leave one of them out",
-            )
+            f"--new and --from {uri} are given together",
+            allowed="a new run, or one that goes on",
+            next_step="leave one of them out",
         )
     found = continue_from(uri, resolved)
     output.say(found.detail)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.cluster.contract import ModelSource, Placement, Roles
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.run import RunSpec
 from strop.tokenizer import Tokenizer
 
@@ -62,9 +62,7 @@ def _require_same_tokens(own: Tokenizer, other: Tokenizer, role: str) -> None:
     first = f"; token {differing[0]} is {own.token_text(differing[0])!r} here and" if differing else ""
     shown = f"{first} {other.token_text(differing[0])!r} there" if differing else ""
     raise ConfigError(
-        explain_refusal(
-            f"the {role}'s tokenizer has {num_other} tokens and the policy's {num_own}{shown}",
-            allowed="the same tokenizer: log-probabilities are compared token by token",
-            next_step=f"choose another {role}",
-        )
+        f"the {role}'s tokenizer has {num_other} tokens and the policy's {num_own}{shown}",
+        allowed="the same tokenizer: log-probabilities are compared token by token",
+        next_step=f"choose another {role}",
     )

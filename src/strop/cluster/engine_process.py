@@ -23,7 +23,7 @@ from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.server import LOOPBACK
 from strop.engine.vllm.environment import find_python
 from strop.engine.wire import ReadyForm, require_server_part
-from strop.errors import EngineError, StoreError, explain_refusal
+from strop.errors import EngineError, StoreError
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
@@ -209,11 +209,9 @@ class EngineProcess:
             self._ready_path.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(
-                explain_refusal(
-                    f"{self._work_dir} cannot be cleaned ({error})",
-                    allowed="a directory that this user may write to",
-                    next_step="mend its permissions and start the run again",
-                )
+                f"{self._work_dir} cannot be cleaned ({error})",
+                allowed="a directory that this user may write to",
+                next_step="mend its permissions and start the run again",
             ) from error
 
     @property
@@ -244,11 +242,9 @@ def _describe_end(child: ChildProcess) -> str | None:
 
 def _not_started(child: ChildProcess, cause: str) -> EngineError:
     return EngineError(
-        explain_refusal(
-            f"the engine did not start: {cause}\nIts last log lines:\n{child.tail()}\n",
-            allowed="a child process that loads the model and listens on this machine",
-            next_step=f"read {child.log_path}, mend the cause and start the run again",
-        )
+        f"the engine did not start: {cause}\nIts last log lines:\n{child.tail()}\n",
+        allowed="a child process that loads the model and listens on this machine",
+        next_step=f"read {child.log_path}, mend the cause and start the run again",
     )
 
 

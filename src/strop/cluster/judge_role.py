@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
 from strop.engine.server import LOOPBACK
-from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.errors import ConfigError, EngineError
 from strop.hardware.ports import count_nodes
 from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
@@ -120,13 +120,11 @@ class JudgeRoles:
             end = one.process.find_death()
             if end is not None:
                 raise EngineError(
-                    explain_refusal(
-                        f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
-                        f"{tail(one.process.log_path)}\n",
-                        allowed="a judge that lives as long as the run",
-                        next_step="mend the cause and start the run again; it goes on from its last"
-                        " checkpoint, and no reply was scored without the judge",
-                    )
+                    f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
+                    f"{tail(one.process.log_path)}\n",
+                    allowed="a judge that lives as long as the run",
+                    next_step="mend the cause and start the run again; it goes on from its last"
+                    " checkpoint, and no reply was scored without the judge",
                 )
 
 
@@ -145,19 +143,15 @@ def _require_fit(section: LlmJudgeSpec, found: ModelSource, policy: ModelSource)
     revision = section.judge_revision
     if len(revision) < _MIN_REVISION_CHARS or not found.digest.startswith(revision):
         raise ConfigError(
-            explain_refusal(
-                f"task.judge_revision={revision}, and {section.judge_model} has the digest {found.digest}",
-                allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first: judgements"
-                " are kept under it",
-                next_step=f'set task.judge_revision = "{found.digest[:16]}"',
-            )
+            f"task.judge_revision={revision}, and {section.judge_model} has the digest {found.digest}",
+            allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first: judgements"
+            " are kept under it",
+            next_step=f'set task.judge_revision = "{found.digest[:16]}"',
         )
     if found.digest == policy.digest and not section.can_judge_itself:
         raise ConfigError(
-            explain_refusal(
-                f"task.judge_model={section.judge_model} has the digest of the policy, {policy.digest[:16]}",
-                allowed="a judge that is another model, or task.can_judge_itself = true",
-                next_step="name another judge",
-            )
+            f"task.judge_model={section.judge_model} has the digest of the policy, {policy.digest[:16]}",
+            allowed="a judge that is another model, or task.can_judge_itself = true",
+            next_step="name another judge",
         )
     Tokenizer.load(found.path).require_chat_template()

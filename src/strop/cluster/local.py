@@ -25,7 +25,7 @@ from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.server import LOOPBACK
-from strop.errors import EngineError, explain_refusal
+from strop.errors import EngineError
 from strop.policy.learner import Learner
 from strop.policy.weights import weights_digest
 from strop.spec.run import RunSpec
@@ -143,17 +143,13 @@ class ProcessPlacement:
         found, expected = health.model_digest, weights_digest(learner.model)
         if found != expected:
             raise EngineError(
-                explain_refusal(
-                    f"the engine loaded weights with digest {found[:12]} from {self._source.path}",
-                    allowed=f"those of the learner, {expected[:12]}",
-                    next_step="see that nothing writes to the model directory, then start the run again",
-                )
+                f"the engine loaded weights with digest {found[:12]} from {self._source.path}",
+                allowed=f"those of the learner, {expected[:12]}",
+                next_step="see that nothing writes to the model directory, then start the run again",
             )
         if health.tokenizer_digest != tokenizer.digest:
             raise EngineError(
-                explain_refusal(
-                    f"the engine has a tokenizer with digest {health.tokenizer_digest}",
-                    allowed=f"that of the policy, {tokenizer.digest}: ids would mean other texts",
-                    next_step="give engine and learner one model directory, then start the run again",
-                )
+                f"the engine has a tokenizer with digest {health.tokenizer_digest}",
+                allowed=f"that of the policy, {tokenizer.digest}: ids would mean other texts",
+                next_step="give engine and learner one model directory, then start the run again",
             )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from strop.cluster.contract import LearnerRole, Publisher
 from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.policy.broadcast import WeightSender
@@ -251,11 +251,9 @@ def open_publisher(
     root = read_policy().root
     if root is None:
         raise ConfigError(
-            explain_refusal(
-                "engine.transport is store, and there is no store",
-                allowed="store.uri, or STROP_STORE_URI",
-                next_step="name the store, or choose another engine.transport",
-            )
+            "engine.transport is store, and there is no store",
+            allowed="store.uri, or STROP_STORE_URI",
+            next_step="name the store, or choose another engine.transport",
         )
     return StorePublisher(files, open_record_store(root), join_uri(root, "weights", run_name))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from strop.engine.contract import Engine, ReplyScore
 from strop.engine.router import Router
-from strop.errors import WeightMismatch, explain_refusal
+from strop.errors import WeightMismatch
 from strop.rollout import FloatArray, IntArray
 
 _CLEAR = 2.0
@@ -80,12 +80,10 @@ class WeightCanary:
                 findings.append(CanaryFinding(replica=name, detail=f"weight_canary: {fault}"))
         if len(findings) == len(scores):
             raise WeightMismatch(
-                explain_refusal(
-                    f"no engine serves version {version}: "
-                    + "; ".join(f"{finding.replica}: {finding.detail}" for finding in findings),
-                    allowed="at least one engine that scores as the learner does",
-                    next_step="read the engines' logs and start the run again; it resumes",
-                )
+                f"no engine serves version {version}: "
+                + "; ".join(f"{finding.replica}: {finding.detail}" for finding in findings),
+                allowed="at least one engine that scores as the learner does",
+                next_step="read the engines' logs and start the run again; it resumes",
             )
         if isinstance(engine, Router):
             for finding in findings:

@@ -27,7 +27,7 @@ from strop.engine.contract import (
 )
 from strop.engine.requests import StopStrings, closed
 from strop.engine.wire import require_server_part
-from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.errors import ConfigError, EngineError
 from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
 
@@ -137,11 +137,9 @@ class OpenAiEngine:
         chosen = self._model if self._model in listed else next(iter(listed), None)
         if chosen is None or (len(listed) > 1 and chosen != self._model):
             raise ConfigError(
-                explain_refusal(
-                    f"the server at {self._url} has no model {self._model}",
-                    allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
-                    next_step="name it behind the # of the address",
-                )
+                f"the server at {self._url} has no model {self._model}",
+                allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+                next_step="name it behind the # of the address",
             )
         self._model = chosen
         self._is_vllm = listed[chosen].get("owned_by") == "vllm"
@@ -219,10 +217,8 @@ class OpenAiEngine:
 
     def _unusable(self, what: str) -> EngineError:
         return EngineError(
-            explain_refusal(
-                f"the server at {self._url} cannot be used so: {what}",
-                allowed="a server of OpenAI's /models and /completions that takes token ids and gives"
-                " log-probabilities, for evaluation",
-                next_step="read the server's log, or evaluate the model's own files",
-            )
+            f"the server at {self._url} cannot be used so: {what}",
+            allowed="a server of OpenAI's /models and /completions that takes token ids and gives"
+            " log-probabilities, for evaluation",
+            next_step="read the server's log, or evaluate the model's own files",
         )

@@ -44,7 +44,7 @@ from strop.engine.wire import (
     UpdateForm,
     require_server_part,
 )
-from strop.errors import EngineError, EngineLost, StropError, WeightMismatch, explain_refusal
+from strop.errors import EngineError, EngineLost, StropError, WeightMismatch
 from strop.rollout import IntArray
 
 if TYPE_CHECKING:
@@ -325,12 +325,10 @@ class RemoteEngine:
     def _lost(self, path: str, cause: str) -> EngineLost:
         log = self._read_log()
         return EngineLost(
-            explain_refusal(
-                f"the engine at {self._url} did not answer {path}: {cause}"
-                + (f"\nIts last log lines:\n{log}\n" if log else ""),
-                allowed="a server that runs and answers",
-                next_step="read its log, mend the cause and start the run again; it resumes",
-            )
+            f"the engine at {self._url} did not answer {path}: {cause}"
+            + (f"\nIts last log lines:\n{log}\n" if log else ""),
+            allowed="a server that runs and answers",
+            next_step="read its log, mend the cause and start the run again; it resumes",
         )
 
     def _require_open(self) -> None:
@@ -383,9 +381,7 @@ def _shown(response: httpx.Response) -> str:
 
 def _unreadable(path: str, found: str) -> EngineError:
     return EngineError(
-        explain_refusal(
-            f"the engine's answer to {path} cannot be used ({found})",
-            allowed="the answers of the server of the same version of strop",
-            next_step="read the engine's log; the rollouts of this batch are masked",
-        )
+        f"the engine's answer to {path} cannot be used ({found})",
+        allowed="the answers of the server of the same version of strop",
+        next_step="read the engine's log; the rollouts of this batch are masked",
     )

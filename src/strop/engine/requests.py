@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from strop.engine.contract import Completion, GenerationRequest, ReplyScore
-from strop.errors import EngineError, StropError, explain_refusal
+from strop.errors import EngineError, StropError
 from strop.rollout import IntArray
 
 if TYPE_CHECKING:
@@ -32,11 +32,9 @@ def check_room(num_prompt: int, num_reply: int, how: str, max_positions: int) ->
     """
     if num_prompt == 0 or num_reply < 1 or num_prompt + num_reply > max_positions:
         raise EngineError(
-            explain_refusal(
-                f"a request has {num_prompt} prompt tokens and {how} {num_reply}",
-                allowed=f"at least one of each, and together at most {max_positions} positions",
-                next_step="shorten the prompt or lower task.max_reply_tokens",
-            )
+            f"a request has {num_prompt} prompt tokens and {how} {num_reply}",
+            allowed=f"at least one of each, and together at most {max_positions} positions",
+            next_step="shorten the prompt or lower task.max_reply_tokens",
         )
 
 
@@ -48,11 +46,9 @@ def check_ids(token_ids: IntArray, vocab_size: int) -> None:
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise EngineError(
-            explain_refusal(
-                f"a prompt holds token ids from {lowest} to {highest}",
-                allowed=f"ids from 0 to {vocab_size - 1}",
-                next_step="check that the tokenizer is the model's own",
-            )
+            f"a prompt holds token ids from {lowest} to {highest}",
+            allowed=f"ids from 0 to {vocab_size - 1}",
+            next_step="check that the tokenizer is the model's own",
         )
 
 

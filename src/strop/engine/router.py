@@ -34,7 +34,7 @@ from strop.engine.contract import (
     WeightUpdate,
 )
 from strop.engine.requests import closed
-from strop.errors import ConfigError, EngineError, EngineLost, StropError, WeightMismatch, explain_refusal
+from strop.errors import ConfigError, EngineError, EngineLost, StropError, WeightMismatch
 from strop.rollout import IntArray
 
 _CLOSE_LIMIT_S = 10.0
@@ -144,11 +144,9 @@ class Router:
     ) -> None:
         if not replicas:
             raise ConfigError(
-                explain_refusal(
-                    "a router over 0 engines",
-                    allowed="one engine or more",
-                    next_step="set placement.engines to 1 or more",
-                )
+                "a router over 0 engines",
+                allowed="one engine or more",
+                next_step="set placement.engines to 1 or more",
             )
         self._limits = limits or RouterLimits()
         self._on_event = on_event or (lambda event: None)
@@ -185,11 +183,9 @@ class Router:
             self._replicas.append(known)
         elif not known.is_out:
             raise ConfigError(
-                explain_refusal(
-                    f"a second engine named {name}, while the first one serves",
-                    allowed="a new name, or that of an engine that is out",
-                    next_step="choose another name",
-                )
+                f"a second engine named {name}, while the first one serves",
+                allowed="a new name, or that of an engine that is out",
+                next_step="choose another name",
             )
         known.engine, known.version = engine, None
         known.out_because = "has not acknowledged an update yet"
@@ -230,12 +226,10 @@ class Router:
             has_acknowledged = await asyncio.gather(*(self._update_one(one, update) for one in serving))
             if not any(has_acknowledged) and not any(await asyncio.gather(*returning)):
                 raise WeightMismatch(
-                    explain_refusal(
-                        f"no engine acknowledged version {update.version} with digest {update.digest}:"
-                        f" {self._list_causes()}",
-                        allowed="at least one engine that serves what was published",
-                        next_step="read the engines' logs and start the run again; it resumes",
-                    )
+                    f"no engine acknowledged version {update.version} with digest {update.digest}:"
+                    f" {self._list_causes()}",
+                    allowed="at least one engine that serves what was published",
+                    next_step="read the engines' logs and start the run again; it resumes",
                 )
         return WeightReceipt(version=update.version, digest=update.digest)
 
@@ -319,11 +313,9 @@ class Router:
                 failures.append(f"{replica.name}: {error}")
                 if first is not None:
                     raise EngineError(
-                        explain_refusal(
-                            f"two engines in turn did not answer a request: {'; '.join(failures)}",
-                            allowed="an answer from the first or the second",
-                            next_step="read the engines' logs; the rollout is masked",
-                        )
+                        f"two engines in turn did not answer a request: {'; '.join(failures)}",
+                        allowed="an answer from the first or the second",
+                        next_step="read the engines' logs; the rollout is masked",
                     ) from error
                 if not replica.is_out and self._num_serving == 1:
                     raise
@@ -461,11 +453,9 @@ class Router:
         if self._is_closed:
             return closed()
         return EngineError(
-            explain_refusal(
-                f"none of {len(self._replicas)} engines is left: {self._list_causes()}",
-                allowed="at least one engine that answers",
-                next_step="read the engines' logs, mend the cause and start the run again; it resumes",
-            )
+            f"none of {len(self._replicas)} engines is left: {self._list_causes()}",
+            allowed="at least one engine that answers",
+            next_step="read the engines' logs, mend the cause and start the run again; it resumes",
         )
 
     def _list_causes(self) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.errors import EngineError, explain_refusal
+from strop.errors import EngineError
 from strop.kernels import calls
 from strop.rollout import Sampling
 
@@ -58,11 +58,9 @@ def require_finite(drawn: Draw) -> None:
     """Refuse what was drawn from logits that are not finite. Raises: EngineError."""
     if not np.isfinite(drawn.logprobs).all():
         raise EngineError(
-            explain_refusal(
-                "the logits of a next token are not finite",
-                allowed="finite logits, or -inf for tokens that must not be drawn",
-                next_step="check the weights; the run resumes from its last checkpoint",
-            )
+            "the logits of a next token are not finite",
+            allowed="finite logits, or -inf for tokens that must not be drawn",
+            next_step="check the weights; the run resumes from its last checkpoint",
         )
 
 

@@ -50,7 +50,7 @@ from strop.engine.wire import (
     read_ids,
     require_server_part,
 )
-from strop.errors import ConfigError, EngineError, StropError, describe_error, explain_refusal
+from strop.errors import ConfigError, EngineError, StropError, describe_error, format_error
 from strop.hardware.busy_clock import BusyClock
 from strop.io.atomic import write_bytes_atomically
 from strop.rollout import FinishReason, Message, Sampling
@@ -88,7 +88,7 @@ class KeyGuard:
         if is_open or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
             return
-        message = explain_refusal(
+        message = format_error(
             f"{scope['method']} {scope['path']} came without the key of this server",
             allowed="requests that carry the key of this run as a bearer token",
             next_step="start the engine through its placement, which hands the key over",
@@ -314,11 +314,9 @@ def listen(host: str = LOOPBACK) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            explain_refusal(
-                f"the engine's server cannot bind {host} ({error})",
-                allowed="an IPv4 address of this machine",
-                next_step="let the placement choose it, or correct the address",
-            )
+            f"the engine's server cannot bind {host} ({error})",
+            allowed="an IPv4 address of this machine",
+            next_step="let the placement choose it, or correct the address",
         ) from error
     listener.listen(128)
     return listener
@@ -438,11 +436,9 @@ async def _load(options: argparse.Namespace) -> Loaded:
 
 def _bad_key(given: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            given,
-            allowed="a file of mode 0600 with a random key of at least 16 characters",
-            next_step="let the placement of the run write it, or make one with `chmod 600`",
-        )
+        given,
+        allowed="a file of mode 0600 with a random key of at least 16 characters",
+        next_step="let the placement of the run write it, or make one with `chmod 600`",
     )
 
 

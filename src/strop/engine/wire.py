@@ -31,7 +31,7 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.errors import ConfigError, EngineError, StropError, explain_refusal
+from strop.errors import ConfigError, EngineError, StropError
 from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 ABSENT = -1
@@ -393,11 +393,9 @@ def require_server_part(module: str) -> None:
         import_module(module)
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                f"an engine in a process of its own needs the Python module {module!r}, which is missing",
-                allowed="placement.kind = process with the server extra, or placement.kind = inline",
-                next_step="run `pip install strop[server]`",
-            )
+            f"an engine in a process of its own needs the Python module {module!r}, which is missing",
+            allowed="placement.kind = process with the server extra, or placement.kind = inline",
+            next_step="run `pip install strop[server]`",
         ) from error
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from strop.engine import Engine, ReplyScore
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import IntArray
 from strop.tasks.prompt import PromptFormat
 from strop.tokenizer import Tokenizer
@@ -73,12 +73,10 @@ def encode_choices(
     )
     if len(choices) < 2 or not all(choices) or not is_apart or not num_context:
         raise DataError(
-            explain_refusal(
-                f"the choices {[*choices]} behind a prompt of {len(prompt_ids)} tokens",
-                allowed="two choices or more behind a prompt, none of them empty or the beginning of another:"
-                " that one would always be the likelier",
-                next_step="correct the choices that the task gives",
-            )
+            f"the choices {[*choices]} behind a prompt of {len(prompt_ids)} tokens",
+            allowed="two choices or more behind a prompt, none of them empty or the beginning of another:"
+            " that one would always be the likelier",
+            next_step="correct the choices that the task gives",
         )
     return EncodedChoices(context_ids=prompt_ids[:num_context], replies=replies, texts=tuple(choices))
 

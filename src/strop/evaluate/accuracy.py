@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 from strop.engine.contract import Engine
 from strop.environments import RolloutPlan, choose_environment, run_groups
-from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, EngineError
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import ShardFolder, cut_shards
@@ -249,11 +249,9 @@ async def _attempt(
 ) -> list[tuple[Rollout, ...]]:
     if engine is None:
         raise EngineError(
-            explain_refusal(
-                f"replies of task {planned.task.name} are missing and there is no engine to give them",
-                allowed="an engine, or a folder that holds every reply",
-                next_step="evaluate with an engine",
-            )
+            f"replies of task {planned.task.name} are missing and there is no engine to give them",
+            allowed="an engine, or a folder that holds every reply",
+            next_step="evaluate with an engine",
         )
     groups = await run_groups(
         choose_environment(planned.task, judge), engine, tokenizer, plans_P_G, on_group=on_example
@@ -266,11 +264,9 @@ def _resolve_budget(task: Task, settings: EvalSettings) -> int:
     budget = own if settings.max_reply_tokens is None else settings.max_reply_tokens
     if not 1 <= budget <= own:
         raise ConfigError(
-            explain_refusal(
-                f"a reply budget of {budget} tokens for task {task.name}",
-                allowed=f"1 to {own}, the task's own limit",
-                next_step="leave the budget out to use the task's own",
-            )
+            f"a reply budget of {budget} tokens for task {task.name}",
+            allowed=f"1 to {own}, the task's own limit",
+            next_step="leave the budget out to use the task's own",
         )
     return budget
 
@@ -279,38 +275,30 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     available = task.examples(settings.split)
     if not available:
         raise ConfigError(
-            explain_refusal(
-                f"task {task.name} has no examples in its {settings.split.value} split",
-                allowed="a split with examples; a task for evaluation only has held_out ones",
-                next_step="choose the other split",
-            )
+            f"task {task.name} has no examples in its {settings.split.value} split",
+            allowed="a split with examples; a task for evaluation only has held_out ones",
+            next_step="choose the other split",
         )
     wanted = len(available) if settings.num_examples is None else settings.num_examples
     if not 1 <= wanted <= len(available):
         raise ConfigError(
-            explain_refusal(
-                f"{wanted} examples of the {settings.split.value} split of task {task.name}",
-                allowed=f"1 to {len(available)}",
-                next_step="leave the number out to use all",
-            )
+            f"{wanted} examples of the {settings.split.value} split of task {task.name}",
+            allowed=f"1 to {len(available)}",
+            next_step="leave the number out to use all",
         )
     if settings.num_samples is not None and settings.num_samples < 1:
         raise ConfigError(
-            explain_refusal(
-                f"{settings.num_samples} sampled rollouts per example",
-                allowed="1 or more, or none for greedy rollouts only",
-                next_step="leave the number out, or raise it",
-            )
+            f"{settings.num_samples} sampled rollouts per example",
+            allowed="1 or more, or none for greedy rollouts only",
+            next_step="leave the number out, or raise it",
         )
     examples = _in_turn(task, available)[:wanted]
     if settings.num_samples is not None and any(choices_of(task, example) for example in examples):
         raise ConfigError(
-            explain_refusal(
-                f"{settings.num_samples} sampled rollouts per example of task {task.name}, whose replies are"
-                " chosen by their likelihood: all would be equal",
-                allowed="one attempt per example, which no temperature changes; pass@k needs sampled replies",
-                next_step="leave --num-samples and --pass-at out; in a run file, eval.num_samples = 'none'",
-            )
+            f"{settings.num_samples} sampled rollouts per example of task {task.name}, whose replies are"
+            " chosen by their likelihood: all would be equal",
+            allowed="one attempt per example, which no temperature changes; pass@k needs sampled replies",
+            next_step="leave --num-samples and --pass-at out; in a run file, eval.num_samples = 'none'",
         )
     return examples
 
@@ -342,12 +330,10 @@ def _check_threshold(task: Task, threshold: float | None) -> None:
     # Written so that a NaN is refused too.
     if threshold is not None and not 0.0 < threshold <= max_reward:
         raise ConfigError(
-            explain_refusal(
-                f"a pass threshold of {threshold:g} for task {task.name}",
-                allowed=f"above 0 and at most {max_reward:g}, the reward of a right reply: below, every reply"
-                " passes, and above, none",
-                next_step="correct it, or leave it out for the task's own word",
-            )
+            f"a pass threshold of {threshold:g} for task {task.name}",
+            allowed=f"above 0 and at most {max_reward:g}, the reward of a right reply: below, every reply"
+            " passes, and above, none",
+            next_step="correct it, or leave it out for the task's own word",
         )
 
 
@@ -368,10 +354,8 @@ def refuse_trained(
     ]
     if overlap:
         raise CheckRefused(
-            explain_refusal(
-                f"{len(overlap)} of {len(examples)} examples of task {task.name} called {split.value} were"
-                f" trained on, the first is {overlap[0]}",
-                allowed="held-out examples that no step has trained on",
-                next_step="evaluate them as split train, or mend the task's splits",
-            )
+            f"{len(overlap)} of {len(examples)} examples of task {task.name} called {split.value} were"
+            f" trained on, the first is {overlap[0]}",
+            allowed="held-out examples that no step has trained on",
+            next_step="evaluate them as split train, or mend the task's splits",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.engine.contract import Engine
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.evaluate.accuracy import EvalSettings, PlannedEvaluation, plan_evaluation, run_evaluation
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalResult, refuse_invalid
@@ -72,11 +72,9 @@ def plan_canary(
     if different:
         shown = "; ".join(describe_difference(found, "and", (" there", " now")) for found in different)
         raise CheckRefused(
-            explain_refusal(
-                f"{CHECK_NAME}: the baseline cannot be repeated: {shown}",
-                allowed="a valid result of this very model, with the task and the tokenizer as they were",
-                next_step="evaluate the model by a setup that you trust, and give that result",
-            )
+            f"{CHECK_NAME}: the baseline cannot be repeated: {shown}",
+            allowed="a valid result of this very model, with the task and the tokenizer as they were",
+            next_step="evaluate the model by a setup that you trust, and give that result",
         )
     return PlannedCanary(baseline=baseline, planned=planned)
 
@@ -95,13 +93,11 @@ async def require_baseline(
     accuracy = measured.greedy.accuracy
     if accuracy is None or not expected.low <= accuracy <= expected.high:
         raise CheckRefused(
-            explain_refusal(
-                f"{CHECK_NAME}: greedy accuracy of {measured.task} is {_percent(accuracy)} on"
-                f" {measured.num_examples} examples, where {_percent(expected.accuracy)} is expected",
-                allowed=f"{expected.low:.1%} to {expected.high:.1%}, the interval of the baseline",
-                next_step="find out what the engine does otherwise: parallelism, number format, kernels;"
-                " nothing was evaluated",
-            )
+            f"{CHECK_NAME}: greedy accuracy of {measured.task} is {_percent(accuracy)} on"
+            f" {measured.num_examples} examples, where {_percent(expected.accuracy)} is expected",
+            allowed=f"{expected.low:.1%} to {expected.high:.1%}, the interval of the baseline",
+            next_step="find out what the engine does otherwise: parallelism, number format, kernels;"
+            " nothing was evaluated",
         )
     return Interval(estimate=accuracy, low=measured.greedy.low, high=measured.greedy.high)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, ExampleScore, Score, refuse_invalid
 from strop.evaluate.statistics import Interval, paired_difference, sign_test
 
@@ -118,11 +118,9 @@ def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
         different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
         shown = "; ".join(describe_difference(found, "and") for found in different)
         raise CheckRefused(
-            explain_refusal(
-                f"two results were measured by different protocols: {shown}",
-                allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
-                next_step="evaluate both models with the same task, split and sampling",
-            )
+            f"two results were measured by different protocols: {shown}",
+            allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
+            next_step="evaluate both models with the same task, split and sampling",
         )
 
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.evaluate.result import EvalPlan, EvalResult
 from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
@@ -89,13 +89,11 @@ def _find_examples(plan: EvalPlan, rollouts: Sequence[Rollout], task: Task) -> M
     if task.name != plan.task or missing:
         first = f", the first is {missing[0]}" if missing else ""
         raise CheckRefused(
-            explain_refusal(
-                f"replies to {plan.task} of version {plan.replies_version} were given to {task.name} of"
-                f" version {task.version}: {len(missing)} of {len(wanted)} example ids are not in its"
-                f" {plan.split.value} split{first}",
-                allowed="the task that the replies answer, with all of its examples",
-                next_step="give the settings that the evaluation was made with",
-            )
+            f"replies to {plan.task} of version {plan.replies_version} were given to {task.name} of"
+            f" version {task.version}: {len(missing)} of {len(wanted)} example ids are not in its"
+            f" {plan.split.value} split{first}",
+            allowed="the task that the replies answer, with all of its examples",
+            next_step="give the settings that the evaluation was made with",
         )
     return found
 

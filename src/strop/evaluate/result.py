@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
-from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
 from strop.rollout import Sampling, Split
 from strop.tasks.failures import FailureCause, sum_up
@@ -354,11 +354,9 @@ def read_result(path: Path) -> EvalResult:
         data = path.read_bytes()
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"the result {path} cannot be read ({error})",
-                allowed="a file that an evaluation wrote",
-                next_step="check the path, or run the evaluation again",
-            )
+            f"the result {path} cannot be read ({error})",
+            allowed="a file that an evaluation wrote",
+            next_step="check the path, or run the evaluation again",
         ) from error
     try:
         result = EvalResult.model_validate_json(data)
@@ -377,11 +375,9 @@ def read_result(path: Path) -> EvalResult:
 
 def _unreadable(path: Path, cause: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{path} is not a complete result ({cause})",
-            allowed="a score stored with its split, counts, task version and digests, as it was written",
-            next_step="run the evaluation again",
-        )
+        f"{path} is not a complete result ({cause})",
+        allowed="a score stored with its split, counts, task version and digests, as it was written",
+        next_step="run the evaluation again",
     )
 
 
@@ -398,15 +394,13 @@ def refuse_invalid(result: EvalResult) -> None:
     total = sum(score.num_rollouts for score in scores)
     failed = max(score.verifier_error_frac for score in scores)
     raise CheckRefused(
-        explain_refusal(
-            f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: a share of"
-            f" {cut:.3f} of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts"
-            f" unscored, the verifier failed on a share of {failed:.3f}",
-            allowed="results that are valid",
-            next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
-            if result.validity is Validity.TRUNCATION
-            else "mend what kept the rollouts from being judged and evaluate again",
-        )
+        f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: a share of"
+        f" {cut:.3f} of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts"
+        f" unscored, the verifier failed on a share of {failed:.3f}",
+        allowed="results that are valid",
+        next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
+        if result.validity is Validity.TRUNCATION
+        else "mend what kept the rollouts from being judged and evaluate again",
     )
 
 

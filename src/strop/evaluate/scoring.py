@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strop.audit import find_audit
-from strop.errors import ConfigError, CorruptRecord, EngineError, explain_refusal
+from strop.errors import ConfigError, CorruptRecord, EngineError
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -214,11 +214,9 @@ def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
     for k in pass_at:
         if not 1 <= k <= (num_samples or 0):
             raise ConfigError(
-                explain_refusal(
-                    f"pass@{k} from {num_samples or 'no'} sampled rollouts per example",
-                    allowed=f"k from 1 to {num_samples}" if num_samples else "k up to the number of samples",
-                    next_step=f"draw more rollouts per example, with --num-samples {max(k, 1)}, or lower k",
-                )
+                f"pass@{k} from {num_samples or 'no'} sampled rollouts per example",
+                allowed=f"k from 1 to {num_samples}" if num_samples else "k up to the number of samples",
+                next_step=f"draw more rollouts per example, with --num-samples {max(k, 1)}, or lower k",
             )
 
 
@@ -304,21 +302,17 @@ def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
         causes = _find_causes(verdicts_P)
         why = sum_up(causes, len(verdicts)) if causes else "no prompt leaves room for one"
         error = EngineError(
-            explain_refusal(
-                f"{why}; none of {len(verdicts)} rollouts brought a reply",
-                allowed="an engine that answers with the version it serves",
-                next_step="mend the cause and evaluate again",
-            )
+            f"{why}; none of {len(verdicts)} rollouts brought a reply",
+            allowed="an engine that answers with the version it serves",
+            next_step="mend the cause and evaluate again",
         )
         add_traces(error, causes)
         raise error
     if len(versions) > 1:
         raise EngineError(
-            explain_refusal(
-                f"one evaluation was served by the policy versions {sorted(versions)}",
-                allowed="one version for all rollouts",
-                next_step="evaluate while no weights are published",
-            )
+            f"one evaluation was served by the policy versions {sorted(versions)}",
+            allowed="one version for all rollouts",
+            next_step="evaluate while no weights are published",
         )
     return next(iter(versions))
 

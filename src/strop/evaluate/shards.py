@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from strop.environments import RolloutPlan
-from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan
 from strop.io import FileLock
@@ -68,11 +68,9 @@ class ShardFolder:
             raise explain_write_failure(error, self.path) from error
         if not self._lock.try_acquire():
             raise CheckRefused(
-                explain_refusal(
-                    f"{self.path} is in use by {self._lock.holder() or 'another process'}",
-                    allowed="one evaluation per folder at a time",
-                    next_step="wait for it, or name another folder with --out",
-                )
+                f"{self.path} is in use by {self._lock.holder() or 'another process'}",
+                allowed="one evaluation per folder at a time",
+                next_step="wait for it, or name another folder with --out",
             )
         is_ours = False
         try:
@@ -127,11 +125,9 @@ class ShardFolder:
         found = [(r.example.example_id, r.sample_index, r.sampling) for r in rollouts]
         if wanted != found:
             raise CorruptRecord(
-                explain_refusal(
-                    f"{path} holds {len(found)} rollouts that are not the planned ones",
-                    allowed=f"the {len(wanted)} that the evaluation plans for these examples, in order",
-                    next_step="remove the file; the same command attempts its examples again",
-                )
+                f"{path} holds {len(found)} rollouts that are not the planned ones",
+                allowed=f"the {len(wanted)} that the evaluation plans for these examples, in order",
+                next_step="remove the file; the same command attempts its examples again",
             )
         per_example = len(plans_P_G[0])
         return [
@@ -190,11 +186,9 @@ def refuse_other_plan(path: Path, found: EvalPlan, wanted: EvalPlan) -> None:
     if differences:
         shown = "; ".join(describe_difference(d, "and", (" there", " now")) for d in differences)
         raise CheckRefused(
-            explain_refusal(
-                f"{path} belongs to another evaluation: {shown}",
-                allowed="an empty folder, or the evaluation that was begun in it",
-                next_step="repeat the command that began it, or name another folder with --out",
-            )
+            f"{path} belongs to another evaluation: {shown}",
+            allowed="an empty folder, or the evaluation that was begun in it",
+            next_step="repeat the command that began it, or name another folder with --out",
         )
 
 
@@ -224,19 +218,15 @@ def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
 
 def _incomplete(path: Path, found: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} {found}",
-            allowed="the folder that `strop eval` wrote beside its result, with every shard",
-            next_step="repeat the `strop eval` that began it, or name another folder",
-        )
+        f"{path} {found}",
+        allowed="the folder that `strop eval` wrote beside its result, with every shard",
+        next_step="repeat the `strop eval` that began it, or name another folder",
     )
 
 
 def _no_shard(path: Path, cause: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{path} is no shard of an evaluation ({cause})",
-            allowed="rollouts that `strop eval` wrote, with the plan that they belong to",
-            next_step="name a folder that `strop eval` wrote, or remove the file",
-        )
+        f"{path} is no shard of an evaluation ({cause})",
+        allowed="rollouts that `strop eval` wrote, with the plan that they belong to",
+        next_step="name a folder that `strop eval` wrote, or remove the file",
     )

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 
 CONFIDENCE = 0.95
 """Coverage that every interval of this room aims at."""
@@ -124,11 +124,9 @@ def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
     """
     if not 1 <= k <= num_rollouts:
         raise ConfigError(
-            explain_refusal(
-                f"pass@{k} from {num_rollouts} rollouts per example",
-                allowed=f"k from 1 to {num_rollouts}",
-                next_step="draw more rollouts per example or lower k",
-            )
+            f"pass@{k} from {num_rollouts} rollouts per example",
+            allowed=f"k from 1 to {num_rollouts}",
+            next_step="draw more rollouts per example or lower k",
         )
     num_subsets = math.comb(num_rollouts, k)
     return (num_subsets - math.comb(num_rollouts - num_solved, k)) / num_subsets
@@ -183,21 +181,17 @@ def paired_difference(
     """
     if len(before_P) != len(after_P) or not before_P:
         raise DataError(
-            explain_refusal(
-                f"a paired difference of {len(before_P)} and {len(after_P)} examples",
-                allowed="the same examples on both sides, one at least",
-                next_step="evaluate both models on the same examples",
-            )
+            f"a paired difference of {len(before_P)} and {len(after_P)} examples",
+            allowed="the same examples on both sides, one at least",
+            next_step="evaluate both models on the same examples",
         )
     change_P: NDArray[np.float64] = np.asarray(after_P, dtype=np.float64) - np.asarray(before_P)
     largest = float(np.abs(change_P).max())
     # Written so that a NaN is refused too.
     if not largest <= full_scale * (1.0 + _ROUNDING):
         raise DataError(
-            explain_refusal(
-                f"a change of {largest:g} in a score of which {full_scale:g} is the full scale",
-                allowed="changes within the full scale",
-                next_step="give the scale that the scores have",
-            )
+            f"a change of {largest:g} in a score of which {full_scale:g} is the full scale",
+            allowed="changes within the full scale",
+            next_step="give the scale that the scores have",
         )
     return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale), confidence)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.base import Section
 
 
@@ -93,11 +93,9 @@ def find_accelerator(given: str) -> Accelerator:
     path = Path(given)
     if not path.is_file():
         raise ConfigError(
-            explain_refusal(
-                f"--hardware {given} is no accelerator that strop knows, and no file",
-                allowed=f"{known}, or a TOML file that describes one",
-                next_step="name one of these, or write its numbers into a file",
-            )
+            f"--hardware {given} is no accelerator that strop knows, and no file",
+            allowed=f"{known}, or a TOML file that describes one",
+            next_step="name one of these, or write its numbers into a file",
         )
     allowed = ", ".join(Accelerator.model_fields)
     try:
@@ -126,7 +124,5 @@ def match_gpu(driver_name: str) -> Accelerator | None:
 
 def _refuse_file(path: Path, what: str, allowed: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            f"the accelerator's file {path}: {what}", allowed=allowed, next_step="correct the file"
-        )
+        f"the accelerator's file {path}: {what}", allowed=allowed, next_step="correct the file"
     )

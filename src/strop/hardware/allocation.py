@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.hardware.findings import Severity
 from strop.hardware.inventory import Device, Inventory, check_device, check_room, read_inventory
 from strop.hardware.leases import HeldLease, take_lease
@@ -101,12 +101,10 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
     if given.form is DeviceForm.UNSET:
         if request.is_granted:
             raise CheckRefused(
-                explain_refusal(
-                    f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that"
-                    " CUDA would see every GPU of the node",
-                    allowed="a job whose scheduler names its GPUs",
-                    next_step="see that the job asks its scheduler for GPUs, and that nothing unsets it",
-                )
+                f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that"
+                " CUDA would see every GPU of the node",
+                allowed="a job whose scheduler names its GPUs",
+                next_step="see that the job asks its scheduler for GPUs, and that nothing unsets it",
             )
         return _take_free(request, inventory)
     shares = share_out(given, request.wanted)
@@ -162,11 +160,9 @@ def _resolve(entry: str, form: DeviceForm, inventory: Inventory) -> str | None:
         if gpu.has_mig and is_named:
             listed = ", ".join(part.uuid for part in gpu.slices) or "none yet"
             raise CheckRefused(
-                explain_refusal(
-                    f"{VISIBLE_DEVICES} names GPU {entry}, which is divided into MIG slices",
-                    allowed=f"the UUID of one of its slices ({listed}), or a GPU that is whole",
-                    next_step="put a slice's UUID into the variable, or ask for a whole GPU",
-                )
+                f"{VISIBLE_DEVICES} names GPU {entry}, which is divided into MIG slices",
+                allowed=f"the UUID of one of its slices ({listed}), or a GPU that is whole",
+                next_step="put a slice's UUID into the variable, or ask for a whole GPU",
             )
     found = [device.uuid for device in inventory.devices if _is_named(device, entry, form)]
     if not found and any(gpu.has_mig and entry.startswith(f"MIG-{gpu.uuid}/") for gpu in gpus):
@@ -176,11 +172,9 @@ def _resolve(entry: str, form: DeviceForm, inventory: Inventory) -> str | None:
         listed = ", ".join(device.uuid for device in inventory.devices)
         said = "several GPUs" if found else "no GPU of this machine"
         raise ConfigError(
-            explain_refusal(
-                f"{VISIBLE_DEVICES} names {entry}, which is {said}: CUDA drops it and all that follow",
-                allowed=f"indices below {len(gpus)}, or one of {listed}",
-                next_step="correct the variable",
-            )
+            f"{VISIBLE_DEVICES} names {entry}, which is {said}: CUDA drops it and all that follow",
+            allowed=f"indices below {len(gpus)}, or one of {listed}",
+            next_step="correct the variable",
         )
     return found[0]
 
@@ -199,11 +193,9 @@ def _refuse_repetition(given: VisibleDevices, by_id: Mapping[str, str | None]) -
     uuids = [uuid for uuid in by_id.values() if uuid is not None]
     if len(set(uuids)) < len(uuids):
         raise ConfigError(
-            explain_refusal(
-                f"{VISIBLE_DEVICES}={given.text} names one GPU twice",
-                allowed="each GPU once",
-                next_step="correct the variable",
-            )
+            f"{VISIBLE_DEVICES}={given.text} names one GPU twice",
+            allowed="each GPU once",
+            next_step="correct the variable",
         )
 
 
@@ -223,11 +215,9 @@ def _take_free(request: GpuRequest, inventory: Inventory) -> Allocation:
     said = f"{inventory.report.probe}: {inventory.report.complaint}".rstrip(": ")
     found = f"this machine has {kinds}" if inventory.devices else f"nvidia-smi shows none ({said})"
     raise CheckRefused(
-        explain_refusal(
-            "; ".join([f"{count_gpus(total)} asked for and {found}", *refusals]),
-            allowed="as many free GPUs as the roles ask for, all whole or all slices, one slice for a role",
-            next_step="wait, end those processes yourself, or ask for fewer GPUs",
-        )
+        "; ".join([f"{count_gpus(total)} asked for and {found}", *refusals]),
+        allowed="as many free GPUs as the roles ask for, all whole or all slices, one slice for a role",
+        next_step="wait, end those processes yourself, or ask for fewer GPUs",
     )
 
 

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.io.atomic import nearest_existing
 
 NETWORK_KINDS = frozenset(
@@ -89,11 +89,9 @@ def require_writable(path: Path, purpose: str) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckRefused(
-            explain_refusal(
-                f"{purpose} cannot be written to {path} ({error.strerror}: {existing})",
-                allowed="a directory that this user may write to, or one that can be made",
-                next_step="mend its permissions, or choose another place for runs (output.root)",
-            )
+            f"{purpose} cannot be written to {path} ({error.strerror}: {existing})",
+            allowed="a directory that this user may write to, or one that can be made",
+            next_step="mend its permissions, or choose another place for runs (output.root)",
         ) from error
 
 
@@ -105,11 +103,9 @@ def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:
     free_bytes = free_disk_bytes(path)
     if free_bytes < needed_bytes:
         raise CheckRefused(
-            explain_refusal(
-                f"{purpose} needs {needed_bytes / 1e6:.1f} MB and {path} has {free_bytes / 1e6:.1f} MB free",
-                allowed="a disk that holds all of it from the start",
-                next_step="free space there, keep fewer checkpoints, or put runs on another disk",
-            )
+            f"{purpose} needs {needed_bytes / 1e6:.1f} MB and {path} has {free_bytes / 1e6:.1f} MB free",
+            allowed="a disk that holds all of it from the start",
+            next_step="free space there, keep fewer checkpoints, or put runs on another disk",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from strop.errors import CheckRefused, StropError, explain_refusal, split_refusal
+from strop.errors import CheckRefused, StropError, format_error, split_error
 
 
 class Severity(StrEnum):
@@ -35,14 +35,14 @@ class Finding:
     def __str__(self) -> str:
         """Say it in one sentence, with its place."""
         place = f"{self.where}: " if self.where else ""
-        return explain_refusal(f"{place}{self.given}", allowed=self.allowed, next_step=self.next_step)
+        return format_error(f"{place}{self.given}", allowed=self.allowed, next_step=self.next_step)
 
 
 def find_refusal(
     code: str, error: StropError, *, where: str = "", severity: Severity = Severity.ERROR
 ) -> Finding:
     """Return an error of strop as a finding; its message has the three parts already."""
-    given, allowed, next_step = split_refusal(str(error))
+    given, allowed, next_step = split_error(str(error))
     return Finding(
         code=code, given=given, allowed=allowed, next_step=next_step, where=where, severity=severity
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +65,9 @@ def identify_self() -> ProcessIdentity:
     found = identify()
     if found is None:
         raise StoreError(
-            explain_refusal(
-                "/proc/self/stat does not say when this process began",
-                allowed="Linux with /proc",
-                next_step="mount /proc in this container",
-            )
+            "/proc/self/stat does not say when this process began",
+            allowed="Linux with /proc",
+            next_step="mount /proc in this container",
         )
     return found
 

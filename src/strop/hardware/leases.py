@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.hardware.identity import ProcessIdentity, identify, identify_self
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.lock import FileLock
@@ -188,11 +188,9 @@ def take_lease(
             shared = [*sorted({*gpus} & {*other.gpus}), *map(str, sorted({*ports} & {*other.ports}))]
             if shared and state_of(other, place) is LeaseState.ALIVE:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"{', '.join(shared)} of {lease.host} is held by {other}",
-                        allowed="GPUs and ports that no living run holds",
-                        next_step="wait for that run, end it, or ask for others",
-                    )
+                    f"{', '.join(shared)} of {lease.host} is held by {other}",
+                    allowed="GPUs and ports that no living run holds",
+                    next_step="wait for that run, end it, or ask for others",
                 )
         held.take()
     return held
@@ -267,11 +265,9 @@ def open_folder(folder: Path) -> Path:
     is_shared = bool(above.st_mode & 0o022) or bool(own.st_mode & 0o077)
     if is_shared or any(fact.st_uid != os.getuid() for fact in facts):
         raise StoreError(
-            explain_refusal(
-                f"{folder}, where leases are kept, can be written by others",
-                allowed="a folder of this user's own, with mode 700",
-                next_step=f"remove it, or set {FOLDER_VARIABLE} to a folder of your own",
-            )
+            f"{folder}, where leases are kept, can be written by others",
+            allowed="a folder of this user's own, with mode 700",
+            next_step=f"remove it, or set {FOLDER_VARIABLE} to a folder of your own",
         )
     return folder
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.hardware.identity import describe_process
 from strop.io.atomic import write_bytes_atomically
 
@@ -96,11 +96,9 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
         others = [found for found in read_listening_ports() if found.port == port]
         by = f", taken by {others[0]}" if others else ""
         raise CheckRefused(
-            explain_refusal(
-                f"{host}:{port} cannot be bound ({error.strerror}){by}",
-                allowed="an address of this machine and a port that is free",
-                next_step="name no port, so that a free one is picked, or another one",
-            )
+            f"{host}:{port} cannot be bound ({error.strerror}){by}",
+            allowed="an address of this machine and a port that is free",
+            next_step="name no port, so that a free one is picked, or another one",
         ) from error
     return HeldPort(bound)
 
@@ -122,11 +120,9 @@ def start_on_port(
             return started
         on_retry(f"port {port} of {host} was taken between its choice and its use, try {number}")
     raise CheckRefused(
-        explain_refusal(
-            f"{_NUM_TRIES} ports of {host} were taken one after the other between choice and use",
-            allowed="a machine where a port that was free a moment ago still is",
-            next_step="see what else binds ports on this machine, then start again",
-        )
+        f"{_NUM_TRIES} ports of {host} were taken one after the other between choice and use",
+        allowed="a machine where a port that was free a moment ago still is",
+        next_step="see what else binds ports on this machine, then start again",
     )
 
 
@@ -150,11 +146,9 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
     if outside:
         return outside[0]
     raise CheckRefused(
-        explain_refusal(
-            f"{socket.gethostname()} has no address that {num_nodes - 1} other nodes could reach",
-            allowed="a name that resolves to an address of the network between the nodes",
-            next_step="name the interface of that network in GLOO_SOCKET_IFNAME",
-        )
+        f"{socket.gethostname()} has no address that {num_nodes - 1} other nodes could reach",
+        allowed="a name that resolves to an address of the network between the nodes",
+        next_step="name the interface of that network in GLOO_SOCKET_IFNAME",
     )
 
 
@@ -192,11 +186,9 @@ def _read_interface(name: str) -> str:
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise CheckRefused(
-                explain_refusal(
-                    f"interface {name!r} has no IPv4 address here ({error.strerror})",
-                    allowed=f"one of this node's interfaces: {names}",
-                    next_step="correct the interface's name, or leave it out",
-                )
+                f"interface {name!r} has no IPv4 address here ({error.strerror})",
+                allowed=f"one of this node's interfaces: {names}",
+                next_step="correct the interface's name, or leave it out",
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
@@ -280,12 +272,10 @@ def wait_for_ports(
             return found
         if time.monotonic() >= deadline:
             raise StoreError(
-                explain_refusal(
-                    f"node {node} has not said within {wait_limit_s:g} s where {', '.join(missing)} of"
-                    f" attempt {attempt} can be reached ({attempt_path / name})",
-                    allowed="a node that starts with the others and sees the same disk",
-                    next_step=f"read the logs of node {node}; exclude it if it does not start",
-                )
+                f"node {node} has not said within {wait_limit_s:g} s where {', '.join(missing)} of"
+                f" attempt {attempt} can be reached ({attempt_path / name})",
+                allowed="a node that starts with the others and sees the same disk",
+                next_step=f"read the logs of node {node}; exclude it if it does not start",
             )
         time.sleep(_POLL_S)
 
@@ -305,11 +295,9 @@ def _read(path: Path) -> Published | None:
 
 def _stale(path: Path, attempt: int, there: Published) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"this is attempt {attempt}, and {path} is of attempt {there.attempt}, by node {there.node}",
-            allowed="the newest attempt: one that was replaced must not talk to its successor",
-            next_step="nothing; the newer attempt goes on, and this one ends here",
-        )
+        f"this is attempt {attempt}, and {path} is of attempt {there.attempt}, by node {there.node}",
+        allowed="the newest attempt: one that was replaced must not talk to its successor",
+        next_step="nothing; the newer attempt goes on, and this one ends here",
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.hardware.identity import ProcessIdentity, identify
 from strop.io.atomic import explain_write_failure
 
@@ -107,11 +107,9 @@ def spawn(
     program = shutil.which(args[0])
     if program is None:
         raise CheckRefused(
-            explain_refusal(
-                f"program {args[0]!r} was not found",
-                allowed="an executable file, or a name on PATH",
-                next_step="install it or correct PATH",
-            )
+            f"program {args[0]!r} was not found",
+            allowed="an executable file, or a name on PATH",
+            next_step="install it or correct PATH",
         )
     stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args]
     try:
@@ -156,11 +154,9 @@ def terminate(child: ChildProcess, grace_s: float) -> int:
         exit_code = child.wait(10.0)
     if exit_code is None:
         raise StoreError(
-            explain_refusal(
-                f"process {child.pid} ({child.args[0]}) survived SIGKILL for 10 s",
-                allowed="a process that the kernel can end",
-                next_step="check the disks it writes to; it ends when they answer",
-            )
+            f"process {child.pid} ({child.args[0]}) survived SIGKILL for 10 s",
+            allowed="a process that the kernel can end",
+            next_step="check the disks it writes to; it ends when they answer",
         )
     return exit_code
 
@@ -231,11 +227,9 @@ def start_detached(
         raise explain_write_failure(error, log_path) from error
     except (subprocess.SubprocessError, ValueError) as error:
         raise CheckRefused(
-            explain_refusal(
-                f"{args[0]} could not be started ({error})",
-                allowed="a machine with room for one more process",
-                next_step=f"read {log_path}",
-            )
+            f"{args[0]} could not be started ({error})",
+            allowed="a machine with room for one more process",
+            next_step=f"read {log_path}",
         ) from error
     finally:
         os.close(reader)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 INFER_DEVICES = "STROP_INFER_DEVICES"
@@ -78,11 +78,9 @@ def parse_visible_devices(text: str | None) -> VisibleDevices:
             else f"mixes {' and '.join(sorted(forms))}"
         )
         raise ConfigError(
-            explain_refusal(
-                f"{VISIBLE_DEVICES}={text}: {cause}",
-                allowed="indices, or UUIDs of GPUs, or UUIDs of MIG slices, each once",
-                next_step="correct the variable, or unset it to see every GPU",
-            )
+            f"{VISIBLE_DEVICES}={text}: {cause}",
+            allowed="indices, or UUIDs of GPUs, or UUIDs of MIG slices, each once",
+            next_step="correct the variable, or unset it to see every GPU",
         )
     return VisibleDevices(form=forms.pop(), ids=ids)
 
@@ -98,20 +96,16 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
     by_role = ", ".join(f"{role} {number}" for role, number in wanted.items())
     if len(visible.ids) < total:
         raise CheckRefused(
-            explain_refusal(
-                f"{count_gpus(total)} asked for ({by_role}), and {_describe(visible)}",
-                allowed="as many visible GPUs as the roles ask for",
-                next_step="ask for fewer, or for a job with more",
-            )
+            f"{count_gpus(total)} asked for ({by_role}), and {_describe(visible)}",
+            allowed="as many visible GPUs as the roles ask for",
+            next_step="ask for fewer, or for a job with more",
         )
     together = [role for role, number in wanted.items() if number > 1]
     if visible.form is DeviceForm.MIG_UUID and together:
         raise CheckRefused(
-            explain_refusal(
-                f"{', '.join(together)} is to use several MIG slices together",
-                allowed="one slice for a role: a process sees one at most, and NCCL connects none",
-                next_step="give each role one slice, or ask for whole GPUs",
-            )
+            f"{', '.join(together)} is to use several MIG slices together",
+            allowed="one slice for a role: a process sees one at most, and NCCL connects none",
+            next_step="give each role one slice, or ask for whole GPUs",
         )
     shares, first = {}, 0
     for role, number in wanted.items():
@@ -131,12 +125,10 @@ def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, st
     strange = sorted(set(listed) - set(assigned))
     if strange or len(listed) != len(assigned):
         raise CheckRefused(
-            explain_refusal(
-                f"{len(assigned)} MIG slices are assigned and {len(listed)} can be seen"
-                + (f", {', '.join(strange)} among them" if strange else ""),
-                allowed="ordinals in place of UUIDs where a process can see its own slices alone",
-                next_step="start one process for each slice, with its UUID in CUDA_VISIBLE_DEVICES",
-            )
+            f"{len(assigned)} MIG slices are assigned and {len(listed)} can be seen"
+            + (f", {', '.join(strange)} among them" if strange else ""),
+            allowed="ordinals in place of UUIDs where a process can see its own slices alone",
+            next_step="start one process for each slice, with its UUID in CUDA_VISIBLE_DEVICES",
         )
     return {uuid: str(number) for number, uuid in enumerate(assigned)}
 

@@ -28,7 +28,7 @@ from stat import S_ISREG
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from strop.errors import CorruptRecord, StoreError, explain_refusal
+from strop.errors import CorruptRecord, StoreError
 from strop.io.leftovers import partial_path_of
 
 MANIFEST_NAME = "COMPLETE"
@@ -136,11 +136,9 @@ class AtomicDirectory:
         """
         if self.path.exists() and not self._replace:
             raise StoreError(
-                explain_refusal(
-                    f"{self.path} exists already",
-                    allowed="a name that is free, since a complete record is never overwritten",
-                    next_step=f"choose another name or remove {self.path.name} first",
-                )
+                f"{self.path} exists already",
+                allowed="a name that is free, since a complete record is never overwritten",
+                next_step=f"choose another name or remove {self.path.name} first",
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,11 +202,9 @@ def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
         data = manifest_path.read_bytes()
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path} is incomplete: it has no readable {MANIFEST_NAME} ({error.strerror})",
-                allowed=f"a directory whose {MANIFEST_NAME} was written last",
-                next_step="use an earlier complete one, or write it again",
-            )
+            f"{path} is incomplete: it has no readable {MANIFEST_NAME} ({error.strerror})",
+            allowed=f"a directory whose {MANIFEST_NAME} was written last",
+            next_step="use an earlier complete one, or write it again",
         ) from error
     return parse_manifest(data, str(manifest_path), remedy or _remedy(path))
 
@@ -317,19 +313,15 @@ def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False
         existing = nearest_existing(path)
         free_bytes = shutil.disk_usage(existing).free
         return StoreError(
-            explain_refusal(
-                f"the disk is full: {path} could not be written "
-                f"({free_bytes / 1e6:.1f} MB free under {existing})",
-                allowed="room for the whole record; what was there before is intact",
-                next_step="free space there or keep runs on another disk, then start the same command again",
-            )
+            f"the disk is full: {path} could not be written "
+            f"({free_bytes / 1e6:.1f} MB free under {existing})",
+            allowed="room for the whole record; what was there before is intact",
+            next_step="free space there or keep runs on another disk, then start the same command again",
         )
     return StoreError(
-        explain_refusal(
-            f"{path} could not be written ({error})",
-            allowed="a place that this user may write to",
-            next_step="mend the permissions or choose another place; what was there before is intact",
-        )
+        f"{path} could not be written ({error})",
+        allowed="a place that this user may write to",
+        next_step="mend the permissions or choose another place; what was there before is intact",
     )
 
 
@@ -338,11 +330,9 @@ def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, File
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
             raise StoreError(
-                explain_refusal(
-                    f"{entry} is not a plain file, so its bytes cannot be promised",
-                    allowed="plain files and directories",
-                    next_step="copy the file that it points to",
-                )
+                f"{entry} is not a plain file, so its bytes cannot be promised",
+                allowed="plain files and directories",
+                next_step="copy the file that it points to",
             )
         if entry.is_file():
             names.append(entry.relative_to(path).as_posix())
@@ -382,7 +372,7 @@ def _unread(path: Path, error: OSError, remedy: str) -> CorruptRecord:
 
 
 def _corrupt(place: Path | str, found: str, allowed: str, remedy: str) -> CorruptRecord:
-    return CorruptRecord(explain_refusal(f"{place} {found}", allowed=allowed, next_step=remedy))
+    return CorruptRecord(f"{place} {found}", allowed=allowed, next_step=remedy)
 
 
 def _remedy(directory: Path | str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CorruptRecord, explain_refusal
+from strop.errors import CorruptRecord
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 
 
@@ -107,9 +107,7 @@ class JsonLines:
             pass
         shown = line[:60].decode(errors="replace").strip()
         raise CorruptRecord(
-            explain_refusal(
-                f"{self.path}, line {index + 1}, is not a record: {shown!r}",
-                allowed="one JSON object with an integer step per line",
-                next_step="mend or delete that line; the rest of the file is intact",
-            )
+            f"{self.path}, line {index + 1}, is not a record: {shown!r}",
+            allowed="one JSON object with an integer step per line",
+            next_step="mend or delete that line; the rest of the file is intact",
         )

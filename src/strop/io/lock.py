@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.io.atomic import explain_write_failure
 
 _POLL_S = 0.05
@@ -69,11 +69,9 @@ class FileLock:
             if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
                 return False
             raise StoreError(
-                explain_refusal(
-                    f"{self.path} cannot be locked ({error.strerror})",
-                    allowed="a file system with flock, so that two runs cannot share a directory",
-                    next_step="keep runs and cache on a local disk (STROP_CACHE moves the cache)",
-                )
+                f"{self.path} cannot be locked ({error.strerror})",
+                allowed="a file system with flock, so that two runs cannot share a directory",
+                next_step="keep runs and cache on a local disk (STROP_CACHE moves the cache)",
             ) from error
         self._descriptor = descriptor
         self._write_holder(descriptor)
@@ -88,12 +86,10 @@ class FileLock:
         while not self.try_acquire():
             if time.monotonic() >= deadline:
                 raise StoreError(
-                    explain_refusal(
-                        f"{self.path} is still locked by {self.holder() or 'another process'} "
-                        f"after {self._wait_limit_s:g} s",
-                        allowed="one process at a time",
-                        next_step="wait for that process or end it, then start the same command again",
-                    )
+                    f"{self.path} is still locked by {self.holder() or 'another process'} "
+                    f"after {self._wait_limit_s:g} s",
+                    allowed="one process at a time",
+                    next_step="wait for that process or end it, then start the same command again",
                 )
             time.sleep(_POLL_S)
 

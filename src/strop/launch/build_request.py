@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.identity import find_user_name
 from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, MemberPlan, Resources, RolePlan
 from strop.launch.environment import EnvironmentFlags, gather_environment
@@ -76,11 +76,9 @@ def read_request(
     project_path = (options.project_path or Path.cwd()).absolute()
     if not project_path.is_dir():
         raise ConfigError(
-            explain_refusal(
-                f"--project-dir {project_path} is no folder",
-                allowed="the folder of the project whose code the job runs",
-                next_step="correct it, or leave it out for the current folder",
-            )
+            f"--project-dir {project_path} is no folder",
+            allowed="the folder of the project whose code the job runs",
+            next_step="correct it, or leave it out for the current folder",
         )
     resolved = load_spec(run_file, options.overrides, options.flags)
     _check_command(options.command, resolved)
@@ -147,21 +145,17 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         listed = [value for value in split_values(values) if value]
         if not equals or not key or not listed or key in axes:
             raise ConfigError(
-                explain_refusal(
-                    f"--sweep {text!r} is not understood",
-                    allowed="key=value,value,... with each key once, for example optimizer.lr=1e-5,2e-5",
-                    next_step="correct it",
-                )
+                f"--sweep {text!r} is not understood",
+                allowed="key=value,value,... with each key once, for example optimizer.lr=1e-5,2e-5",
+                next_step="correct it",
             )
         axes[key] = [f"{key}={value}" for value in listed]
     members = tuple(itertools.product(*axes.values())) if axes else ()
     if len(members) > MAX_MEMBERS:
         raise ConfigError(
-            explain_refusal(
-                f"the sweep has {len(members)} members",
-                allowed=f"{MAX_MEMBERS} at most",
-                next_step="vary less at once",
-            )
+            f"the sweep has {len(members)} members",
+            allowed=f"{MAX_MEMBERS} at most",
+            next_step="vary less at once",
         )
     return members
 
@@ -190,11 +184,9 @@ def _check_command(command: str, resolved: ResolvedSpec) -> None:
 
     if command not in COMMANDS:
         raise ConfigError(
-            explain_refusal(
-                f"--command {show_value(command)} is not a command that a job runs",
-                allowed=" or ".join(COMMANDS),
-                next_step="choose one of them",
-            )
+            f"--command {show_value(command)} is not a command that a job runs",
+            allowed=" or ".join(COMMANDS),
+            next_step="choose one of them",
         )
     if command == "sft":
         require_sft(resolved)
@@ -206,11 +198,9 @@ def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[
     fixed = [key for key in keys if key.partition(".")[0] in {"name", "job", "output", "store"}]
     if fixed:
         raise ConfigError(
-            explain_refusal(
-                f"--sweep varies {', '.join(fixed)}, which all members share",
-                allowed="settings of what is trained; name, job, output and store are the whole job's",
-                next_step="submit a job for each value",
-            )
+            f"--sweep varies {', '.join(fixed)}, which all members share",
+            allowed="settings of what is trained; name, job, output and store are the whole job's",
+            next_step="submit a job for each value",
         )
     return [load_spec(run_file, [*options.overrides, *overrides], options.flags).spec for overrides in sweep]
 
@@ -223,11 +213,9 @@ def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
     path = Path(given).expanduser()
     if not path.is_absolute():
         raise ConfigError(
-            explain_refusal(
-                f"run_root={show_value(given)} of site {site.name} is a relative path",
-                allowed="an absolute one: jobs start in other folders",
-                next_step="write it out in the site profile",
-            )
+            f"run_root={show_value(given)} of site {site.name} is a relative path",
+            allowed="an absolute one: jobs start in other folders",
+            next_step="write it out in the site profile",
         )
     return path
 
@@ -263,11 +251,9 @@ def _require_code(resolved: ResolvedSpec, snapshot: CodeSnapshot) -> None:
                 is_inside = path.resolve().is_relative_to(snapshot.project_path)
                 why = "git ignores it" if is_inside else f"it lies outside of {snapshot.project_path}"
                 raise ConfigError(
-                    explain_refusal(
-                        f"{path}, which {ref} needs, is not sent with the job: {why}",
-                        allowed="files of the project, which travel in its snapshot",
-                        next_step="move the file into the project, or name the folder with --project-dir",
-                    )
+                    f"{path}, which {ref} needs, is not sent with the job: {why}",
+                    allowed="files of the project, which travel in its snapshot",
+                    next_step="move the file into the project, or name the folder with --project-dir",
                 )
 
 
@@ -278,12 +264,10 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
     if resolved.spec.placement.kind == "ray" and job.nodes > 1:
         if isinstance(site.profile, SageMakerSite) and resolved.spec.engine.transport == "file":
             raise ConfigError(
-                explain_refusal(
-                    f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
-                    " common disk",
-                    allowed="broadcast or store; auto chooses the first between nodes",
-                    next_step="leave engine.transport out",
-                )
+                f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
+                " common disk",
+                allowed="broadcast or store; auto chooses the first between nodes",
+                next_step="leave engine.transport out",
             )
         join = (python, "-m", RAY_NODE_MODULE, "{run}")
         roles.append(
@@ -326,12 +310,10 @@ def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions)
         limit = limit or profile.max_runtime
     if job.gpus_per_node > profile.gpus_per_node:
         raise ConfigError(
-            explain_refusal(
-                f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
-                f" and nodes of {site.name} have {profile.gpus_per_node}",
-                allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
-                next_step="ask for fewer, or correct gpus_per_node in the site profile",
-            )
+            f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
+            f" and nodes of {site.name} have {profile.gpus_per_node}",
+            allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
+            next_step="ask for fewer, or correct gpus_per_node in the site profile",
         )
     return Resources(
         num_nodes=job.nodes,
@@ -350,11 +332,9 @@ def _refuse_conflicts(resolved: ResolvedSpec) -> None:
     beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
     if beaten:
         raise ConfigError(
-            explain_refusal(
-                "; ".join(beaten),
-                allowed="with --strict, flags that contradict nothing",
-                next_step="remove the values that are not meant",
-            )
+            "; ".join(beaten),
+            allowed="with --strict, flags that contradict nothing",
+            next_step="remove the values that are not meant",
         )
 
 
@@ -439,11 +419,9 @@ def tag_of(plan_hash: str) -> str:
 def _check_home(home: str) -> None:
     if any(ord(character) < 32 or ord(character) == 127 for character in home):
         raise ConfigError(
-            explain_refusal(
-                f"the job's directory {show_text(home)} holds a control character",
-                allowed="a path of printable characters; spaces, quotes and $ are fine",
-                next_step="change output.root or output.dir",
-            )
+            f"the job's directory {show_text(home)} holds a control character",
+            allowed="a path of printable characters; spaces, quotes and $ are fine",
+            next_step="change output.root or output.dir",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _START = re.compile(r"[ \t]*(?:export[ \t]+)?(?P<name>[^=\n]*?)[ \t]*=[ \t]*")
@@ -105,4 +105,4 @@ def _close(text: str, position: int, value: str, place: str) -> tuple[str, int]:
 
 
 def _refuse(given: str, allowed: str) -> ConfigError:
-    return ConfigError(explain_refusal(given, allowed=allowed, next_step="change that line of the file"))
+    return ConfigError(given, allowed=allowed, next_step="change that line of the file")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import AttemptRecord, JobRef, JobState
 from strop.launch.job_dir import job_path_of, read_plan
@@ -78,11 +78,9 @@ def drill(
     status = next(one for one in launcher.status([ref]) if one.member == member)
     if status.state is not JobState.RUNNING:
         raise CheckRefused(
-            explain_refusal(
-                f"job {ref.job_id} is {status.state.value}",
-                allowed="a drill of a running job",
-                next_step="wait until `strop status` says running",
-            )
+            f"job {ref.job_id} is {status.state.value}",
+            allowed="a drill of a running job",
+            next_step="wait until `strop status` says running",
         )
     plan = read_plan(job_path_of(ref.home))
     # Before the signal: a mistake in it costs nothing yet.
@@ -92,11 +90,9 @@ def drill(
     drilled = _Drilled(record, num_steps)
     if not drilled.attempts:
         raise CheckRefused(
-            explain_refusal(
-                f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
-                allowed="a drill of a job whose agent has begun",
-                next_step="look at `strop status` again in a moment",
-            )
+            f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
+            allowed="a drill of a job whose agent has begun",
+            next_step="look at `strop status` again in a moment",
         )
     signal_name = launcher.backend.preempt(ref, member)
     say(f"sent {signal_name} at step {drilled.last_step}")
@@ -202,11 +198,9 @@ def _read_undisturbed(path: Path) -> dict[int, dict[str, Any]]:
     record = DirectoryRecord(path)
     if record.read("metrics.jsonl") is None:
         raise StoreError(
-            explain_refusal(
-                f"{path} is no run to compare with: it has no metrics.jsonl",
-                allowed="the directory of an undisturbed run of the same spec",
-                next_step="correct --against, or leave it out",
-            )
+            f"{path} is no run to compare with: it has no metrics.jsonl",
+            allowed="the directory of an undisturbed run of the same spec",
+            next_step="correct --against, or leave it out",
         )
     return _read_metrics(record)
 

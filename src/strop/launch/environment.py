@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.launch.contract import JobEnvironment, VariableSource
@@ -210,11 +210,9 @@ def _take_named(
         if not is_variable_name(name):
             # The value behind a = may be a secret, and it is in the shell's history now.
             raise ConfigError(
-                explain_refusal(
-                    f"{name.split('=')[0]!r} is not the name of a variable",
-                    allowed="names alone: letters, digits and _, values come from your environment",
-                    next_step="set the variable in your shell, and give its name",
-                )
+                f"{name.split('=')[0]!r} is not the name of a variable",
+                allowed="names alone: letters, digits and _, values come from your environment",
+                next_step="set the variable in your shell, and give its name",
             )
         if name not in environ:
             raise explain_unset(name, "named for the job")
@@ -250,9 +248,7 @@ def explain_unset(name: str, why: str) -> ConfigError:
     if name == HUB_TOKEN:
         steps += ", or log in with 'hf auth login' and give --auto-auth"
     return ConfigError(
-        explain_refusal(
-            f"{name} is {why}, and it is not set", allowed="a variable with a value", next_step=steps
-        )
+        f"{name} is {why}, and it is not set", allowed="a variable with a value", next_step=steps
     )
 
 
@@ -262,11 +258,9 @@ def _split_roles(entry: str) -> tuple[str, tuple[str, ...]]:
     found = tuple(role.strip() for role in roles.split(",") if role.strip())
     if not is_variable_name(name) or (":" in entry and not found):
         raise ConfigError(
-            explain_refusal(
-                f"{name.split('=')[0]!r} in the site's secrets is not the name of a variable",
-                allowed="NAME, or NAME:role,role for some roles alone; never a value",
-                next_step="change secrets in the site profile",
-            )
+            f"{name.split('=')[0]!r} in the site's secrets is not the name of a variable",
+            allowed="NAME, or NAME:role,role for some roles alone; never a value",
+            next_step="change secrets in the site profile",
         )
     return name, found
 
@@ -275,11 +269,9 @@ def _refuse_owned(names: Iterable[str], place: str) -> None:
     owned = sorted(name for name in names if is_owned(name))
     if owned:
         raise ConfigError(
-            explain_refusal(
-                f"{place} set {', '.join(owned)}, which the launcher sets itself",
-                allowed="any other variable",
-                next_step="remove it, and ask for GPUs, nodes and caches by their own settings",
-            )
+            f"{place} set {', '.join(owned)}, which the launcher sets itself",
+            allowed="any other variable",
+            next_step="remove it, and ask for GPUs, nodes and caches by their own settings",
         )
 
 
@@ -293,9 +285,7 @@ def _refuse_pasted(variables: Mapping[str, str], site: str) -> None:
             given = f"{name} in env of site {site!r} looks like a credential"
             step = f"remove it there, add {name!r} to the site's secrets, and export it where you submit"
         raise ConfigError(
-            explain_refusal(
-                given, allowed="names of variables, with values that anyone may read", next_step=step
-            )
+            given, allowed="names of variables, with values that anyone may read", next_step=step
         )
 
 
@@ -305,11 +295,9 @@ def _read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            explain_refusal(
-                f"{path} cannot be read: {why}",
-                allowed="a text file of NAME=value lines that you may read",
-                next_step="check the path and its rights",
-            )
+            f"{path} cannot be read: {why}",
+            allowed="a text file of NAME=value lines that you may read",
+            next_step="check the path and its rights",
         ) from error
 
 
@@ -355,11 +343,9 @@ def read_environment(job_path: Path, role: str) -> dict[str, str]:
     absent = [name for name in allowed if name not in values]
     if absent:
         raise CheckRefused(
-            explain_refusal(
-                f"role {role!r} lacks {', '.join(absent)}: not in {job_path / SECRETS_NAME}",
-                allowed="a value for every secret that the site profile names for this role",
-                next_step="submit the job again from a shell where the variable is set",
-            )
+            f"role {role!r} lacks {', '.join(absent)}: not in {job_path / SECRETS_NAME}",
+            allowed="a value for every secret that the site profile names for this role",
+            next_step="submit the job again from a shell where the variable is set",
         )
     return {**content["variables"], **{name: values[name] for name in allowed}}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.io.atomic import explain_write_failure, verify_directory
 from strop.record.files import CHECKPOINTS, RecordFiles, find_checkpoints, step_of
 
@@ -56,22 +56,18 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
     """
     if dest.exists():
         raise StoreError(
-            explain_refusal(
-                f"{dest} exists already",
-                allowed="a folder that is not there yet",
-                next_step="name another one with --to, or remove it",
-            )
+            f"{dest} exists already",
+            allowed="a folder that is not there yet",
+            next_step="name another one with --to, or remove it",
         )
     incoming = dest.with_name(dest.name + ".incoming")
     complete = find_checkpoints(record)
     if step is not None:
         if step not in complete:
             raise StoreError(
-                explain_refusal(
-                    f"{record.describe('')} has no complete checkpoint of step {step}",
-                    allowed=f"one of its steps: {', '.join(map(str, complete)) or 'there is none yet'}",
-                    next_step="name one of these",
-                )
+                f"{record.describe('')} has no complete checkpoint of step {step}",
+                allowed=f"one of its steps: {', '.join(map(str, complete)) or 'there is none yet'}",
+                next_step="name one of these",
             )
         complete = [step]
     names = _choose(record, part, complete)
@@ -100,11 +96,9 @@ def _drop_others(incoming: Path, steps: Sequence[int]) -> None:
 
 def _nothing(record: RecordFiles, part: Part) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{record.describe('')} has no {part.value} to fetch",
-            allowed="a job that has written something",
-            next_step="look at `strop status`",
-        )
+        f"{record.describe('')} has no {part.value} to fetch",
+        allowed="a job that has written something",
+        next_step="look at `strop status`",
     )
 
 

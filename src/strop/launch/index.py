@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError
 from strop.io import FileLock
 from strop.io.atomic import explain_write_failure
 from strop.launch.contract import JobRef
@@ -81,11 +81,9 @@ def find_job_dir(reference: str, roots: list[Path], environ: Mapping[str, str]) 
         return begun[0]
     shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
     raise ConfigError(
-        explain_refusal(
-            f"{reference!r} names {f'{len(begun)} jobs' if begun else 'no job'}",
-            allowed=f"a run directory, a job id, a run's name or a unique beginning: {shown}",
-            next_step="`strop ls` lists runs and jobs",
-        )
+        f"{reference!r} names {f'{len(begun)} jobs' if begun else 'no job'}",
+        allowed=f"a run directory, a job id, a run's name or a unique beginning: {shown}",
+        next_step="`strop ls` lists runs and jobs",
     )
 
 
@@ -119,11 +117,9 @@ def _find_below(root: Path) -> Iterator[Path]:
         return
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{root} cannot be listed ({error.strerror})",
-                allowed="a folder that you may read",
-                next_step="check its rights, or name another one with --root",
-            )
+            f"{root} cannot be listed ({error.strerror})",
+            allowed="a folder that you may read",
+            next_step="check its rights, or name another one with --root",
         ) from error
 
 
@@ -135,11 +131,9 @@ def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
         return
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path}, the list of your jobs, cannot be read ({error.strerror})",
-                allowed="a file of your own",
-                next_step="remove it; jobs are still found by their directories",
-            )
+            f"{path}, the list of your jobs, cannot be read ({error.strerror})",
+            allowed="a file of your own",
+            next_step="remove it; jobs are still found by their directories",
         ) from error
     for line in lines:
         try:

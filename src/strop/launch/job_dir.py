@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.launch.contract import JobPlan, JobRef, JobRequest
 from strop.launch.environment import write_environment
@@ -102,11 +102,9 @@ def write_preview(plan: JobPlan, request: JobRequest) -> None:
     home, job_path = Path(plan.home), job_path_of(plan.home)
     if has_plan(home):
         raise CheckRefused(
-            explain_refusal(
-                f"{home} is the directory of a job",
-                allowed="a directory of its own: what a job was made of stays as it was",
-                next_step="name another --output-dir, or leave it out to see everything and write nothing",
-            )
+            f"{home} is the directory of a job",
+            allowed="a directory of its own: what a job was made of stays as it was",
+            next_step="name another --output-dir, or leave it out to see everything and write nothing",
         )
     try:
         job_path.mkdir(parents=True, exist_ok=True)
@@ -173,11 +171,9 @@ def refuse_foreign_job_dir(plan: JobPlan) -> None:
     home = Path(plan.home)
     if has_plan(home) and read_plan(job_path_of(home)).plan_hash != plan.plan_hash:
         raise CheckRefused(
-            explain_refusal(
-                f"{home} is the directory of another job",
-                allowed="a directory of its own for every job",
-                next_step="name another output.dir, or remove it to get a dated directory",
-            )
+            f"{home} is the directory of another job",
+            allowed="a directory of its own for every job",
+            next_step="name another output.dir, or remove it to get a dated directory",
         )
 
 
@@ -245,11 +241,9 @@ def _read(path: Path, kind: TypeAdapter[T]) -> T:
         content: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path} cannot be read ({error.strerror})",
-                allowed="the directory of a job that strop submitted",
-                next_step="name another one; `strop ls` lists them",
-            )
+            f"{path} cannot be read ({error.strerror})",
+            allowed="the directory of a job that strop submitted",
+            next_step="name another one; `strop ls` lists them",
         ) from error
     except ValueError as error:
         raise _damaged(path, str(error)) from error
@@ -261,9 +255,7 @@ def _read(path: Path, kind: TypeAdapter[T]) -> T:
 
 def _damaged(path: Path, why: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{path} is damaged ({why})",
-            allowed="the file as strop wrote it",
-            next_step="submit again under another name; the run's checkpoints are not concerned",
-        )
+        f"{path} is damaged ({why})",
+        allowed="the file as strop wrote it",
+        next_step="submit again under another name; the run's checkpoints are not concerned",
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.findings import Finding
 from strop.launch.attempts import read_attempts
 from strop.launch.build_request import make_plan
@@ -191,11 +191,9 @@ def require_member(ref: JobRef, member: int | None) -> None:
     num_members = len(read_plan(job_path_of(ref.home)).members)
     if member is not None and not 0 <= member < num_members:
         raise ConfigError(
-            explain_refusal(
-                f"job {ref.job_id} has no member {member}",
-                allowed=f"0 to {num_members - 1}",
-                next_step=f"`strop status {ref.job_id}` lists the members",
-            )
+            f"job {ref.job_id} has no member {member}",
+            allowed=f"0 to {num_members - 1}",
+            next_step=f"`strop status {ref.job_id}` lists the members",
         )
 
 
@@ -245,11 +243,9 @@ def watch(
         unknown_s = unknown_s + pause_s if is_lost else 0.0
         if unknown_s > LOST_LIMIT_S:
             raise StoreError(
-                explain_refusal(
-                    f"{words}; so it has been for {LOST_LIMIT_S / 60:.0f} minutes",
-                    allowed="a job that its scheduler or its own record knows",
-                    next_step=f"look for {ref.job_id} at {ref.site}; --resume goes on in {ref.home}",
-                )
+                f"{words}; so it has been for {LOST_LIMIT_S / 60:.0f} minutes",
+                allowed="a job that its scheduler or its own record knows",
+                next_step=f"look for {ref.job_id} at {ref.site}; --resume goes on in {ref.home}",
             )
         pause(pause_s)
 
@@ -269,11 +265,9 @@ def _goes_on(
         return False
     if not isinstance(launcher.backend, Renewable) or not any(map(may_go_on, statuses)):
         raise CheckRefused(
-            explain_refusal(
-                f"job {ref.job_id} ended as {', '.join(map(describe_status, statuses))}",
-                allowed="an end of all members with success",
-                next_step=f"strop logs {ref.job_id}",
-            )
+            f"job {ref.job_id} ended as {', '.join(map(describe_status, statuses))}",
+            allowed="an end of all members with success",
+            next_step=f"strop logs {ref.job_id}",
         )
     try:
         submitted = launcher.resubmit(ref, submitted_at=now())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.launch.job_dir import ATTEMPTS_FOLDER, JOB_FOLDER
 from strop.record.files import LogLine, LogSource, RecordFiles
 
@@ -172,9 +172,7 @@ def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
     """Refuse where there is nothing to show. Raises: StoreError naming the place."""
     if source.is_empty:
         raise StoreError(
-            explain_refusal(
-                f"there is no log below {record.describe(ATTEMPTS_FOLDER)}",
-                allowed="a job that has begun, and an attempt, node and role that it has",
-                next_step="ask `strop status` how it stands, or wait with `strop logs -f`",
-            )
+            f"there is no log below {record.describe(ATTEMPTS_FOLDER)}",
+            allowed="a job that has begun, and an attempt, node and role that it has",
+            next_step="ask `strop status` how it stands, or wait with `strop logs -f`",
         )

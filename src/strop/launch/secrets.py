@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.io.atomic import write_bytes_atomically
 from strop.spec.display import credential_form, is_credential_name
 
@@ -54,11 +54,9 @@ def remove_secrets(job_path: Path) -> None:
         (job_path / SECRETS_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{job_path / SECRETS_NAME} cannot be removed: {error.strerror}",
-                allowed="a directory of the submitting user",
-                next_step=f"remove it by hand: rm {shlex.quote(str(job_path / SECRETS_NAME))}",
-            )
+            f"{job_path / SECRETS_NAME} cannot be removed: {error.strerror}",
+            allowed="a directory of the submitting user",
+            next_step=f"remove it by hand: rm {shlex.quote(str(job_path / SECRETS_NAME))}",
         ) from error
 
 

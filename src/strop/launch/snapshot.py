@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.io.atomic import explain_write_failure
 from strop.launch.contract import CodeSnapshot
 from strop.spec.display import show_path
@@ -91,11 +91,9 @@ def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
     if not is_same:
         path.unlink(missing_ok=True)
         raise CheckRefused(
-            explain_refusal(
-                f"{snapshot.project_path} changed while it was packed",
-                allowed="a working tree that stays as it is until the job is submitted",
-                next_step="submit again",
-            )
+            f"{snapshot.project_path} changed while it was packed",
+            allowed="a working tree that stays as it is until the job is submitted",
+            next_step="submit again",
         )
 
 
@@ -157,11 +155,9 @@ def hash_code(root: Path, files: Iterable[str]) -> str:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise StoreError(
-                explain_refusal(
-                    f"{path} cannot be read ({error.strerror})",
-                    allowed="files that the submitting user can read",
-                    next_step="correct its rights, or let git ignore it",
-                )
+                f"{path} cannot be read ({error.strerror})",
+                allowed="files that the submitting user can read",
+                next_step="correct its rights, or let git ignore it",
             ) from error
         whole.update(f"{kind} {digest} {name}\0".encode(errors="surrogateescape"))
     return whole.hexdigest()
@@ -180,11 +176,9 @@ def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
         path = Path(place)
         if not path.resolve().is_relative_to(root) or os.path.isabs(os.readlink(path)):
             raise ConfigError(
-                explain_refusal(
-                    f"{path} is a link to {os.readlink(path)}, which leads out of the project",
-                    allowed="relative links inside of it: elsewhere the link would lead nowhere",
-                    next_step="let git ignore the link, or copy what it leads to",
-                )
+                f"{path} is a link to {os.readlink(path)}, which leads out of the project",
+                allowed="relative links inside of it: elsewhere the link would lead nowhere",
+                next_step="let git ignore the link, or copy what it leads to",
             )
         return True
     return os.path.isfile(place)
@@ -207,11 +201,9 @@ def _list_git_files(root: Path) -> list[str]:
 
 def _unlisted(root: Path) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"git does not list the files of {root}",
-            allowed="a working tree that `git status` understands",
-            next_step="run `git status` there and mend what it says, or submit with --no-snapshot",
-        )
+        f"git does not list the files of {root}",
+        allowed="a working tree that `git status` understands",
+        next_step="run `git status` there and mend what it says, or submit with --no-snapshot",
     )
 
 
@@ -235,11 +227,9 @@ def _measure(root: Path, files: tuple[str, ...]) -> dict[str, int]:
         return {name: os.lstat(os.path.join(root, name)).st_size for name in files}
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{root} changes while it is looked at ({error.strerror}: {error.filename})",
-                allowed="a working tree that stays as it is until the job is submitted",
-                next_step="submit again",
-            )
+            f"{root} changes while it is looked at ({error.strerror}: {error.filename})",
+            allowed="a working tree that stays as it is until the job is submitted",
+            next_step="submit again",
         ) from error
 
 
@@ -249,11 +239,9 @@ def _refuse_large(root: Path, sizes: dict[str, int], max_bytes: int) -> None:
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
     shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
     raise ConfigError(
-        explain_refusal(
-            f"the code in {root} has {sum(sizes.values()) / 1e6:.1f} MB; the largest files are {shown}",
-            allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
-            next_step="add data and models to .gitignore; `strop stage` brings them into a store",
-        )
+        f"the code in {root} has {sum(sizes.values()) / 1e6:.1f} MB; the largest files are {shown}",
+        allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
+        next_step="add data and models to .gitignore; `strop stage` brings them into a store",
     )
 
 
@@ -262,11 +250,9 @@ def _refuse_unfinished(root: Path) -> None:
     found = [name for name in _UNFINISHED if folder and (Path(folder) / name).exists()]
     if found:
         raise ConfigError(
-            explain_refusal(
-                f"{root} is in the middle of a merge, rebase or bisection ({', '.join(found)})",
-                allowed="a tree whose commit says what the code is",
-                next_step="finish or abort it with git, or submit with --no-snapshot",
-            )
+            f"{root} is in the middle of a merge, rebase or bisection ({', '.join(found)})",
+            allowed="a tree whose commit says what the code is",
+            next_step="finish or abort it with git, or submit with --no-snapshot",
         )
 
 
@@ -312,9 +298,7 @@ def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:
 
 def _another_code(path: Path, why: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"the code of the job, {path}, {why}",
-            allowed="the very code that was submitted",
-            next_step="submit again",
-        )
+        f"the code of the job, {path}, {why}",
+        allowed="the very code that was submitted",
+        next_step="submit again",
     )

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware import free_disk_bytes
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.io import FileLock
@@ -170,12 +170,10 @@ class Submitter:
         if found:
             home, other = found[0]
             raise CheckRefused(
-                explain_refusal(
-                    f"the name {plan.name} belongs to {home.name}, whose plan is another"
-                    f" ({other.plan_hash} there, {plan.plan_hash} here)",
-                    allowed="one plan for a name, so that nothing is submitted twice by mistake",
-                    next_step="change `name` in the run file, or submit with --new",
-                )
+                f"the name {plan.name} belongs to {home.name}, whose plan is another"
+                f" ({other.plan_hash} there, {plan.plan_hash} here)",
+                allowed="one plan for a name, so that nothing is submitted twice by mistake",
+                next_step="change `name` in the run file, or submit with --new",
             )
         return None
 
@@ -201,11 +199,9 @@ class Submitter:
         running += living
         if running:
             raise CheckRefused(
-                explain_refusal(
-                    f"job {ref.job_id} of {ref.home} is {running[0].value}",
-                    allowed="a job that has ended without success: two jobs would write into one run",
-                    next_step="wait for its end, or `strop cancel` it",
-                )
+                f"job {ref.job_id} of {ref.home} is {running[0].value}",
+                allowed="a job that has ended without success: two jobs would write into one run",
+                next_step="wait for its end, or `strop cancel` it",
             )
 
     def _count_attempts(self, ref: JobRef, plan: JobPlan) -> int:
@@ -283,11 +279,9 @@ def _choose_free_dir(request: JobRequest) -> JobRequest:
         return request
     if spec.output.dir is not None:
         raise CheckRefused(
-            explain_refusal(
-                f"{home} is the directory of another job",
-                allowed="a directory of its own for every job",
-                next_step="name another output.dir, or go on in it with --resume",
-            )
+            f"{home} is the directory of another job",
+            allowed="a directory of its own for every job",
+            next_step="name another output.dir, or go on in it with --resume",
         )
     return replace(request, home=str(name_job_dir(home.parent, spec.name, request.submitted_at)))
 
@@ -331,12 +325,9 @@ def refuse_next(
     if reason:
         ended = ", ".join(map(describe_status, statuses))
         raise CheckRefused(
-            explain_refusal(
-                f"job {statuses[0].ref.job_id} ended as {ended}, and is not submitted again: {reason}",
-                allowed="an end with 75 or by the time limit that left a newer checkpoint,"
-                " job.max_requeue times",
-                next_step=f"read `strop logs {statuses[0].ref.job_id}`; --resume goes on all the same",
-            )
+            f"job {statuses[0].ref.job_id} ended as {ended}, and is not submitted again: {reason}",
+            allowed="an end with 75 or by the time limit that left a newer checkpoint, job.max_requeue times",
+            next_step=f"read `strop logs {statuses[0].ref.job_id}`; --resume goes on all the same",
         )
 
 
@@ -374,11 +365,9 @@ def _is_cancelled(ref: JobRef) -> bool:
         return False
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path} cannot be read ({error.strerror})",
-                allowed="a job directory that can be read",
-                next_step="check its rights",
-            )
+            f"{path} cannot be read ({error.strerror})",
+            allowed="a job directory that can be read",
+            next_step="check its rights",
         ) from error
 
 
@@ -386,25 +375,19 @@ def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
     """Refuse to go on in the directory of another run, or from another site. Raises: CheckRefused."""
     if plan.spec_digest != old.spec_digest or plan.command != old.command:
         raise CheckRefused(
-            explain_refusal(
-                f"{old.home} is a run of another spec",
-                allowed="the run file that it was submitted with; only job, store and output may differ",
-                next_step="submit it as a new job, without --resume",
-            )
+            f"{old.home} is a run of another spec",
+            allowed="the run file that it was submitted with; only job, store and output may differ",
+            next_step="submit it as a new job, without --resume",
         )
     if (plan.site, plan.backend) != (old.site, old.backend):
         raise CheckRefused(
-            explain_refusal(
-                f"{old.home} was submitted to {old.site}, and this is {plan.site}",
-                allowed="the same site: only there it can be seen whether the job still runs",
-                next_step=f"submit with --on {old.site}",
-            )
+            f"{old.home} was submitted to {old.site}, and this is {plan.site}",
+            allowed="the same site: only there it can be seen whether the job still runs",
+            next_step=f"submit with --on {old.site}",
         )
     if [one.overrides for one in plan.members] != [one.overrides for one in old.members]:
         raise CheckRefused(
-            explain_refusal(
-                f"{old.home} has {len(old.members)} members, and another sweep is asked for",
-                allowed="the same --sweep as at first",
-                next_step="repeat it, or submit a new job",
-            )
+            f"{old.home} has {len(old.members)} members, and another sweep is asked for",
+            allowed="the same --sweep as at first",
+            next_step="repeat it, or submit a new job",
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import DataError, RemoteMissing, StoreError, explain_refusal
+from strop.errors import DataError, RemoteMissing, StoreError
 from strop.io import is_complete, user_cache_dir
 from strop.record import RunDir
 from strop.record.run_dir import STATE_NAME, step_of
@@ -106,11 +106,9 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
 
 def _no_checkpoint(path: Path) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} holds no complete checkpoint",
-            allowed="a run that has written one, or a directory checkpoints/step-NNNNNN with COMPLETE in it",
-            next_step="let the run reach train.checkpoint_every, or name another run; `strop ls` lists them",
-        )
+        f"{path} holds no complete checkpoint",
+        allowed="a run that has written one, or a directory checkpoints/step-NNNNNN with COMPLETE in it",
+        next_step="let the run reach train.checkpoint_every, or name another run; `strop ls` lists them",
     )
 
 
@@ -153,10 +151,8 @@ def training_examples_here(task: Task) -> Sequence[Example]:
         found = task.examples(Split.TRAIN)
     if not found:
         raise DataError(
-            explain_refusal(
-                f"task {task.name} has no training examples",
-                allowed="a task with examples to train on; this one is for evaluation only",
-                next_step="train on another task, and name this one in `strop eval`",
-            )
+            f"task {task.name} has no training examples",
+            allowed="a task with examples to train on; this one is for evaluation only",
+            next_step="train on another task, and name this one in `strop eval`",
         )
     return found

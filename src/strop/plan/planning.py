@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from strop.algorithm.building import find_idle_settings
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
@@ -405,11 +405,9 @@ def plan_work(
     if prompt is None or known.model_path is None:
         given, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
         raise ConfigError(
-            explain_refusal(
-                given,
-                allowed="a run whose model and data are here",
-                next_step=next_step or "name a task with examples",
-            )
+            given,
+            allowed="a run whose model and data are here",
+            next_step=next_step or "name a task with examples",
         )
     speeds = choose_speeds(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator

@@ -26,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import ConfigError, LearnerError, explain_refusal
+from strop.errors import ConfigError, LearnerError
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
 from strop.policy.packing import PackedGroup
 from strop.policy.ranks import Ranks
@@ -128,12 +128,10 @@ def plan_batch(
     """
     if num_ranks < 1 or max_positions < 1 or (num_micro_batches is not None and num_micro_batches < 1):
         raise ConfigError(
-            explain_refusal(
-                f"a batch for {num_ranks} ranks in {num_micro_batches or 'any number of'} micro-batches"
-                f" of {max_positions} positions",
-                allowed="at least one of each",
-                next_step="raise placement.learners or train.micro_batch_tokens to 1 or more",
-            )
+            f"a batch for {num_ranks} ranks in {num_micro_batches or 'any number of'} micro-batches"
+            f" of {max_positions} positions",
+            allowed="at least one of each",
+            next_step="raise placement.learners or train.micro_batch_tokens to 1 or more",
         )
     effort = Effort(max_compared)
     cost = cost or PositionCost()

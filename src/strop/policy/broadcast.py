@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from strop.errors import StoreError, WeightMismatch, explain_refusal
+from strop.errors import StoreError, WeightMismatch
 
 # Its stubs lack most of what is used here.
 distributed: Any = torch.distributed
@@ -182,11 +182,9 @@ def receive_tensors(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torc
         group.barrier().wait()
     except _FAILURES as error:
         raise WeightMismatch(
-            explain_refusal(
-                f"the weights at {address} did not come ({type(error).__name__}: {error})",
-                allowed="a learner that sends them and lives until all have them",
-                next_step="the engine keeps its old weights; start the run again to publish anew",
-            )
+            f"the weights at {address} did not come ({type(error).__name__}: {error})",
+            allowed="a learner that sends them and lives until all have them",
+            next_step="the engine keeps its old weights; start the run again to publish anew",
         ) from error
     return tensors
 
@@ -203,9 +201,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _failed(given: str, error: BaseException) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{given} ({type(error).__name__}: {error})",
-            allowed="an address of this machine, and as many engines as were promised",
-            next_step="see that the engines run and reach this machine, then start the run again",
-        )
+        f"{given} ({type(error).__name__}: {error})",
+        allowed="an address of this machine, and as many engines as were promised",
+        next_step="see that the engines run and reach this machine, then start the run again",
     )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.policy.head import Head, HeadGradients, HeadResult, head_chunks
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup
@@ -81,11 +81,9 @@ def require_same_vocabulary(policy: LanguageModel, other: LanguageModel, role: s
     own, theirs = policy.shape.vocab_size, other.shape.vocab_size
     if own != theirs:
         raise ConfigError(
-            explain_refusal(
-                f"the {role} has a vocabulary of {theirs} tokens and the policy one of {own}",
-                allowed="a model of the same vocabulary: its distributions are compared token by token",
-                next_step=f"choose another {role}",
-            )
+            f"the {role} has a vocabulary of {theirs} tokens and the policy one of {own}",
+            allowed="a model of the same vocabulary: its distributions are compared token by token",
+            next_step=f"choose another {role}",
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.policy.families import read_max_positions, why_alone
 from strop.spec.model import LoraSpec
 from strop.store.model_files import WEIGHTS_INDEX
@@ -139,11 +139,9 @@ def read_model_size(model_dir: Path) -> ModelSize:
         return replace(size, other_params=num_stored - size.num_params)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            explain_refusal(
-                f"the sizes of the model in {model_dir} cannot be read ({type(error).__name__}: {error})",
-                allowed="a config.json of a decoder-only language model",
-                next_step="fetch the model anew with `strop model get URI`",
-            )
+            f"the sizes of the model in {model_dir} cannot be read ({type(error).__name__}: {error})",
+            allowed="a config.json of a decoder-only language model",
+            next_step="fetch the model anew with `strop model get URI`",
         ) from error
 
 

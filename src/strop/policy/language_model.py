@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
 from strop.policy.families import Layout, read_max_positions
 from strop.policy.fused_trunk import FusedTrunk, Products, recompute
@@ -230,11 +230,9 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
     except _LOADING_ERRORS as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            explain_refusal(
-                f"{path} cannot be loaded as a causal language model ({said})",
-                allowed="a Hugging Face model directory with config.json and *.safetensors",
-                next_step="fetch it anew with `strop model get URI`",
-            )
+            f"{path} cannot be loaded as a causal language model ({said})",
+            allowed="a Hugging Face model directory with config.json and *.safetensors",
+            next_step="fetch it anew with `strop model get URI`",
         ) from error
     finally:
         transformers_logging.set_verbosity(previous)
@@ -244,11 +242,9 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
     flaws = {kind: sorted(info[kind]) for kind in kinds if info.get(kind)}
     if flaws:
         raise ConfigError(
-            explain_refusal(
-                f"the weights in {path} do not fill the model: {flaws}",
-                allowed="one stored tensor of the right shape for every parameter",
-                next_step="fetch the model anew with `strop model get URI`; nothing was trained",
-            )
+            f"the weights in {path} do not fill the model: {flaws}",
+            allowed="one stored tensor of the right shape for every parameter",
+            next_step="fetch the model anew with `strop model get URI`; nothing was trained",
         )
     # transformers would keep the pad id's embedding from learning; it is often the terminator's id too,
     # which stands in every chat, and nothing that is padded here is ever seen.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from strop.errors import ConfigError, LearnerError, explain_refusal
+from strop.errors import ConfigError, LearnerError
 from strop.policy.balancing import require_disjoint
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.head import (
@@ -401,11 +401,9 @@ class Learner:
             return self.model
         if self.teacher is None:
             raise ConfigError(
-                explain_refusal(
-                    f"the term {term.name} compares with a teacher, and the learner has none",
-                    allowed="a teacher loaded beside the learner",
-                    next_step="set teacher.source, or choose a placement whose learner holds a teacher",
-                )
+                f"the term {term.name} compares with a teacher, and the learner has none",
+                allowed="a teacher loaded beside the learner",
+                next_step="set teacher.source, or choose a placement whose learner holds a teacher",
             )
         return self.teacher.model
 
@@ -440,12 +438,9 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._zero_gradients()
             raise LearnerError(
-                explain_refusal(
-                    f"optimizer step {self._optimizer.num_steps + 1} has loss {loss} and gradient norm"
-                    f" {norm}",
-                    allowed="finite values; the weights and moments were not touched",
-                    next_step="lower optimizer.lr or look at the step's rollouts",
-                )
+                f"optimizer step {self._optimizer.num_steps + 1} has loss {loss} and gradient norm {norm}",
+                allowed="finite values; the weights and moments were not touched",
+                next_step="lower optimizer.lr or look at the step's rollouts",
             )
         if self._spec.max_grad_norm is not None and norm > self._spec.max_grad_norm:
             torch._foreach_mul_(grads, self._spec.max_grad_norm / (norm + 1e-6))

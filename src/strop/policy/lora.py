@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError
 from strop.spec.model import LoraSpec
 
 PEFT_PREFIX = "base_model.model."
@@ -65,12 +65,10 @@ def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
     if found != set(spec.target_names):
         names = sorted({path.rpartition(".")[2] for path, _ in linears})
         raise ConfigError(
-            explain_refusal(
-                f"lora.targets={spec.targets!r}, but no layer is called"
-                f" {', '.join(sorted(set(spec.target_names) - found))}",
-                allowed=f"names of the model's linear layers: {', '.join(names)}",
-                next_step="leave out what the model does not have",
-            )
+            f"lora.targets={spec.targets!r}, but no layer is called"
+            f" {', '.join(sorted(set(spec.target_names) - found))}",
+            allowed=f"names of the model's linear layers: {', '.join(names)}",
+            next_step="leave out what the model does not have",
         )
 
 
@@ -167,9 +165,7 @@ def write_adapter(adapters: Mapping[str, torch.Tensor], spec: LoraSpec, target: 
         (target / config_name).write_text(json.dumps(config, indent=2))
     except (OSError, SafetensorError) as error:
         raise StoreError(
-            explain_refusal(
-                f"the adapters could not be written to {target} ({error})",
-                allowed="a directory that can be written to",
-                next_step="free disk space or mend its permissions, and start the run again",
-            )
+            f"the adapters could not be written to {target} ({error})",
+            allowed="a directory that can be written to",
+            next_step="free disk space or mend its permissions, and start the run again",
         ) from error

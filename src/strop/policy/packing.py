@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.errors import LengthMismatch, UnfitRecord, explain_refusal
+from strop.errors import LengthMismatch, UnfitRecord
 from strop.policy.objective import ScoredTokens
 from strop.rollout import BoolArray, FloatArray, IntArray
 
@@ -108,11 +108,9 @@ class PackedLayout:
         """Lay out groups in the given order. Raises: UnfitRecord for an empty prompt."""
         if any(len(group.prompt_ids) == 0 for group in groups):
             raise UnfitRecord(
-                explain_refusal(
-                    "a group has an empty prompt",
-                    allowed="at least one prompt token",
-                    next_step="read the task's prompt with `strop plan`",
-                )
+                "a group has an empty prompt",
+                allowed="at least one prompt token",
+                next_step="read the task's prompt with `strop plan`",
             )
         return cls(
             prompt_lens_P=tuple(len(group.prompt_ids) for group in groups),

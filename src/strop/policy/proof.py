@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware import free_memory_bytes
 from strop.policy.attention import PLAIN, PrefixSharedAttention, ScoreRule
 from strop.policy.families import say_alone, why_alone
@@ -95,11 +95,9 @@ def prove(kind: type[LanguageModel], module: Any, given: str, *, may_fuse: bool)
             model = _choose(kind, module, may_fuse=may_fuse)
     except _Flaw as flaw:
         raise ConfigError(
-            explain_refusal(
-                f"{given}, of the family {module.config.model_type}, cannot be run exactly: {flaw}",
-                allowed="causal language models that are asked with token ids alone",
-                next_step="choose a model of a family that docs/models.md lists as run",
-            )
+            f"{given}, of the family {module.config.model_type}, cannot be run exactly: {flaw}",
+            allowed="causal language models that are asked with token ids alone",
+            next_step="choose a model of a family that docs/models.md lists as run",
         ) from flaw
     if model.shape.alone_because is not None:
         warnings.warn(f"{given}: {say_alone(model.shape.alone_because)}", RuntimeWarning, stacklevel=3)

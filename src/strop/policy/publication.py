@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from strop.errors import StoreError, WeightMismatch, explain_refusal
+from strop.errors import StoreError, WeightMismatch
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.policy.broadcast import receive_tensors
 
@@ -51,11 +51,9 @@ def unfit(source: Path | str, flaw: str) -> WeightMismatch:
 
 def _mismatch(given: str) -> WeightMismatch:
     return WeightMismatch(
-        explain_refusal(
-            given,
-            allowed="exactly the tensors that the policy published",
-            next_step="the engine keeps its old weights; start the run again to publish anew",
-        )
+        given,
+        allowed="exactly the tensors that the policy published",
+        next_step="the engine keeps its old weights; start the run again to publish anew",
     )
 
 
@@ -75,11 +73,9 @@ def fetch_object(uri: str, target: Path) -> None:
         open_store(uri).get(uri, target)
     except StoreError as error:
         raise WeightMismatch(
-            explain_refusal(
-                f"the weights at {uri} did not come ({error})",
-                allowed="a publication that both sides reach",
-                next_step="the engine keeps its old weights; start the run again to publish anew",
-            )
+            f"the weights at {uri} did not come ({error})",
+            allowed="a publication that both sides reach",
+            next_step="the engine keeps its old weights; start the run again to publish anew",
         ) from error
 
 

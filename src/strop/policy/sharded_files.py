@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from strop.errors import CorruptRecord, StoreError, explain_refusal
+from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import explain_write_failure
 from strop.policy.publication import tensors_digest
 from strop.policy.ranks import Ranks, TensorShard, run_alike, run_on_first
@@ -139,11 +139,9 @@ def save_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor], target: Path
         )
     except CheckpointException as error:
         raise StoreError(
-            explain_refusal(
-                f"the optimizer state could not be written to {target} ({error})",
-                allowed="a directory that every rank can write to, with room for masters and moments",
-                next_step="free disk space and start the run again; it resumes at its last checkpoint",
-            )
+            f"the optimizer state could not be written to {target} ({error})",
+            allowed="a directory that every rank can write to, with room for masters and moments",
+            next_step="free disk space and start the run again; it resumes at its last checkpoint",
         ) from error
 
 
@@ -175,11 +173,9 @@ def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> dict[str, int]:
         reader.read_data(planner.finish_plan(plan), planner).wait()
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",
-                allowed="masters and both moments of every parameter, as a checkpoint holds them",
-                next_step="remove this checkpoint; the run then resumes from the one before",
-            )
+            f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",
+            allowed="masters and both moments of every parameter, as a checkpoint holds them",
+            next_step="remove this checkpoint; the run then resumes from the one before",
         ) from error
     return counters
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.lora import find_merge_flaw, merge_adapters
 from strop.policy.publication import digest_each, find_difference, read_published, tensors_digest, unfit
@@ -70,11 +70,9 @@ def publish_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise StoreError(
-            explain_refusal(
-                f"the weights could not be written to {path} ({error})",
-                allowed="a writable directory with room for one copy of the weights",
-                next_step="free disk space and start the run again; it resumes at its last checkpoint",
-            )
+            f"the weights could not be written to {path} ({error})",
+            allowed="a writable directory with room for one copy of the weights",
+            next_step="free disk space and start the run again; it resumes at its last checkpoint",
         ) from error
     return tensors_digest(tensors.items())
 
@@ -135,11 +133,9 @@ def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir:
     flaw = _find_export_flaw(live, tokenizer_dir, target)
     if flaw is not None:
         raise StoreError(
-            explain_refusal(
-                f"the export {target} is not the live policy: {flaw}",
-                allowed="files that hold exactly the policy's tensors",
-                next_step="check the disk; the previous checkpoint is intact",
-            )
+            f"the export {target} is not the live policy: {flaw}",
+            allowed="files that hold exactly the policy's tensors",
+            next_step="check the disk; the previous checkpoint is intact",
         )
     return tensors_digest(live.items())
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CorruptRecord, UnfitRecord, explain_refusal
+from strop.errors import CorruptRecord, UnfitRecord
 from strop.io.json_lines import JsonLines
 
 MAX_DETAIL_CHARACTERS = 4096
@@ -132,11 +132,9 @@ class EventLog:
             return Event(kind=kind, example_ids=tuple(ids), **values)  # type: ignore[arg-type]
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise CorruptRecord(
-                explain_refusal(
-                    f"{self._lines.path} holds a line that is not an event ({error})",
-                    allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
-                    next_step="delete that line; the rest of the file is intact",
-                )
+                f"{self._lines.path} holds a line that is not an event ({error})",
+                allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
+                next_step="delete that line; the rest of the file is intact",
             ) from error
 
 
@@ -167,22 +165,18 @@ class MetricsLog:
         for name, value in values.items():
             if name == "step" or isinstance(value, bool) or not math.isfinite(value):
                 raise UnfitRecord(
-                    explain_refusal(
-                        f"metric {name}={value!r} at step {step}",
-                        allowed="finite numbers under names other than 'step'; uncomputed ones are left out",
-                        next_step="report the cause as an event and leave the metric out",
-                    )
+                    f"metric {name}={value!r} at step {step}",
+                    allowed="finite numbers under names other than 'step'; uncomputed ones are left out",
+                    next_step="report the cause as an event and leave the metric out",
                 )
             line[name] = value
         if self._last_step is None:
             self._last_step = max((content["step"] for content in self._lines.read()), default=-1)
         if step <= self._last_step:
             raise UnfitRecord(
-                explain_refusal(
-                    f"metrics of step {step} come after those of step {self._last_step}",
-                    allowed="one line per step, in order",
-                    next_step="truncate the log to the checkpoint before training goes on",
-                )
+                f"metrics of step {step} come after those of step {self._last_step}",
+                allowed="one line per step, in order",
+                next_step="truncate the log to the checkpoint before training goes on",
             )
         self._lines.append(line)
         self._last_step = step

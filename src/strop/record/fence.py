@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 
 ATTEMPT_VARIABLE = "STROP_ATTEMPT"
@@ -53,11 +53,9 @@ def read_fence(run_path: Path) -> tuple[int, str] | None:
         return None
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{folder} cannot be listed ({error.strerror})",
-                allowed="a run directory that answers: it says whether a later attempt has begun",
-                next_step="check the disk or the file server; the run goes on from its last checkpoint",
-            )
+            f"{folder} cannot be listed ({error.strerror})",
+            allowed="a run directory that answers: it says whether a later attempt has begun",
+            next_step="check the disk or the file server; the run goes on from its last checkpoint",
         ) from error
     number = max((int(match[1]) for name in names if (match := _MARK.fullmatch(name))), default=None)
     if number is None:
@@ -80,11 +78,9 @@ def require_unfenced(run_path: Path, number: int | None = None) -> None:
     if found is None or mine is None or found[0] <= mine:
         return
     raise CheckRefused(
-        explain_refusal(
-            f"attempt {mine} of {run_path} was overtaken by attempt {found[0]} ({found[1]})",
-            allowed="one living attempt; the later one goes on from the last checkpoint",
-            next_step="nothing is to be done: this attempt ends, and wrote nothing since",
-        )
+        f"attempt {mine} of {run_path} was overtaken by attempt {found[0]} ({found[1]})",
+        allowed="one living attempt; the later one goes on from the last checkpoint",
+        next_step="nothing is to be done: this attempt ends, and wrote nothing since",
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from strop.errors import RemoteMissing, StoreError, explain_refusal
+from strop.errors import RemoteMissing, StoreError
 from strop.io.atomic import MANIFEST_NAME
 from strop.record.mirror.layout import TRACES, RecordName
 from strop.store.contract import StoredObject
@@ -94,11 +94,9 @@ class DirectoryRecord:
 
     def _failed(self, name: str, error: OSError) -> StoreError:
         return StoreError(
-            explain_refusal(
-                f"{self.path / name} cannot be read ({error.strerror})",
-                allowed="a run directory that answers",
-                next_step="check the disk or the file server, then ask again",
-            )
+            f"{self.path / name} cannot be read ({error.strerror})",
+            allowed="a run directory that answers",
+            next_step="check the disk or the file server, then ask again",
         )
 
 

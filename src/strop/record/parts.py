@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Mapping
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 
 PARTS_FACT = "made_of"
 """The fact of run.json that holds them."""
@@ -35,11 +35,9 @@ def require_same_parts(place: object, before: Mapping[str, str], now: Mapping[st
         f"{name} ({before[name][:_SHOWN_CHARS]} then, {now[name][:_SHOWN_CHARS]} now)" for name in changed
     )
     raise CheckRefused(
-        explain_refusal(
-            f"{place} began with another {told}",
-            allowed="the very parts that the run began with: a curve over two says nothing of either",
-            next_step="restore what has changed, or start a new run with --new",
-        )
+        f"{place} began with another {told}",
+        allowed="the very parts that the run began with: a curve over two says nothing of either",
+        next_step="restore what has changed, or start a new run with --new",
     )
 
 

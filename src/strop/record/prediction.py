@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
-from strop.errors import CorruptRecord, explain_refusal
+from strop.errors import CorruptRecord
 from strop.io.atomic import write_bytes_atomically
 
 PREDICTION_NAME = "plan.json"
@@ -79,11 +79,9 @@ def read_prediction(run_path: Path) -> Prediction | None:
         return Prediction(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{path} is no prediction: {error}",
-                allowed=f"JSON with the keys {', '.join(field.name for field in fields(Prediction))}",
-                next_step="remove the file: the run goes on without it",
-            )
+            f"{path} is no prediction: {error}",
+            allowed=f"JSON with the keys {', '.join(field.name for field in fields(Prediction))}",
+            next_step="remove the file: the run goes on without it",
         ) from error
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.errors import CorruptRecord, StoreError, UnfitRecord, explain_refusal
+from strop.errors import CorruptRecord, StoreError, UnfitRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.rollout import (
     Example,
@@ -101,11 +101,9 @@ def write_rollouts(
         table = pa.Table.from_pylist([_to_row(rollout) for rollout in rollouts], schema=SCHEMA)
     except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
         raise UnfitRecord(
-            explain_refusal(
-                f"rollouts for {path.name} cannot be stored ({error})",
-                allowed="valid Unicode texts, JSON fields, numbers in range",
-                next_step="mend the task that made this example or judged this reply",
-            )
+            f"rollouts for {path.name} cannot be stored ({error})",
+            allowed="valid Unicode texts, JSON fields, numbers in range",
+            next_step="mend the task that made this example or judged this reply",
         ) from error
     metadata = {name.encode(): value.encode() for name, value in (facts or {}).items()}
     table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT, _SEAL_KEY: _UNSEALED})
@@ -192,21 +190,17 @@ def _read_bytes(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} cannot be read ({error.strerror})",
-            allowed="a rollouts file of a run",
-            next_step="list the run's rollouts/ for the steps that it has",
-        )
+        f"{path} cannot be read ({error.strerror})",
+        allowed="a rollouts file of a run",
+        next_step="list the run's rollouts/ for the steps that it has",
     )
 
 
 def _no_rollouts(path: Path, error: Exception) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{path} does not hold rollouts ({error})",
-            allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
-            next_step="remove the file; a resumed run writes it again",
-        )
+        f"{path} does not hold rollouts ({error})",
+        allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
+        next_step="remove the file; a resumed run writes it again",
     )
 
 

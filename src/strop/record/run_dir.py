@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.io.atomic import (
     explain_write_failure,
     is_complete,
@@ -355,11 +355,9 @@ class RunDir:
 
     def _in_use(self) -> CheckRefused:
         return CheckRefused(
-            explain_refusal(
-                f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
-                allowed="one process per run directory",
-                next_step="wait for it or stop it, or give this run another name",
-            )
+            f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
+            allowed="one process per run directory",
+            next_step="wait for it or stop it, or give this run another name",
         )
 
     def _save(self, state: RunState) -> None:
@@ -369,11 +367,9 @@ class RunDir:
     def _check_locked(self) -> None:
         if not self.is_locked_here:
             raise CheckRefused(
-                explain_refusal(
-                    f"run {self.path} was opened for reading only",
-                    allowed="changes by the process that holds the run's lock",
-                    next_step="call acquire() first",
-                )
+                f"run {self.path} was opened for reading only",
+                allowed="changes by the process that holds the run's lock",
+                next_step="call acquire() first",
             )
         require_unfenced(self.path)
 
@@ -425,11 +421,9 @@ def _step_name(step: int) -> str:
 def _check_name(name: str) -> None:
     if not NAME_PATTERN.fullmatch(name) or ".partial-" in name:
         raise ConfigError(
-            explain_refusal(
-                f"run name {name!r} cannot be a directory name",
-                allowed="1 to 80 letters, digits, dots, dashes and underscores, the first a letter or digit",
-                next_step="change `name` in the run file",
-            )
+            f"run name {name!r} cannot be a directory name",
+            allowed="1 to 80 letters, digits, dots, dashes and underscores, the first a letter or digit",
+            next_step="change `name` in the run file",
         )
 
 
@@ -443,11 +437,9 @@ def _claim_name(partial_path: Path, wanted_path: Path) -> Path:
             if not path.exists():
                 raise
     raise StoreError(
-        explain_refusal(
-            f"{wanted_path} and its numbered successors are all taken",
-            allowed="fewer than 1000 runs of one name per second",
-            next_step="wait a second and start again",
-        )
+        f"{wanted_path} and its numbered successors are all taken",
+        allowed="fewer than 1000 runs of one name per second",
+        next_step="wait a second and start again",
     )
 
 
@@ -462,19 +454,15 @@ def _read_state(path: Path) -> RunState:
         return RunState(**content)
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path} is not a run directory: {STATE_NAME} cannot be read ({error.strerror})",
-                allowed="a directory that a training run made",
-                next_step="give the directory that holds run.json and spec.toml",
-            )
+            f"{path} is not a run directory: {STATE_NAME} cannot be read ({error.strerror})",
+            allowed="a directory that a training run made",
+            next_step="give the directory that holds run.json and spec.toml",
         ) from error
     except (ValueError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{state_path} is damaged ({error})",
-                allowed="the JSON that strop wrote",
-                next_step="move this run aside; its checkpoints and rollouts can still be read",
-            )
+            f"{state_path} is damaged ({error})",
+            allowed="the JSON that strop wrote",
+            next_step="move this run aside; its checkpoints and rollouts can still be read",
         ) from error
 
 

@@ -16,7 +16,7 @@ from strop.audit import (
     stored_audit_path,
     write_audit,
 )
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Message, Split
 from strop.run.inference import read_asking
 from strop.spec import RunSpec, load_spec
@@ -58,11 +58,9 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
     lost = [word for word in words if word.partition(".")[0] not in own]
     if lost:
         raise ConfigError(
-            explain_refusal(
-                f"{lost[0]} does not say for which task it is",
-                allowed="TASK.key=value, where TASK is one of " + ", ".join(own),
-                next_step="put the task's name before it",
-            )
+            f"{lost[0]} does not say for which task it is",
+            allowed="TASK.key=value, where TASK is one of " + ", ".join(own),
+            next_step="put the task's name before it",
         )
     for name, mine in own.items():
         if name in _GENERATED:
@@ -166,10 +164,8 @@ def check_judges_here(spec: RunSpec) -> list[JudgeReport]:
     ]
     if not named:
         raise ConfigError(
-            explain_refusal(
-                f"a check of the judges of task {spec.task.name}, which names no labelled replies",
-                allowed="a task llm-judge, or a part that is one, with task.calibration",
-                next_step="name a file of labelled replies in task.calibration",
-            )
+            f"a check of the judges of task {spec.task.name}, which names no labelled replies",
+            allowed="a task llm-judge, or a part that is one, with task.calibration",
+            next_step="name a file of labelled replies in task.calibration",
         )
     return [asyncio.run(check_calibration(judge, file)) for judge, file in named]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.hardware import clear_leftovers, find_inherited
 from strop.hardware.allocation import Allocation, GpuRequest, lease_gpus
 from strop.hardware.findings import Finding, Severity, require_none
@@ -152,11 +152,9 @@ def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
     """Open the run in a directory that the run file names."""
     if is_new:
         raise CheckRefused(
-            explain_refusal(
-                f"a new run was asked for, and output.dir={path} is there already",
-                allowed="a directory that does not exist yet",
-                next_step="choose another output.dir, or leave --new out to continue the run in it",
-            )
+            f"a new run was asked for, and output.dir={path} is there already",
+            allowed="a directory that does not exist yet",
+            next_step="choose another output.dir, or leave --new out to continue the run in it",
         )
     run_dir = RunDir.open(path)
     run_dir.acquire()
@@ -165,11 +163,9 @@ def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
     run_dir.release()
     given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
     raise CheckRefused(
-        explain_refusal(
-            f"output.dir={path} {given}; nothing is left to do there",
-            allowed="a new directory, or the unfinished run of this very spec",
-            next_step="choose another output.dir, or remove it to get a dated directory",
-        )
+        f"output.dir={path} {given}; nothing is left to do there",
+        allowed="a new directory, or the unfinished run of this very spec",
+        next_step="choose another output.dir, or remove it to get a dated directory",
     )
 
 

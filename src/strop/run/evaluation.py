@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.engine.contract import Engine
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError
 from strop.evaluate import (
     EvalPlan,
     EvalResult,
@@ -295,11 +295,9 @@ def find_kept(place: Path) -> list[Path]:
         folders = []
     if not folders:
         raise StoreError(
-            explain_refusal(
-                f"{place} holds no replies of an evaluation",
-                allowed="a result that `strop eval` wrote with its folder beside it, or a folder of such",
-                next_step="evaluate a model with `strop eval`, whose replies are kept",
-            )
+            f"{place} holds no replies of an evaluation",
+            allowed="a result that `strop eval` wrote with its folder beside it, or a folder of such",
+            next_step="evaluate a model with `strop eval`, whose replies are kept",
         )
     return folders
 
@@ -372,19 +370,15 @@ def evaluate_by_harness(
     """
     if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
         raise ConfigError(
-            explain_refusal(
-                "--harness lm-eval with samples, pass@k, a threshold or the training split",
-                allowed="its pinned protocol: greedy replies to held-out examples",
-                next_step="leave them out, or leave --harness out",
-            )
+            "--harness lm-eval with samples, pass@k, a threshold or the training split",
+            allowed="its pinned protocol: greedy replies to held-out examples",
+            next_step="leave them out, or leave --harness out",
         )
     if len(set(names)) < len(names):
         raise ConfigError(
-            explain_refusal(
-                f"a task is named twice in {','.join(names)}",
-                allowed="each task once",
-                next_step="name it once: its result is one file",
-            )
+            f"a task is named twice in {','.join(names)}",
+            allowed="each task once",
+            next_step="name it once: its result is one file",
         )
     protocols = [find_protocol(name) for name in names]
     for protocol in protocols:
@@ -421,9 +415,7 @@ def _refuse_prompting(task: TaskSpec) -> None:
     """Refuse settings that the harness, which asks in its own words, would not hear of."""
     if task.prompting:
         raise ConfigError(
-            explain_refusal(
-                f"--harness lm-eval with {' and '.join(f'task.{name}' for name in task.prompting)}",
-                allowed="its pinned protocol, which has prompts and stop strings of its own",
-                next_step="leave the settings out, or leave --harness out",
-            )
+            f"--harness lm-eval with {' and '.join(f'task.{name}' for name in task.prompting)}",
+            allowed="its pinned protocol, which has prompts and stop strings of its own",
+            next_step="leave the settings out, or leave --harness out",
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, StoreError, explain_refusal
+from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, StoreError
 from strop.evaluate import read_result
 from strop.evaluate.accuracy import refuse_trained
 from strop.hardware import ChildProcess, spawn, terminate
@@ -182,12 +182,10 @@ class _Follower:
     def _note_failure(self, step: int, exit_code: int) -> None:
         if exit_code in _REFUSALS and not self.evaluated_steps():
             raise CheckRefused(
-                explain_refusal(
-                    f"the evaluation of the checkpoint of step {step} was refused (exit code {exit_code}),"
-                    " and so would be every other one",
-                    allowed="a file that this run's checkpoints can be evaluated by",
-                    next_step="see the lines above",
-                )
+                f"the evaluation of the checkpoint of step {step} was refused (exit code {exit_code}),"
+                " and so would be every other one",
+                allowed="a file that this run's checkpoints can be evaluated by",
+                next_step="see the lines above",
             )
         is_last_try = exit_code in _REFUSALS or self._tries[step] >= MAX_TRIES
         if is_last_try:
@@ -200,12 +198,10 @@ class _Follower:
         if not steps or steps[-1] not in self.evaluated_steps():
             last = f"step {steps[-1]}" if steps else "a checkpoint"
             raise StoreError(
-                explain_refusal(
-                    f"the run is finished, and {last} has no result of evaluation {self.name}",
-                    allowed="a result for the last checkpoint",
-                    next_step=f"strop eval {self.run_path} --config {self.eval_path} --out"
-                    f" {self.run_path / 'eval'}",
-                )
+                f"the run is finished, and {last} has no result of evaluation {self.name}",
+                allowed="a result for the last checkpoint",
+                next_step=f"strop eval {self.run_path} --config {self.eval_path} --out"
+                f" {self.run_path / 'eval'}",
             )
 
     def _mirror(self, path: Path) -> None:

@@ -25,7 +25,6 @@ from strop.errors import (
     ConfigError,
     Interrupted,
     StropError,
-    explain_refusal,
 )
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.io.atomic import write_bytes_atomically
@@ -89,11 +88,9 @@ def train(
     """
     if is_importing():
         raise ConfigError(
-            explain_refusal(
-                "strop.train is called by a file whose class or function a run uses, while it is imported",
-                allowed='the call below `if __name__ == "__main__":`',
-                next_step="move the call there",
-            )
+            "strop.train is called by a file whose class or function a run uses, while it is imported",
+            allowed='the call below `if __name__ == "__main__":`',
+            next_step="move the call there",
         )
     folder = Path(root).absolute()
     asked = _read_task(task, folder)
@@ -132,11 +129,9 @@ def _write_rows(rows: Sequence[Any], folder: Path) -> Path:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     except TypeError as error:
         raise ConfigError(
-            explain_refusal(
-                f"task.source has a row that is not JSON ({error})",
-                allowed="tables of texts, numbers, lists and tables",
-                next_step="convert the value",
-            )
+            f"task.source has a row that is not JSON ({error})",
+            allowed="tables of texts, numbers, lists and tables",
+            next_step="convert the value",
         ) from error
     path = folder / "rows" / f"{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,11 +148,9 @@ def _place_of(found: Callable[..., Any]) -> str:
         file = Path()
     if file.suffix != ".py" or not file.is_file() or not name.isidentifier():
         raise ConfigError(
-            explain_refusal(
-                f"{name} is in no file, so that no other process can import it",
-                allowed="classes and functions at the top of a file",
-                next_step="begin a notebook's cell with `%%writefile reward.py`, and import it from there",
-            )
+            f"{name} is in no file, so that no other process can import it",
+            allowed="classes and functions at the top of a file",
+            next_step="begin a notebook's cell with `%%writefile reward.py`, and import it from there",
         )
     return f"{file.absolute()}:{name}"
 

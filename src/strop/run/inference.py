@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from strop.engine import Completion, GenerationRequest
 from strop.environments import RolloutPlan, choose_environment, run_rollout
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
@@ -109,11 +109,9 @@ def _open_served(address: str) -> OpenedModel:
     url, _, name = address.partition("#")
     if not name:
         raise ConfigError(
-            explain_refusal(
-                f"{address} names a server and no model",
-                allowed="http://host:port/v1#NAME, where NAME is a model whose tokenizer writes the prompts",
-                next_step="add # and the model's folder or id",
-            )
+            f"{address} names a server and no model",
+            allowed="http://host:port/v1#NAME, where NAME is a model whose tokenizer writes the prompts",
+            next_step="add # and the model's folder or id",
         )
     handle = get_model(name)
     return OpenedModel(
@@ -173,11 +171,9 @@ def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> li
     """
     if len(set(tasks)) < len(tasks):
         raise ConfigError(
-            explain_refusal(
-                f"a task is named twice in {','.join(tasks)}",
-                allowed="each task once per call",
-                next_step="evaluate the second one with a call of its own",
-            )
+            f"a task is named twice in {','.join(tasks)}",
+            allowed="each task once per call",
+            next_step="evaluate the second one with a call of its own",
         )
     return [
         read_asking(task, [mine for word in words if (mine := _pick(word, task, tasks)) is not None], split)
@@ -194,12 +190,10 @@ def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
         return f"task.{dotted(path[1:])}={word.partition('=')[2]}"
     if len(tasks) > 1 and path[0] not in {"seed", *ASKING_SECTIONS} - {"task"}:
         raise ConfigError(
-            explain_refusal(
-                f"{word} does not say which of the {len(tasks)} tasks it is for",
-                allowed=f"{' or '.join(f'{name}.{dotted(path)}=...' for name in tasks)}; seed, and the"
-                f" sections {', '.join(ASKING_SECTIONS[1:])}",
-                next_step="put the task's name before it",
-            )
+            f"{word} does not say which of the {len(tasks)} tasks it is for",
+            allowed=f"{' or '.join(f'{name}.{dotted(path)}=...' for name in tasks)}; seed, and the"
+            f" sections {', '.join(ASKING_SECTIONS[1:])}",
+            next_step="put the task's name before it",
         )
     return word
 
@@ -230,9 +224,7 @@ def _complete(word: str) -> str:
 
 
 def _ignored(word: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        explain_refusal(f"{word} plays no part in asking a model", allowed=allowed, next_step="remove it")
-    )
+    return ConfigError(f"{word} plays no part in asking a model", allowed=allowed, next_step="remove it")
 
 
 def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
@@ -284,11 +276,9 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
     examples = task.examples(asking.split)
     if not 1 <= num_examples <= len(examples):
         raise ConfigError(
-            explain_refusal(
-                f"{num_examples} examples of the {asking.split.value} split of task {task.name}",
-                allowed=f"1 to {len(examples)}",
-                next_step="correct the number",
-            )
+            f"{num_examples} examples of the {asking.split.value} split of task {task.name}",
+            allowed=f"1 to {len(examples)}",
+            next_step="correct the number",
         )
 
     async def sample() -> list[Rollout]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError, explain_refusal
+from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.process import MAX_NICENESS, step_back
 from strop.record import Event, EventKind, RunDir
@@ -63,19 +63,15 @@ def probe_store(root: str, store: RecordStore | None = None) -> None:
             action()
         except RemoteDenied as error:
             raise CheckRefused(
-                explain_refusal(
-                    f"runs cannot be mirrored to {folder}: the right to {verb} objects is missing ({error})",
-                    allowed=f"credentials that may write, read, list and remove there; missing here: {right}",
-                    next_step=f"have {right} granted, or train without a mirror: store.mirror=false",
-                )
+                f"runs cannot be mirrored to {folder}: the right to {verb} objects is missing ({error})",
+                allowed=f"credentials that may write, read, list and remove there; missing here: {right}",
+                next_step=f"have {right} granted, or train without a mirror: store.mirror=false",
             ) from error
         except StoreError as error:
             raise CheckRefused(
-                explain_refusal(
-                    f"runs cannot be mirrored to {folder}: it did not pass a test to {verb} ({error})",
-                    allowed="a store that answers when a run begins",
-                    next_step="start again when it does, or train without a mirror: store.mirror=false",
-                )
+                f"runs cannot be mirrored to {folder}: it did not pass a test to {verb} ({error})",
+                allowed="a store that answers when a run begins",
+                next_step="start again when it does, or train without a mirror: store.mirror=false",
             ) from error
 
 
@@ -133,11 +129,9 @@ class Mirroring:
         except StoreError as error:
             if self._run_dir.latest_checkpoint() is None:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"the run cannot be mirrored to {self.uri} ({error})",
-                        allowed="a store that answers when a run begins",
-                        next_step="start again when it does, or train without a mirror: store.mirror=false",
-                    )
+                    f"the run cannot be mirrored to {self.uri} ({error})",
+                    allowed="a store that answers when a run begins",
+                    next_step="start again when it does, or train without a mirror: store.mirror=false",
                 ) from error
             # Training that has come this far is worth more than its mirror: the uploader tries again.
             self._announce("upload_failed", f"{self.uri} could not be claimed: {error}", is_alarm=True)
@@ -304,14 +298,10 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
     remote = find_remote_run(uri, settings=upload_settings(None))
     if remote is None or remote.step is None:
         raise CheckRefused(
-            explain_refusal(
-                f"nothing can be gone on with at {uri}: "
-                + (
-                    "no run is mirrored there" if remote is None else "the run has no complete checkpoint yet"
-                ),
-                allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
-                next_step="correct the URI, or leave --from out to begin anew",
-            )
+            f"nothing can be gone on with at {uri}: "
+            + ("no run is mirrored there" if remote is None else "the run has no complete checkpoint yet"),
+            allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
+            next_step="correct the URI, or leave --from out to begin anew",
         )
     _require_spec(uri, remote, resolved)
     output = resolved.spec.output
@@ -344,11 +334,9 @@ def _require_spec(uri: str, remote: RemoteRun, resolved: ResolvedSpec) -> None:
     mine, theirs = spec_digest(resolved.spec), remote.latest.run.spec_digest
     if mine != theirs:
         raise CheckRefused(
-            explain_refusal(
-                f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
-                allowed="the run file and overrides that the run was begun with",
-                next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
-            )
+            f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
+            allowed="the run file and overrides that the run was begun with",
+            next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
         )
 
 
@@ -363,9 +351,7 @@ def _compare_here(target: Path, remote: RemoteRun) -> str:
     if RunIdentity.of(run.state) == remote.latest.run and step >= (remote.step or 0):
         return f"{target} is here already, at step {step}, and goes on"
     raise CheckRefused(
-        explain_refusal(
-            f"{target} is here at step {step}, and {remote.uri} is at step {remote.step}",
-            allowed="a directory of the same run that is as far, or none",
-            next_step=f"move {target} away, and give the same command again",
-        )
+        f"{target} is here at step {step}, and {remote.uri} is at step {remote.step}",
+        allowed="a directory of the same run that is as far, or none",
+        next_step=f"move {target} away, and give the same command again",
     )

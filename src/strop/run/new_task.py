@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
 
 _REWARD = '''"""What a reply is worth."""
@@ -65,11 +65,9 @@ def write_new_task(name: str, folder: Path) -> list[Path]:
     """
     if not name.isidentifier() or not name.isascii() or not name.strip("_") or len(name) > _MAX_NAME:
         raise ConfigError(
-            explain_refusal(
-                f"a task called {name!r}",
-                allowed=f"{_MAX_NAME} letters, digits and underscores at most: its file is imported under it",
-                next_step="choose another name, for example my_task",
-            )
+            f"a task called {name!r}",
+            allowed=f"{_MAX_NAME} letters, digits and underscores at most: its file is imported under it",
+            next_step="choose another name, for example my_task",
         )
     rows = [
         {"question": f"What is {n} + {n + 1}?", "answer": str(2 * n + 1)} for n in range(2, 2 + _NUM_ROWS)
@@ -83,11 +81,9 @@ def write_new_task(name: str, folder: Path) -> list[Path]:
     there = [file for file in texts if (folder / file).exists()]
     if there:
         raise ConfigError(
-            explain_refusal(
-                f"{folder / there[0]} is there already",
-                allowed="a name whose files are all new",
-                next_step="choose another name, or remove the file",
-            )
+            f"{folder / there[0]} is there already",
+            allowed="a name whose files are all new",
+            next_step="choose another name, or remove the file",
         )
     paths = []
     for file, text in texts.items():

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.io import AtomicDirectory, FileLock, verify_directory
 from strop.io.leftovers import is_process_alive
 from strop.record import RunDir
@@ -57,11 +57,9 @@ def summarize_runs(root: Path) -> list[RunSummary]:
     """
     if not root.is_dir():
         raise StoreError(
-            explain_refusal(
-                f"{root} is no folder",
-                allowed="the folder that output.root names, with runs in it",
-                next_step="name it: `strop ls ROOT`",
-            )
+            f"{root} is no folder",
+            allowed="the folder that output.root names, with runs in it",
+            next_step="name it: `strop ls ROOT`",
         )
     paths = [path.parent for path in root.glob(f"*/{STATE_NAME}") if ".partial-" not in path.parent.name]
     found = [_summarize(path) for path in sorted(paths)]
@@ -144,11 +142,9 @@ def _refuse_undeclared(differences: Sequence[Difference], declared: Sequence[str
     if undeclared:
         shown = "; ".join(f"{found.key} {found.before!r} and {found.after!r}" for found in undeclared)
         raise CheckRefused(
-            explain_refusal(
-                f"the two differ in more than {', '.join(declared)}: {shown}",
-                allowed="a difference in the declared settings only",
-                next_step="declare these too with --vary, or repeat one run with the other's values",
-            )
+            f"the two differ in more than {', '.join(declared)}: {shown}",
+            allowed="a difference in the declared settings only",
+            next_step="declare these too with --vary, or repeat one run with the other's values",
         )
 
 
@@ -161,11 +157,9 @@ def _last_result(path: Path) -> EvalResult:
     results = read_results(path)
     if not results:
         raise StoreError(
-            explain_refusal(
-                f"run {path} has no evaluation",
-                allowed="a run with results in eval/, or a result that `strop eval --json` printed",
-                next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
-            )
+            f"run {path} has no evaluation",
+            allowed="a run with results in eval/, or a result that `strop eval --json` printed",
+            next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
         )
     return results[-1]
 
@@ -199,19 +193,15 @@ def export_checkpoint(source: Path, target: Path) -> Checkpoint:
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         raise ConfigError(
-            explain_refusal(
-                f"{source} is no run and no checkpoint",
-                allowed="a run directory, or checkpoints/step-NNNNNN inside one",
-                next_step="`strop ls` lists the runs here",
-            )
+            f"{source} is no run and no checkpoint",
+            allowed="a run directory, or checkpoints/step-NNNNNN inside one",
+            next_step="`strop ls` lists the runs here",
         )
     if target.exists():
         raise CheckRefused(
-            explain_refusal(
-                f"{target} exists",
-                allowed="a directory that does not exist yet",
-                next_step="choose another name, or remove it",
-            )
+            f"{target} exists",
+            allowed="a directory that does not exist yet",
+            next_step="choose another name, or remove it",
         )
     verify_directory(checkpoint.path)
     check_model_dir(checkpoint.model_path)

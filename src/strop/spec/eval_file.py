@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec import RunSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, format_value, show_path, show_value
@@ -72,12 +72,10 @@ class EvalFile:
         if self.model_uri is None or last_name(self.model_uri) == last_name(run.model.uri):
             return
         raise ConfigError(
-            explain_refusal(
-                f"model.uri={show_value(self.model_uri)} ({self.origin}), and the run whose checkpoints are"
-                f" evaluated trains {show_value(run.model.uri)}",
-                allowed="the run's model, or no model.uri: what is evaluated is the run's checkpoints",
-                next_step="remove model.uri from the evaluation's file, or name another file",
-            )
+            f"model.uri={show_value(self.model_uri)} ({self.origin}), and the run whose checkpoints are"
+            f" evaluated trains {show_value(run.model.uri)}",
+            allowed="the run's model, or no model.uri: what is evaluated is the run's checkpoints",
+            next_step="remove model.uri from the evaluation's file, or name another file",
         )
 
 
@@ -90,11 +88,9 @@ def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
     shown = show_path(os.fspath(path))
     if not Path(path).is_file():
         raise ConfigError(
-            explain_refusal(
-                f"the evaluation's file {shown} is not there",
-                allowed="a run file with a task, relative to the file that names it",
-                next_step="correct --eval-config or job.eval_config",
-            )
+            f"the evaluation's file {shown} is not there",
+            allowed="a run file with a task, relative to the file that names it",
+            next_step="correct --eval-config or job.eval_config",
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
     values = {place: leaf.value for place, leaf in given.items()}
@@ -140,4 +136,4 @@ def is_of_file(path: Path) -> bool:
 
 
 def _wrong(given: str, allowed: str, next_step: str) -> ConfigError:
-    return ConfigError(explain_refusal(given, allowed=allowed, next_step=next_step))
+    return ConfigError(given, allowed=allowed, next_step=next_step)

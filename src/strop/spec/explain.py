@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, show_text
 from strop.spec.own_tasks import UserTaskSpec
@@ -87,11 +87,9 @@ def _parse(key: str) -> KeyPath:
 def _unknown(path: KeyPath) -> ConfigError:
     near = near_keys(path)
     return ConfigError(
-        explain_refusal(
-            f"unknown key {show_text(dotted(path))}",
-            allowed=", ".join(valid_names(path)),
-            next_step=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
-        )
+        f"unknown key {show_text(dotted(path))}",
+        allowed=", ".join(valid_names(path)),
+        next_step=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
     )
 
 
@@ -145,11 +143,9 @@ def _explain_site(path: KeyPath) -> Explanation:
         names = {dotted(one) for one in found}
         near = difflib.get_close_matches(dotted(path), names, n=3)
         raise ConfigError(
-            explain_refusal(
-                f"unknown key {show_text(dotted(path))}",
-                allowed=f"{SITES_TABLE}.KIND.SETTING with a KIND of {', '.join(SECTIONS)}",
-                next_step=f"did you mean {' or '.join(near)}?" if near else f"`strop explain {SITES_TABLE}`",
-            )
+            f"unknown key {show_text(dotted(path))}",
+            allowed=f"{SITES_TABLE}.KIND.SETTING with a KIND of {', '.join(SECTIONS)}",
+            next_step=f"did you mean {' or '.join(near)}?" if near else f"`strop explain {SITES_TABLE}`",
         )
     description = "Profiles of sites, in strop-sites.toml as [sites.NAME]; told apart by `backend`."
     if len(path) > 1:

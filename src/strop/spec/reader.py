@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError, format_error
 from strop.spec.base import DEFAULT, SpecConflict
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
 from strop.spec.job import GPU_SPLIT
@@ -170,7 +170,7 @@ def _setting_path(location: tuple[int | str, ...], task: str | None) -> KeyPath:
 def _missing(path: KeyPath) -> str:
     path = ("task", "name") if path == ("task",) else path
     allowed = "; ".join(dict.fromkeys(_allowed(path, None)))
-    return explain_refusal(
+    return format_error(
         f"{dotted(path)} is missing",
         allowed=allowed,
         next_step=f"add it to the run file; `strop explain {dotted(path)}` says what it means",
@@ -185,7 +185,7 @@ def _foreign_key(path: KeyPath, task: str | None, origins: Mapping[str, str]) ->
     """Refuse a setting that belongs to another task than the one named."""
     names = [s.path[1] for s in settings() if s.path[0] == "task" and s.variant in (None, variant_of(task))]
     near = [key for key in near_keys(path) if key != dotted(path) and key.removeprefix("task.") in names]
-    return explain_refusal(
+    return format_error(
         f"{dotted(path)} ({origins.get(dotted(path), DEFAULT)}) is no setting of task {show_value(task)}",
         allowed=", ".join(names) + " in task",
         next_step=f"did you mean {' or '.join(near)}?" if near else "remove it, or name another task",
@@ -197,7 +197,7 @@ def _wrong_value(path: KeyPath, value: Any, task: str | None, origins: Mapping[s
     origin = origins.get(key, DEFAULT)
     allowed = _allowed(path, task) or ["texts, finite numbers, true, false, lists and tables"]
     shown = NULL_WORD if value is None else show_value(value)
-    return explain_refusal(
+    return format_error(
         f"{key}={shown} ({origin}) is not allowed",
         allowed="; ".join(dict.fromkeys(allowed)),
         next_step=_advice(path, value, task),
@@ -358,9 +358,7 @@ def require_sft(resolved: ResolvedSpec) -> None:
         return
     origin = resolved.origins.get("train.terms", DEFAULT)
     raise ConfigError(
-        explain_refusal(
-            f"`strop sft` was given a run file with train.terms={terms!r} ({origin})",
-            allowed="train.terms = 'sft' here; `strop train` runs any run file",
-            next_step="set train.terms and sft.source, or use `strop train`",
-        )
+        f"`strop sft` was given a run file with train.terms={terms!r} ({origin})",
+        allowed="train.terms = 'sft' here; `strop train` runs any run file",
+        next_step="set train.terms and sft.source, or use `strop train`",
     )

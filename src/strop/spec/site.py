@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError, format_error
 from strop.spec.base import Section
 from strop.spec.display import credential_form, dotted, show_value, walk_values
 from strop.spec.job import DURATION_HELP, DURATION_PATTERN
@@ -317,11 +317,9 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
             or not all(isinstance(one, dict) for one in tables.values())
         ):
             raise ConfigError(
-                explain_refusal(
-                    f"{tree.origin((strange[0],)) if strange else tree.shown} holds no table of sites",
-                    allowed=f"tables [{SITES_TABLE}.NAME], one for each site",
-                    next_step="correct the file",
-                )
+                f"{tree.origin((strange[0],)) if strange else tree.shown} holds no table of sites",
+                allowed=f"tables [{SITES_TABLE}.NAME], one for each site",
+                next_step="correct the file",
             )
     return trees
 
@@ -333,13 +331,11 @@ def _unknown_site(
     near = difflib.get_close_matches(name, known, n=1)
     looked = " and ".join(str(path) for path in site_files(project_path, environ))
     return ConfigError(
-        explain_refusal(
-            f"there is no site {show_value(name)}; looked in {looked}",
-            allowed=", ".join(dict.fromkeys(known)),
-            next_step=f"did you mean {near[0]}?"
-            if near
-            else f"write a table [{SITES_TABLE}.{name}] in one of them",
-        )
+        f"there is no site {show_value(name)}; looked in {looked}",
+        allowed=", ".join(dict.fromkeys(known)),
+        next_step=f"did you mean {near[0]}?"
+        if near
+        else f"write a table [{SITES_TABLE}.{name}] in one of them",
     )
 
 
@@ -349,11 +345,9 @@ def _refuse_credentials(table: Mapping[str, Any], name: str, origins: Mapping[An
         form = next(filter(None, map(credential_form, texts)), None)
         if form is not None:
             raise ConfigError(
-                explain_refusal(
-                    f"{SITES_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')}) looks like {form}",
-                    allowed="the name of an environment variable in `secrets`; no secret itself",
-                    next_step="put the value into your environment, and its name into `secrets`",
-                )
+                f"{SITES_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')}) looks like {form}",
+                allowed="the name of an environment variable in `secrets`; no secret itself",
+                next_step="put the value into your environment, and its name into `secrets`",
             )
 
 
@@ -365,20 +359,20 @@ def _explain(detail: Any, table: Mapping[str, Any], name: str, origins: Mapping[
     where = origins.get(path) or next((text for key, text in origins.items() if key[:1] == path[:1]), "")
     where = f" ({where})" if where else ""
     if section is None:
-        return explain_refusal(
+        return format_error(
             f"{SITES_TABLE}.{name}.backend={show_value(backend)} is no kind of site",
             allowed=", ".join(BACKENDS),
             next_step="set backend",
         )
     if detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(path[-1], section.model_fields, n=1)
-        return explain_refusal(
+        return format_error(
             f"unknown key {shown}{where}",
             allowed=", ".join(section.model_fields),
             next_step=f"did you mean {near[0]}?" if near else "remove it",
         )
     field = section.model_fields.get(path[0]) if path else None
-    return explain_refusal(
+    return format_error(
         f"{shown}={show_value(detail['input'])}{where} is not allowed: {detail['msg']}",
         allowed=(field.description if field and field.description else "what the profile's setting says"),
         next_step="correct it",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError, format_error
 from strop.spec.base import MAX_DEPTH
 from strop.spec.display import (
     NULL_WORD,
@@ -93,12 +93,10 @@ def _read_chain(path: str) -> list[Tree]:
         if identity in seen:
             origin = trees[-1].origin((EXTENDS,))
             raise ConfigError(
-                explain_refusal(
-                    f"extends={show_text(trees[-1].values[EXTENDS])} ({origin}) leads back to a file"
-                    f" that was read already: {' -> '.join(tree.shown for tree in trees)}",
-                    allowed="a chain of files that ends",
-                    next_step="remove one of the extends",
-                )
+                f"extends={show_text(trees[-1].values[EXTENDS])} ({origin}) leads back to a file"
+                f" that was read already: {' -> '.join(tree.shown for tree in trees)}",
+                allowed="a chain of files that ends",
+                next_step="remove one of the extends",
             )
         seen.append(identity)
         trees.append(read_tree(next_path))
@@ -112,20 +110,16 @@ def _extended_path(path: str, tree: Tree) -> str | None:
     given, origin = tree.values[EXTENDS], tree.origin((EXTENDS,))
     if not isinstance(given, str) or not given or not given.isprintable():
         raise ConfigError(
-            explain_refusal(
-                f"{EXTENDS}={show_value(given)} ({origin}) is not the name of a file",
-                allowed="one run file, relative to the file that names it",
-                next_step='write it like extends = "base.toml"',
-            )
+            f"{EXTENDS}={show_value(given)} ({origin}) is not the name of a file",
+            allowed="one run file, relative to the file that names it",
+            next_step='write it like extends = "base.toml"',
         )
     extended = os.path.normpath(os.path.join(os.path.dirname(path), os.path.expanduser(given)))
     if not os.path.exists(extended):
         raise ConfigError(
-            explain_refusal(
-                f"{EXTENDS}={show_text(given)} ({origin}) does not exist: looked for {show_path(extended)}",
-                allowed="an existing run file, relative to the file that names it",
-                next_step="correct the name",
-            )
+            f"{EXTENDS}={show_text(given)} ({origin}) does not exist: looked for {show_path(extended)}",
+            allowed="an existing run file, relative to the file that names it",
+            next_step="correct the name",
         )
     return extended
 
@@ -149,12 +143,10 @@ def _refuse_contradictions(found: list[Leaf]) -> None:
         if not _is_same(earlier.value, leaf.value):
             key = dotted(leaf.path)
             raise ConfigError(
-                explain_refusal(
-                    f"override {key}={show_value(earlier.value)} and override {key}={show_value(leaf.value)}"
-                    " contradict each other",
-                    allowed="one value per setting",
-                    next_step="remove one of the two",
-                )
+                f"override {key}={show_value(earlier.value)} and override {key}={show_value(leaf.value)}"
+                " contradict each other",
+                allowed="one value per setting",
+                next_step="remove one of the two",
             )
 
 
@@ -208,7 +200,7 @@ def _finish(found: list[Leaf], folder: str, *, is_open: bool) -> Leaves:
 def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
     """Return why no setting takes this leaf, or None."""
     if _is_too_deep(leaf.value):
-        return explain_refusal(
+        return format_error(
             f"a value is nested more than {MAX_DEPTH} deep ({leaf.origin})",
             allowed=f"tables and lists of depth {MAX_DEPTH} at most",
             next_step="flatten the value",
@@ -216,7 +208,7 @@ def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
     credential = _credential(leaf.path, leaf.value)
     if credential is not None:
         # Neither key nor value is shown: either may be the secret.
-        return explain_refusal(
+        return format_error(
             f"{leaf.origin} holds {credential}",
             allowed="no credentials in a run file, because it is copied into every run's records",
             next_step="remove it, withdraw it if the file was shared, and set it in the environment",
@@ -224,7 +216,7 @@ def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
     if is_table(leaf.path):
         is_free = leaf.path[:2] in FREE_TABLES
         names = "" if is_free else ": " + ", ".join(valid_names((*leaf.path, "")))
-        return explain_refusal(
+        return format_error(
             f"{_shown(leaf)} is no table",
             allowed="a table of settings" + names,
             next_step=f"write [{dotted(leaf.path)}] with its settings below",
@@ -242,14 +234,14 @@ def _shown(leaf: Leaf) -> str:
 def _unknown_key(leaf: Leaf) -> str:
     key = dotted(leaf.path)
     if leaf.path == (EXTENDS,):
-        return explain_refusal(
+        return format_error(
             f"{_shown(leaf)} came too late",
             allowed=f"{EXTENDS} inside a run file only",
             next_step="write it into the file",
         )
     near = near_keys(leaf.path)
     place = f" in {leaf.path[0]}" if len(leaf.path) > 1 and leaf.path[0] in section_names() else ""
-    return explain_refusal(
+    return format_error(
         f"unknown key {show_path(key)} ({leaf.origin})",
         allowed=", ".join(valid_names(leaf.path)) + place,
         next_step=f"did you mean {' or '.join(near)}?" if near else "remove it",
@@ -363,11 +355,9 @@ def _parse_value(value: str) -> Any:
 
 def _malformed(text: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            f"override {show_text(text)} is not understood",
-            allowed="key=value with a dotted key, for example train.steps=10",
-            next_step="correct it; `strop explain train` lists the settings of a section",
-        )
+        f"override {show_text(text)} is not understood",
+        allowed="key=value with a dotted key, for example train.steps=10",
+        next_step="correct it; `strop explain train` lists the settings of a section",
     )
 
 
@@ -431,10 +421,8 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
         return text
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise ConfigError(
-            explain_refusal(
-                f"{dotted(path)}={show_text(text)} ({origin}) holds a control character",
-                allowed="a path of printable characters",
-                next_step="correct the path",
-            )
+            f"{dotted(path)}={show_text(text)} ({origin}) holds a control character",
+            allowed="a path of printable characters",
+            next_step="correct the path",
         )
     return os.path.abspath(os.path.join(folder, os.path.expanduser(text)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.display import KeyPath, show_path
 
 MAX_FILE_BYTES = 256 * 1024
@@ -48,13 +48,11 @@ def read_tree(path: str) -> Tree:
     suffix = os.path.splitext(path)[1].lower()
     if suffix != SUFFIX:
         raise ConfigError(
-            explain_refusal(
-                f"run file {shown} has the suffix {suffix or '(none)'}",
-                allowed=f"a TOML file, which ends in {SUFFIX}",
-                next_step="write it as TOML"
-                if suffix in (".yaml", ".yml")
-                else "name the run file first, then key=value overrides",
-            )
+            f"run file {shown} has the suffix {suffix or '(none)'}",
+            allowed=f"a TOML file, which ends in {SUFFIX}",
+            next_step="write it as TOML"
+            if suffix in (".yaml", ".yml")
+            else "name the run file first, then key=value overrides",
         )
     text = _read_text(path, shown)
     folder = os.path.dirname(os.path.abspath(path))
@@ -66,11 +64,9 @@ def _read_text(path: str, shown: str) -> str:
     try:
         if os.path.isfile(path) and os.path.getsize(path) > MAX_FILE_BYTES:
             raise ConfigError(
-                explain_refusal(
-                    f"run file {shown} has {os.path.getsize(path)} bytes",
-                    allowed=f"at most {MAX_FILE_BYTES} bytes",
-                    next_step="name the run file, not its data",
-                )
+                f"run file {shown} has {os.path.getsize(path)} bytes",
+                allowed=f"at most {MAX_FILE_BYTES} bytes",
+                next_step="name the run file, not its data",
             )
         data = Path(path).read_bytes() if not os.path.isdir(path) else None
     except FileNotFoundError as error:
@@ -78,28 +74,22 @@ def _read_text(path: str, shown: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            explain_refusal(
-                f"run file {shown} cannot be read ({reason})",
-                allowed="a readable file",
-                next_step="check the path and its permissions",
-            )
+            f"run file {shown} cannot be read ({reason})",
+            allowed="a readable file",
+            next_step="check the path and its permissions",
         ) from error
     if data is None:
         raise ConfigError(
-            explain_refusal(
-                f"run file {shown} is a folder", allowed="a file", next_step="name a run file inside it"
-            )
+            f"run file {shown} is a folder", allowed="a file", next_step="name a run file inside it"
         )
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            explain_refusal(
-                f"run file {shown} is not UTF-8 (line {line}, byte {error.start})",
-                allowed="UTF-8 text",
-                next_step="save the file as UTF-8",
-            )
+            f"run file {shown} is not UTF-8 (line {line}, byte {error.start})",
+            allowed="UTF-8 text",
+            next_step="save the file as UTF-8",
         ) from error
 
 
@@ -114,9 +104,7 @@ def _missing_file(path: str, shown: str) -> ConfigError:
     wanted = os.path.splitext(os.path.basename(path))[0]
     near = [stems[stem] for stem in difflib.get_close_matches(wanted, list(stems), n=3, cutoff=0.6)]
     hint = f"did you mean {', '.join(map(show_path, near))}?" if near else "check the path"
-    return ConfigError(
-        explain_refusal(f"run file {shown} does not exist", allowed="an existing file", next_step=hint)
-    )
+    return ConfigError(f"run file {shown} does not exist", allowed="an existing file", next_step=hint)
 
 
 def _parse_toml(text: str, shown: str) -> dict[str, Any]:
@@ -138,11 +126,9 @@ def _parse_toml(text: str, shown: str) -> dict[str, Any]:
 def _unparsable(shown: str, reason: str, line: int | None) -> ConfigError:
     where = shown if line is None else f"{shown}:{line}"
     return ConfigError(
-        explain_refusal(
-            f"run file {where} cannot be read as TOML: {show_path(reason)}",
-            allowed="valid TOML in which every key is written once",
-            next_step="correct that line" if line is not None else "correct the file",
-        )
+        f"run file {where} cannot be read as TOML: {show_path(reason)}",
+        allowed="valid TOML in which every key is written once",
+        next_step="correct that line" if line is not None else "correct the file",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from strop.errors import HubUnreachable, RemoteMissing, explain_refusal, split_refusal
+from strop.errors import HubUnreachable, RemoteMissing, split_error
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.store.hub import HubStore, ask_hub, find_cached_file, offline_refusal, probe_hub
@@ -226,11 +226,9 @@ def _require_local(missing: list[str], source: str, file: str | None = None) -> 
     name = source if file is None else f"{file} of {source}"
     missing.append(name)
     raise RemoteMissing(
-        explain_refusal(
-            f"{name} is not on this machine",
-            allowed="a local copy, because nothing may be asked for here",
-            next_step="run `strop train` or `strop eval`, which fetch it",
-        )
+        f"{name} is not on this machine",
+        allowed="a local copy, because nothing may be asked for here",
+        next_step="run `strop train` or `strop eval`, which fetch it",
     )
 
 
@@ -250,11 +248,9 @@ def _from_second(source: str, file: str, first_error: RemoteMissing) -> Path:
         return _from_hub(source, file)
     except (RemoteMissing, HubUnreachable) as error:
         raise type(error)(
-            explain_refusal(
-                f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
-                allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
-                next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
-            )
+            f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
+            allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
+            next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
         ) from error
 
 
@@ -290,4 +286,4 @@ def _cache_dir(uri: str) -> Path:
 
 
 def _given(error: Exception) -> str:
-    return split_refusal(str(error))[0]
+    return split_error(str(error))[0]

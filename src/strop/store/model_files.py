@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io.atomic import (
     digest_of_files,
     hash_files,
@@ -48,11 +48,9 @@ def check_model_dir(path: Path) -> None:
     if missing:
         found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            explain_refusal(
-                f"{path} is not a model directory: {', '.join(missing)} missing; found {found}",
-                allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
-                next_step="point to the directory that holds config.json, or export the model again",
-            )
+            f"{path} is not a model directory: {', '.join(missing)} missing; found {found}",
+            allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
+            next_step="point to the directory that holds config.json, or export the model again",
         )
 
 
@@ -109,11 +107,9 @@ def _shard_names(index_path: Path) -> list[str]:
         return sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{index_path} is not an index of weights ({error})",
-                allowed='a JSON object whose "weight_map" names the file of each tensor',
-                next_step="fetch or export the model again",
-            )
+            f"{index_path} is not an index of weights ({error})",
+            allowed='a JSON object whose "weight_map" names the file of each tensor',
+            next_step="fetch or export the model again",
         ) from error
 
 

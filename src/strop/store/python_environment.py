@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.io.atomic import write_bytes_atomically
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
@@ -86,13 +86,11 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
         return environment.python
     if is_offline():
         raise StoreError(
-            explain_refusal(
-                f"the environment of {environment.name} is not in {environment.path}, and offline mode"
-                " forbids to make it",
-                allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
-                next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE"
-                " and HF_HUB_OFFLINE",
-            )
+            f"the environment of {environment.name} is not in {environment.path}, and offline mode"
+            " forbids to make it",
+            allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
+            next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE"
+            " and HF_HUB_OFFLINE",
         )
     environment.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(environment.path.with_name(f"{environment.name}.lock")):
@@ -142,9 +140,7 @@ def _run(command: list[str], environment: PythonEnvironment) -> None:
 
 def _failed(command: list[str], environment: PythonEnvironment, why: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"the environment of {environment.name} could not be made: `{' '.join(command)}` failed ({why})",
-            allowed="a machine where pip finds these exact packages",
-            next_step="mend what the last line names and start the same command again",
-        )
+        f"the environment of {environment.name} could not be made: `{' '.join(command)}` failed ({why})",
+        allowed="a machine where pip finds these exact packages",
+        next_step="mend what the last line names and start the same command again",
     )

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.errors import RemoteMissing, StoreError, explain_refusal
+from strop.errors import RemoteMissing, StoreError
 from strop.io.atomic import (
     MANIFEST_NAME,
     FileRecord,
@@ -318,11 +318,9 @@ class RecordStore:
         if (found.st_size, found.st_mtime_ns) != (record.size_bytes, record.mtime_ns):
             self._objects.remove(uri)
             raise StoreError(
-                explain_refusal(
-                    f"{path} changed while it was sent to {uri}",
-                    allowed="files that no program writes to meanwhile",
-                    next_step="start the same command again when the writer is done",
-                )
+                f"{path} changed while it was sent to {uri}",
+                allowed="files that no program writes to meanwhile",
+                next_step="start the same command again when the writer is done",
             )
 
     def _not_there(self, uri: str) -> RemoteMissing:
@@ -333,11 +331,9 @@ class RecordStore:
             else f"{uri} is not in the store, or not with its promised size and content"
         )
         return RemoteMissing(
-            explain_refusal(
-                given,
-                allowed=f"a record that was sent whole, whose {MANIFEST_NAME} came last, or a single object",
-                next_step="send it, or go on sending it, with `strop stage RUN.toml`",
-            )
+            given,
+            allowed=f"a record that was sent whole, whose {MANIFEST_NAME} came last, or a single object",
+            next_step="send it, or go on sending it, with `strop stage RUN.toml`",
         )
 
 
@@ -442,29 +438,23 @@ def _make_directory(path: Path) -> None:
 
 def _taken(path: Path) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} exists already and is not the record that was asked for",
-            allowed="a name that is free, or that very record, complete",
-            next_step=f"choose another name or remove {path.name} first",
-        )
+        f"{path} exists already and is not the record that was asked for",
+        allowed="a name that is free, or that very record, complete",
+        next_step=f"choose another name or remove {path.name} first",
     )
 
 
 def _other_record(uri: str, name: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{uri} holds a complete record of other content: {name} differs",
-            allowed="a place that is free, or that has these very files",
-            next_step="pin the revision that is there, or replace it with `strop stage RUN.toml --replace`",
-        )
+        f"{uri} holds a complete record of other content: {name} differs",
+        allowed="a place that is free, or that has these very files",
+        next_step="pin the revision that is there, or replace it with `strop stage RUN.toml --replace`",
     )
 
 
 def _no_source(path: Path) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} cannot be sent: there is no file",
-            allowed="a file, or a directory with at least one",
-            next_step="correct the path",
-        )
+        f"{path} cannot be sent: there is no file",
+        allowed="a file, or a directory with at least one",
+        next_step="correct the path",
     )

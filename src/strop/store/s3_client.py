@@ -26,7 +26,6 @@ from strop.errors import (
     RemoteMissing,
     RemoteUnreachable,
     StoreError,
-    explain_refusal,
 )
 
 T = TypeVar("T")
@@ -104,11 +103,9 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                "s3:// needs the package boto3, which is not installed",
-                allowed="a store in a directory, or S3 with boto3",
-                next_step=INSTALL,
-            )
+            "s3:// needs the package boto3, which is not installed",
+            allowed="a store in a directory, or S3 with boto3",
+            next_step=INSTALL,
         ) from error
     is_foreign = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
     config = Config(
@@ -130,11 +127,9 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         return boto3.session.Session(region_name=region).client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
-            explain_refusal(
-                f"the S3 client cannot be made ({error})",
-                allowed="AWS_ENDPOINT_URL as http(s)://host, and a profile and region that exist",
-                next_step="correct the variable or ~/.aws/config",
-            )
+            f"the S3 client cannot be made ({error})",
+            allowed="AWS_ENDPOINT_URL as http(s)://host, and a profile and region that exist",
+            next_step="correct the variable or ~/.aws/config",
         ) from error
 
 
@@ -192,27 +187,21 @@ def _refusal(uri: str, doing: str, failure: Exception) -> StoreError:
         return missing(uri, _code_of(failure))
     if status == _CHANGED_STATUS:
         return StoreError(
-            explain_refusal(
-                f"{uri} changed while it was {doing} ({cause})",
-                allowed="one writer at a time, and none while it is read",
-                next_step="start the same command again when the writer is done",
-            )
+            f"{uri} changed while it was {doing} ({cause})",
+            allowed="one writer at a time, and none while it is read",
+            next_step="start the same command again when the writer is done",
         )
     if status == 0 or status in _REFUSED_STATUS:
         return RemoteDenied(
-            explain_refusal(
-                f"{uri} could not be {doing}: the store refuses us ({cause})",
-                allowed="credentials that may list, read and write below this URI",
-                next_step="set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or have the right"
-                " named above granted",
-            )
+            f"{uri} could not be {doing}: the store refuses us ({cause})",
+            allowed="credentials that may list, read and write below this URI",
+            next_step="set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or have the right"
+            " named above granted",
         )
     return StoreError(
-        explain_refusal(
-            f"{uri} could not be {doing} ({cause})",
-            allowed="a request that the store understands",
-            next_step="check the bucket's region (AWS_REGION) and the endpoint (AWS_ENDPOINT_URL)",
-        )
+        f"{uri} could not be {doing} ({cause})",
+        allowed="a request that the store understands",
+        next_step="check the bucket's region (AWS_REGION) and the endpoint (AWS_ENDPOINT_URL)",
     )
 
 
@@ -220,22 +209,18 @@ def missing(uri: str, code: str = "") -> RemoteMissing:
     """Build the error for an object that is not there."""
     what = "its bucket does not exist" if code == "NoSuchBucket" else "there is no such object"
     return RemoteMissing(
-        explain_refusal(
-            f"{uri} cannot be had: {what}",
-            allowed="an object or a record that was put there",
-            next_step="check the URI, or send it there with `strop stage RUN.toml`",
-        )
+        f"{uri} cannot be had: {what}",
+        allowed="an object or a record that was put there",
+        next_step="check the URI, or send it there with `strop stage RUN.toml`",
     )
 
 
 def _unreachable(uri: str, doing: str, failure: Exception, num_attempts: int) -> RemoteUnreachable:
     cause = " ".join(str(failure).split())
     return RemoteUnreachable(
-        explain_refusal(
-            f"{uri} could not be {doing} in {num_attempts} attempts ({type(failure).__name__}: {cause})",
-            allowed="a store that answers",
-            next_step="start the same command again: what has arrived is not moved twice",
-        )
+        f"{uri} could not be {doing} in {num_attempts} attempts ({type(failure).__name__}: {cause})",
+        allowed="a store that answers",
+        next_step="start the same command again: what has arrived is not moved twice",
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import BoundedSemaphore, local
 from typing import Any
 
-from strop.errors import CorruptRecord, StoreError, explain_refusal
+from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import explain_write_failure
 from strop.store.contract import StoredObject
 from strop.store.s3_client import (
@@ -456,10 +456,8 @@ def _is_etag(answer: dict[str, Any], md5: str) -> bool:
 
 def _altered(uri: str, doing: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{uri} was {doing} {NUM_WHOLE_ATTEMPTS} times, and its SHA-256 was wrong every time",
-            allowed="the content that was promised",
-            next_step="send it anew with `strop stage RUN.toml --replace`; if that fails, the store or the"
-            " way to it is at fault",
-        )
+        f"{uri} was {doing} {NUM_WHOLE_ATTEMPTS} times, and its SHA-256 was wrong every time",
+        allowed="the content that was promised",
+        next_step="send it anew with `strop stage RUN.toml --replace`; if that fails, the store or the"
+        " way to it is at fault",
     )

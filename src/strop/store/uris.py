@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 ALLOWED_URIS = "a directory, s3://bucket/prefix, hf://org/name, or hf://datasets/org/name"
 # Letters, digits, dots and hyphens, 3 to 63. Source: the bucket naming rules of Amazon S3.
@@ -89,6 +89,4 @@ def require_known_scheme(uri: str) -> None:
 
 
 def _refuse(uri: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        explain_refusal(f"{uri} is not a place of a store", allowed=allowed, next_step="correct the URI")
-    )
+    return ConfigError(f"{uri} is not a place of a store", allowed=allowed, next_step="correct the URI")

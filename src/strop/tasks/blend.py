@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from strop import __version__
-from strop.errors import DataError, StropError, explain_refusal
+from strop.errors import DataError, StropError
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
 from strop.spec.task_base import PROMPTING
@@ -242,12 +242,10 @@ class Blend:
                     part.task.verify(example, "")
             except (StropError, LookupError, TypeError, ValueError) as error:
                 raise DataError(
-                    explain_refusal(
-                        f"part {part.label} of the blend cannot judge example {example.example_id} of task"
-                        f" {example.task} ({type(error).__name__}: {error})",
-                        allowed="parts whose verifier knows the columns of the data",
-                        next_step=f"remove task.parts.{part.label}, or name another verifier there",
-                    )
+                    f"part {part.label} of the blend cannot judge example {example.example_id} of task"
+                    f" {example.task} ({type(error).__name__}: {error})",
+                    allowed="parts whose verifier knows the columns of the data",
+                    next_step=f"remove task.parts.{part.label}, or name another verifier there",
                 ) from error
 
 

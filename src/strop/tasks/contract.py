@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from strop.errors import explain_refusal
+from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 
 
@@ -148,7 +148,7 @@ def _fail(outcome: Outcome, reward: float, limits: TaskLimits) -> Failure:
     return Failure(
         owner=FailureOwner.TASK,
         kind=CEILING if reward > limits.max_reward else IMPOSSIBLE,
-        detail=explain_refusal(
+        detail=format_error(
             f"a score of {reward:g} ({given})",
             allowed=f"{bounds}, what the task says that a reply can earn; the rollout is masked",
             next_step="mend the grader, or correct the task's max_reward and min_reward",

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
@@ -84,12 +84,10 @@ class Curriculum(TaskWrapper):
         kept = [entry for entry in known if self._is_within(entry)]
         if not kept:
             raise DataError(
-                explain_refusal(
-                    f"none of {len(entries)} examples in {spec.order_file} has a solved_frac from"
-                    f" {spec.min_solved_frac:g} to {spec.max_solved_frac:g}",
-                    allowed="bounds that leave at least one example",
-                    next_step="widen task.min_solved_frac and task.max_solved_frac",
-                )
+                f"none of {len(entries)} examples in {spec.order_file} has a solved_frac from"
+                f" {spec.min_solved_frac:g} to {spec.max_solved_frac:g}",
+                allowed="bounds that leave at least one example",
+                next_step="widen task.min_solved_frac and task.max_solved_frac",
             )
         left_out = {
             "of the order file, without an example": len(entries) - len(known),
@@ -104,11 +102,9 @@ class Curriculum(TaskWrapper):
         if (spec.min_solved_frac, spec.max_solved_frac) == (0.0, 1.0):
             return True
         raise DataError(
-            explain_refusal(
-                f"{spec.order_file} has no solved_frac for example {entry.example_id}, and the run bounds it",
-                allowed="a file with the solved share of every example, or no bounds",
-                next_step="make the file from an evaluation with several samples, or remove the bounds",
-            )
+            f"{spec.order_file} has no solved_frac for example {entry.example_id}, and the run bounds it",
+            allowed="a file with the solved share of every example, or no bounds",
+            next_step="make the file from an evaluation with several samples, or remove the bounds",
         )
 
 
@@ -122,11 +118,9 @@ def read_order_file(path: Path) -> list[OrderEntry]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            explain_refusal(
-                f"order file {path} cannot be read ({error})",
-                allowed="a JSONL file with one example_id a line",
-                next_step="correct task.order_file",
-            )
+            f"order file {path} cannot be read ({error})",
+            allowed="a JSONL file with one example_id a line",
+            next_step="correct task.order_file",
         ) from error
     entries: dict[str, OrderEntry] = {}
     for number, line in enumerate(lines, start=1):
@@ -164,11 +158,9 @@ def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:
 
 def _malformed(path: Path, number: int, given: str) -> DataError:
     return DataError(
-        explain_refusal(
-            f"line {number} of order file {path} is {given}",
-            allowed="an object with an example_id that stands nowhere else, and a solved_frac from 0 to 1",
-            next_step="mend or remove the line",
-        )
+        f"line {number} of order file {path} is {given}",
+        allowed="an object with an example_id that stands nowhere else, and a solved_frac from 0 to 1",
+        next_step="mend or remove the line",
     )
 
 
@@ -181,10 +173,8 @@ def _refuse_unmatched(spec: TaskSpec, entries: Sequence[OrderEntry], by_id: dict
         near = get_close_matches(example_id, by_id, n=1)
         shown.append(f"{example_id} (nearest: {near[0]})" if near else example_id)
     raise DataError(
-        explain_refusal(
-            f"{len(unmatched)} of {len(entries)} ids in {spec.order_file} are no training examples of the"
-            f" task: {', '.join(shown)}",
-            allowed=f"at most task.max_unmatched_ids={spec.max_unmatched_ids}",
-            next_step="make the file anew with this task's settings and data, or raise that number",
-        )
+        f"{len(unmatched)} of {len(entries)} ids in {spec.order_file} are no training examples of the"
+        f" task: {', '.join(shown)}",
+        allowed=f"at most task.max_unmatched_ids={spec.max_unmatched_ids}",
+        next_step="make the file anew with this task's settings and data, or raise that number",
     )

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import MixtureSpec
 from strop.tasks.contract import Task, TaskLimits
@@ -225,20 +225,16 @@ def _train_examples(part: _Part) -> Sequence[Example]:
     examples = part.task.examples(Split.TRAIN)
     if part.count is not None and part.count > len(examples):
         raise DataError(
-            explain_refusal(
-                f"task.parts.{part.label}.count={part.count}",
-                allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
-                next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
-            )
+            f"task.parts.{part.label}.count={part.count}",
+            allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
+            next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
         )
     return examples[: part.count]
 
 
 def _duplicate(example: Example, first: str, second: str) -> DataError:
     return DataError(
-        explain_refusal(
-            f"example {example.example_id} is in part {first} and in part {second}",
-            allowed="parts that share no example: it would be trained on twice, or held out and trained on",
-            next_step=f"remove one of the two parts, or use task.parts.{first}.repeat",
-        )
+        f"example {example.example_id} is in part {first} and in part {second}",
+        allowed="parts that share no example: it would be trained on twice, or held out and trained on",
+        next_step=f"remove one of the two parts, or use task.parts.{first}.repeat",
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message
 from strop.tokenizer import Tokenizer
 
@@ -70,11 +70,9 @@ def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | st
     """
     if prompt_format not in {format_.value for format_ in PromptFormat}:
         raise ConfigError(
-            explain_refusal(
-                f"model.prompt_format={prompt_format}",
-                allowed=", ".join(PromptFormat),
-                next_step="set model.prompt_format=auto",
-            )
+            f"model.prompt_format={prompt_format}",
+            allowed=", ".join(PromptFormat),
+            next_step="set model.prompt_format=auto",
         )
     wanted = PromptFormat(prompt_format)
     if wanted is PromptFormat.AUTO:
@@ -105,11 +103,9 @@ def render_prompt(
     prompt_ids = tokenizer.encode(text)
     if not len(prompt_ids):
         raise DataError(
-            explain_refusal(
-                f"a prompt of {len(messages)} messages has no token",
-                allowed="prompts with at least one token",
-                next_step="make the task's render() return a message with content",
-            )
+            f"a prompt of {len(messages)} messages has no token",
+            allowed="prompts with at least one token",
+            next_step="make the task's render() return a message with content",
         )
     return text, prompt_ids
 
@@ -118,12 +114,10 @@ def _require_system_message(text: str, messages: Sequence[Message]) -> None:
     """Refuse a chat template that leaves a system message out: some know no such role, and do not say so."""
     if any(message.role == SYSTEM and message.content.strip() not in text for message in messages):
         raise ConfigError(
-            explain_refusal(
-                "the chat template of the model leaves out the system message (task.system_prompt, or the"
-                " data's own)",
-                allowed="a system message where the template writes it",
-                next_step="leave it out, and say the same in task.prompt_template",
-            )
+            "the chat template of the model leaves out the system message (task.system_prompt, or the"
+            " data's own)",
+            allowed="a system message where the template writes it",
+            next_step="leave it out, and say the same in task.prompt_template",
         )
 
 
@@ -134,11 +128,9 @@ def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thin
     """
     if thinking is Thinking.ON:
         raise ConfigError(
-            explain_refusal(
-                "task.thinking=on with a prompt in base format",
-                allowed="thinking=on where the prompt is a chat",
-                next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
-            )
+            "task.thinking=on with a prompt in base format",
+            allowed="thinking=on where the prompt is a chat",
+            next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
         )
     last = messages[-1] if messages else None
     if isinstance(last, PosedMessage) and last.base is not None:

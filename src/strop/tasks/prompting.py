@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.task import TaskSpec
 from strop.spec.template import fill, list_names
@@ -73,12 +73,10 @@ class Prompted(TaskWrapper):
             return (*before, last)
         if any(message.role == SYSTEM for message in before):
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of task {self.name} has a system message of its own,"
-                    " beside task.system_prompt",
-                    allowed="one of the two",
-                    next_step="leave out task.system_prompt, or take the system messages out of the data",
-                )
+                f"example {example.example_id} of task {self.name} has a system message of its own,"
+                " beside task.system_prompt",
+                allowed="one of the two",
+                next_step="leave out task.system_prompt, or take the system messages out of the data",
             )
         if isinstance(last, PosedMessage) and last.base is not None:
             last = replace(last, base=f"{system}\n\n{last.base}")
@@ -94,12 +92,10 @@ class Prompted(TaskWrapper):
         missing = [name for name in list_names(template) if name not in known]
         if missing:
             raise ConfigError(
-                explain_refusal(
-                    f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
-                    f" {self.name} does not have",
-                    allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
-                    next_step="correct the name; '{{' and '}}' stand for braces",
-                )
+                f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
+                f" {self.name} does not have",
+                allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
+                next_step="correct the name; '{{' and '}}' stand for braces",
             )
         text = fill(template, known)
         thinking = own.thinking if isinstance(own, PosedMessage) else Thinking.MODEL_DEFAULT

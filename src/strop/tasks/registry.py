@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.spec.run import code_of_task
 from strop.spec.task import (
@@ -119,11 +119,9 @@ def build_task(spec: TaskSpec) -> Task:
     task: Task = _build(spec)
     if isinstance(spec, UserTaskSpec) and task.name in TASK_SUMMARIES:
         raise ConfigError(
-            explain_refusal(
-                f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
-                allowed="a name that no built-in task has",
-                next_step="rename the class, or the entry point",
-            )
+            f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
+            allowed="a name that no built-in task has",
+            next_step="rename the class, or the entry point",
         )
     if spec.prompting:
         from strop.tasks.prompting import Prompted

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.task import Gsm8kSpec, MathSpec, RlvrIfevalSpec, RlvrMixedSpec
 from strop.tasks.answers import parse_number
@@ -113,11 +113,9 @@ class RlvrMixed(RowTask):
             return make_example(self.name, {**made.fields, "kind": kind}, None)
         if kind not in _KINDS:
             raise DataError(
-                explain_refusal(
-                    f"{row.place} is of dataset {dataset!r}",
-                    allowed=f"{', '.join(_KINDS)}, in any case",
-                    next_step="remove the row, or correct its column",
-                )
+                f"{row.place} is of dataset {dataset!r}",
+                allowed=f"{', '.join(_KINDS)}, in any case",
+                next_step="remove the row, or correct its column",
             )
         (answer,) = require_texts(row, "ground_truth")
         if kind == "gsm8k" and parse_number(answer) is None:

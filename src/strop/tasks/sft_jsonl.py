@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import Literal
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import SftJsonlSpec
 from strop.tasks.answers import parse_number, text_after_thinking
@@ -64,11 +64,9 @@ class SftJsonl(RowTask):
         """
         if example.answer is None:
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} has no gold",
-                    allowed="examples whose answer is known",
-                    next_step="add the key gold to the row",
-                )
+                f"example {example.example_id} has no gold",
+                allowed="examples whose answer is known",
+                next_step="add the key gold to the row",
             )
         kind = self._spec.answer
         found = _find(kind, text_after_thinking(text) or "")
@@ -130,13 +128,11 @@ class _Reader:
         )
         left = ", ".join(f"{number} {why}" for why, number in found.left_out.items()) or "none"
         raise DataError(
-            explain_refusal(
-                f"task.source={self._spec.source} with task.subset={self._spec.subset!r} has"
-                f" {len(found.train)} training and {len(found.held_out)} held-out examples; its rows are"
-                f" {seen}; left out: {left}",
-                allowed="at least one row with gold in each split",
-                next_step="correct task.subset, or add the key gold to the rows",
-            )
+            f"task.source={self._spec.source} with task.subset={self._spec.subset!r} has"
+            f" {len(found.train)} training and {len(found.held_out)} held-out examples; its rows are"
+            f" {seen}; left out: {left}",
+            allowed="at least one row with gold in each split",
+            next_step="correct task.subset, or add the key gold to the rows",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
 
@@ -127,12 +127,10 @@ def require_written(task: Task) -> None:
     asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
     if any(choices_of(task, example) for example in every_form(asked)):
         raise ConfigError(
-            explain_refusal(
-                f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
-                " samples nothing that could be reinforced",
-                allowed="such a task in `strop eval`, or as a part of a mixture, for its held-out examples",
-                next_step="train on a task whose replies the model writes",
-            )
+            f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
+            " samples nothing that could be reinforced",
+            allowed="such a task in `strop eval`, or as a part of a mixture, for its held-out examples",
+            next_step="train on a task whose replies the model writes",
         )
 
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.spec.task import TaskSpec
 from strop.spec.task_base import PROMPTING
 from strop.tasks.contract import TaskLimits
@@ -76,10 +76,8 @@ def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
         return limits
     if max_reply_tokens > limits.max_reply_tokens:
         raise ConfigError(
-            explain_refusal(
-                f"task.max_reply_tokens={max_reply_tokens}",
-                allowed=f"1 to {limits.max_reply_tokens}, the task's own limit, or none for that limit",
-                next_step=f"set task.max_reply_tokens to {limits.max_reply_tokens} or leave it out",
-            )
+            f"task.max_reply_tokens={max_reply_tokens}",
+            allowed=f"1 to {limits.max_reply_tokens}, the task's own limit, or none for that limit",
+            next_step=f"set task.max_reply_tokens to {limits.max_reply_tokens} or leave it out",
         )
     return replace(limits, max_reply_tokens=max_reply_tokens, full_reply_tokens=limits.max_reply_tokens)

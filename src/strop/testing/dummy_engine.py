@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from strop.engine.contract import Completion, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
-from strop.errors import EngineError, WeightMismatch, explain_refusal
+from strop.errors import EngineError, WeightMismatch
 from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
 
@@ -105,11 +105,9 @@ class DummyEngine:
         found = update.digest if self._found_digest is None else self._found_digest
         if found != update.digest:
             raise WeightMismatch(
-                explain_refusal(
-                    f"weights of version {update.version} have digest {found}",
-                    allowed=f"the promised digest {update.digest}",
-                    next_step="publish the weights again; the engine still serves the old ones",
-                )
+                f"weights of version {update.version} have digest {found}",
+                allowed=f"the promised digest {update.digest}",
+                next_step="publish the weights again; the engine still serves the old ones",
             )
         self.policy_version = update.version
         receipt = WeightReceipt(version=update.version, digest=found)
@@ -123,11 +121,9 @@ class DummyEngine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineError(
-                explain_refusal(
-                    "a request to an engine that is closed",
-                    allowed="requests before close",
-                    next_step="build a new engine",
-                )
+                "a request to an engine that is closed",
+                allowed="requests before close",
+                next_step="build a new engine",
             )
 
     def _take_line(self, request: GenerationRequest) -> str | ScriptedReply | Exception:
@@ -136,11 +132,9 @@ class DummyEngine:
         if len(self.requests) >= len(self._script):
             prompt = self._tokenizer.decode(request.prompt_ids)
             raise EngineError(
-                explain_refusal(
-                    f"the script of {len(self._script)} replies has run out at the prompt {prompt!r}",
-                    allowed="one line for each request",
-                    next_step="lengthen the script, or pass a function of the request",
-                )
+                f"the script of {len(self._script)} replies has run out at the prompt {prompt!r}",
+                allowed="one line for each request",
+                next_step="lengthen the script, or pass a function of the request",
             )
         return self._script[len(self.requests)]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.findings import Finding
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import write_verdict
@@ -71,11 +71,9 @@ class FakeBackend:
         has, wants = request.site.profile.gpus_per_node, plan.resources.gpus_per_node
         if wants > has:
             raise ConfigError(
-                explain_refusal(
-                    f"{wants} GPUs per node are asked for, and nodes of {plan.site} have {has}",
-                    allowed=f"0 to {has}",
-                    next_step="ask for fewer",
-                )
+                f"{wants} GPUs per node are asked for, and nodes of {plan.site} have {has}",
+                allowed=f"0 to {has}",
+                next_step="ask for fewer",
             )
         words = (plan.python, "-m", "strop.launch.node", "--job", str(job_path_of(plan.home)))
         script = f"#!/bin/sh\nexec {shlex.join(words)}\n"
@@ -93,11 +91,9 @@ class FakeBackend:
         self._require_answer()
         if not has_plan(Path(plan.home)):
             raise StoreError(
-                explain_refusal(
-                    f"{plan.home} is no home of a job yet",
-                    allowed="a home that has been filled before anything is handed over",
-                    next_step="fill it first",
-                )
+                f"{plan.home} is no home of a job yet",
+                allowed="a home that has been filled before anything is handed over",
+                next_step="fill it first",
             )
         if self.refusal:
             raise CheckRefused(self.refusal)
@@ -225,11 +221,7 @@ class FakeBackend:
     def _require_answer(self) -> None:
         if self.is_silent:
             raise StoreError(
-                explain_refusal(
-                    "the scheduler does not answer",
-                    allowed="one that does",
-                    next_step="ask again in a minute",
-                )
+                "the scheduler does not answer", allowed="one that does", next_step="ask again in a minute"
             )
 
 

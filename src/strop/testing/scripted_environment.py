@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from strop.environments.contract import Action, StepResult
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome
 
 Judge = Callable[[Example, tuple[Action, ...]], Outcome]
@@ -51,11 +51,9 @@ class ScriptedEnvironment:
         """
         if self._example is None or len(self.actions) == self.max_turns:
             raise DataError(
-                explain_refusal(
-                    f"the scripted environment has no answer to {action.text!r}",
-                    allowed=f"{self.max_turns} replies after a reset",
-                    next_step="lengthen the script, or end the attempt when it is done",
-                )
+                f"the scripted environment has no answer to {action.text!r}",
+                allowed=f"{self.max_turns} replies after a reset",
+                next_step="lengthen the script, or end the attempt when it is done",
             )
         self.actions.append(action)
         if len(self.actions) == self.max_turns:
@@ -66,11 +64,9 @@ class ScriptedEnvironment:
         """Let the judge see everything that was said."""
         if self._example is None:
             raise DataError(
-                explain_refusal(
-                    "a score of the scripted environment before reset",
-                    allowed="score after reset",
-                    next_step="call reset first",
-                )
+                "a score of the scripted environment before reset",
+                allowed="score after reset",
+                next_step="call reset first",
             )
         return self._judge(self._example, tuple(self.actions))
 

@@ -34,7 +34,7 @@ from strop.engine.contract import (
     WeightUpdate,
 )
 from strop.engine.requests import closed
-from strop.errors import EngineError, EngineLost, explain_refusal
+from strop.errors import EngineError, EngineLost
 from strop.rollout import FinishReason, IntArray, VersionSegment
 
 _LOGPROB_NATS = -0.5
@@ -387,9 +387,7 @@ def _mix(seed: int) -> int:
 
 def _died() -> EngineLost:
     return EngineLost(
-        explain_refusal(
-            "a simulated engine has died",
-            allowed="requests to engines that live",
-            next_step="let a router send it to another engine",
-        )
+        "a simulated engine has died",
+        allowed="requests to engines that live",
+        next_step="let a router send it to another engine",
     )

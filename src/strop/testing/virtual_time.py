@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple
 
-from strop.errors import RunStopped, explain_refusal
+from strop.errors import RunStopped
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -62,11 +62,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             return None
         if timeout_s is None:
             raise RunStopped(
-                explain_refusal(
-                    f"a simulation stands still at {self._now_s:g} s: everything waits, and no timer is set",
-                    allowed="simulated parts that end, fail or have a deadline",
-                    next_step="look for a reply that never comes, or set a limit on it",
-                )
+                f"a simulation stands still at {self._now_s:g} s: everything waits, and no timer is set",
+                allowed="simulated parts that end, fail or have a deadline",
+                next_step="look for a reply that never comes, or set a limit on it",
             )
         self._now_s += timeout_s
         return 0.0

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from strop.cluster import LearnerRole
-from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord
 from strop.io.atomic import AtomicDirectory, is_complete, verify_directory
 from strop.record import EventKind
 from strop.record.fence import require_unfenced
@@ -100,13 +100,11 @@ def choose_checkpoint(run_dir: RunDir) -> tuple[tuple[int, Path] | None, str]:
         return latest, f"{note}; {names}, written later, is not complete any more" if lost else note
     if lost:
         raise CheckRefused(
-            explain_refusal(
-                f"{run_dir.path} has trained {num_done} steps, and none of its checkpoints ({names}) is"
-                " complete any more",
-                allowed="a checkpoint with all its files, its COMPLETE among them: what was trained is in no"
-                " other place",
-                next_step="restore one from a copy, or begin anew: with --new, or in another output.dir",
-            )
+            f"{run_dir.path} has trained {num_done} steps, and none of its checkpoints ({names}) is"
+            " complete any more",
+            allowed="a checkpoint with all its files, its COMPLETE among them: what was trained is in no"
+            " other place",
+            next_step="restore one from a copy, or begin anew: with --new, or in another output.dir",
         )
     return None, f"no checkpoint was written yet: {num_done} steps are trained again" if num_done else ""
 
@@ -127,19 +125,15 @@ async def load_checkpoint(
         state = TrainerState(**content)
     except (OSError, ValueError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{path}/state/trainer.json cannot be read ({error})",
-                allowed="the counters that strop wrote",
-                next_step=remedy,
-            )
+            f"{path}/state/trainer.json cannot be read ({error})",
+            allowed="the counters that strop wrote",
+            next_step=remedy,
         ) from error
     if state.num_threads != num_threads:
         raise CheckRefused(
-            explain_refusal(
-                f"the run was computed with {state.num_threads} threads and would go on with {num_threads}",
-                allowed=f"placement.threads={state.num_threads}, so that the curve stays the same",
-                next_step=f"free the cores, or start again with placement.threads={state.num_threads}",
-            )
+            f"the run was computed with {state.num_threads} threads and would go on with {num_threads}",
+            allowed=f"placement.threads={state.num_threads}, so that the curve stays the same",
+            next_step=f"free the cores, or start again with placement.threads={state.num_threads}",
         )
     require_same_parts(path, state.made_of, made_of or {})
     await learner.load_state(path / "state")

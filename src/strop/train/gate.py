@@ -28,7 +28,7 @@ from strop.audit import (
     write_audit,
 )
 from strop.environments import choose_environment, run_groups
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
 from strop.spec.task import judge_sections
@@ -97,11 +97,9 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     if refused:
         causes = "; ".join(f"{check.name}: {check.detail}" for check in refused)
         raise CheckRefused(
-            explain_refusal(
-                f"the gate refused to train: {causes}",
-                allowed="a run whose every check passes, or whose train.accept names the check and a reason",
-                next_step="mend the cause named above; nothing was trained",
-            )
+            f"the gate refused to train: {causes}",
+            allowed="a run whose every check passes, or whose train.accept names the check and a reason",
+            next_step="mend the cause named above; nothing was trained",
         )
     return checks
 
@@ -120,11 +118,9 @@ def read_accepted(text: str | None) -> dict[str, str]:
     unknown = sorted(name for name in accepted if plain[name] not in known)
     if unknown:
         raise ConfigError(
-            explain_refusal(
-                f"train.accept names {', '.join(unknown)}",
-                allowed=", ".join(known),
-                next_step="correct the name in the run file",
-            )
+            f"train.accept names {', '.join(unknown)}",
+            allowed=", ".join(known),
+            next_step="correct the name in the run file",
         )
     return accepted
 

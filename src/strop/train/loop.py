@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster import Roles
-from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved, explain_refusal
+from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
@@ -390,11 +390,9 @@ class TrainLoop:
         kept = self._run_dir.latest_checkpoint()
         where = f"checkpoint {kept[1].name}" if kept else "its start, no step was trained"
         raise Interrupted(
-            explain_refusal(
-                f"the run was stopped by {self._stop.cause} after step {self._state.step}",
-                allowed=f"the run goes on from {where}",
-                next_step="give the same command again",
-            )
+            f"the run was stopped by {self._stop.cause} after step {self._state.step}",
+            allowed=f"the run goes on from {where}",
+            next_step="give the same command again",
         )
 
     async def _list_waiting(self) -> list[tuple[int, Group]]:

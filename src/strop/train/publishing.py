@@ -12,7 +12,7 @@ from strop.cluster import Roles
 from strop.engine import UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.canary import WeightCanary
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
-from strop.errors import WeightMismatch, explain_refusal
+from strop.errors import WeightMismatch
 from strop.policy.scoring import pack_given
 from strop.record import Event, EventKind
 from strop.spec.run import RunSpec
@@ -86,12 +86,10 @@ class Publishing:
         receipt = await self._roles.engine.update(update)
         if (receipt.version, receipt.digest) != (update.version, update.digest):
             raise WeightMismatch(
-                explain_refusal(
-                    f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
-                    f" version {update.version} ({update.digest[:12]}) was published",
-                    allowed="the published version and digest",
-                    next_step="read the engine's log and start the run again",
-                )
+                f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
+                f" version {update.version} ({update.digest[:12]}) was published",
+                allowed="the published version and digest",
+                next_step="read the engine's log and start the run again",
             )
 
     async def _prove(self, update: WeightUpdate) -> None:

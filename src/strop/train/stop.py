@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from strop.errors import RunStopped, explain_refusal
+from strop.errors import RunStopped
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.rollout import Group
@@ -133,11 +133,9 @@ class Ending:
         self._publish(Event(kind=EventKind.STOP, step=step, cause="tripwire", detail=given))
         where = self._offer_checkpoint(suspect_step)
         raise RunStopped(
-            explain_refusal(
-                given,
-                allowed=allowed,
-                next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
-            )
+            given,
+            allowed=allowed,
+            next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
         )
 
     def _offer_checkpoint(self, suspect_step: int | None) -> str:

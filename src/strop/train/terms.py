@@ -17,7 +17,7 @@ from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.distillation import Divergence, TopDivergence
 from strop.algorithm.losses import IS_PG
 from strop.algorithm.offline import Preference, cross_entropy_terms, weigh_demonstrations
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.policy.distilling import DistillTerm
 from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
@@ -115,12 +115,10 @@ class TeacherPrompts:
         missing = sorted(set(list_names(self.context)) - known.keys())
         if missing:
             raise ConfigError(
-                explain_refusal(
-                    f"teacher.context names {{{missing[0]}}}, and an example of {self.task.name} has"
-                    f" {', '.join(sorted(known)) or 'no fields'}",
-                    allowed="{answer}, where the task has one, and the names of an example's fields",
-                    next_step="correct teacher.context",
-                )
+                f"teacher.context names {{{missing[0]}}}, and an example of {self.task.name} has"
+                f" {', '.join(sorted(known)) or 'no fields'}",
+                allowed="{answer}, where the task has one, and the names of an example's fields",
+                next_step="correct teacher.context",
             )
         content = f"{last.content}\n\n{fill(self.context, known)}"
         messages = (*before, Message(role=last.role, content=content))
@@ -195,12 +193,10 @@ def _refuse_long_sequences(algorithm: Algorithm, groups: Sequence[PackedGroup]) 
     counts = [int(reply.is_scored.sum()) for group in groups for reply in group.replies]
     if max(counts, default=0) > limit:
         raise ConfigError(
-            explain_refusal(
-                f"a reply of {max(counts)} tokens under algorithm.correction={algorithm.correction.name},"
-                " whose ratio is a product over all of them",
-                allowed=f"replies of at most algorithm.max_sequence_tokens={limit}",
-                next_step="choose a correction by token, or raise that limit knowingly",
-            )
+            f"a reply of {max(counts)} tokens under algorithm.correction={algorithm.correction.name},"
+            " whose ratio is a product over all of them",
+            allowed=f"replies of at most algorithm.max_sequence_tokens={limit}",
+            next_step="choose a correction by token, or raise that limit knowingly",
         )
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.user_code import probe
 from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources
@@ -174,4 +174,4 @@ def _has_ended(pid: int, limit_s: float) -> bool:
 
 
 def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
-    return ConfigError(explain_refusal(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}"))
+    return ConfigError(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}")

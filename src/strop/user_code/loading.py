@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strop.errors import ConfigError, describe_error, explain_refusal, find_place
+from strop.errors import ConfigError, describe_error, find_place
 from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources, list_sources
 
@@ -48,22 +48,18 @@ def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     except AttributeError:
         names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
         raise ConfigError(
-            explain_refusal(
-                f"{ref.path if ref.is_file else ref.place} has no {ref.name}",
-                allowed=", ".join(names) or "a class or function of the file",
-                next_step="correct the name behind the colon",
-            )
+            f"{ref.path if ref.is_file else ref.place} has no {ref.name}",
+            allowed=", ".join(names) or "a class or function of the file",
+            next_step="correct the name behind the colon",
         ) from None
 
 
 def edited(paths: Sequence[str]) -> ConfigError:
     """Return the refusal of code that is not what this run or judge began with."""
     return ConfigError(
-        explain_refusal(
-            f"{', '.join(paths)} was edited since it was looked at: replies would be judged in two ways",
-            allowed="the code that this began with",
-            next_step="put it back, or begin anew with the new one",
-        )
+        f"{', '.join(paths)} was edited since it was looked at: replies would be judged in two ways",
+        allowed="the code that this began with",
+        next_step="put it back, or begin anew with the new one",
     )
 
 
@@ -77,11 +73,9 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
         yield
     except Exception as error:  # boundary: user code
         raise ConfigError(
-            explain_refusal(
-                f"{ref} cannot {doing}: {_blame(error, ref)}",
-                allowed="code that runs with what is installed here",
-                next_step="mend that line, or install what it needs",
-            )
+            f"{ref} cannot {doing}: {_blame(error, ref)}",
+            allowed="code that runs with what is installed here",
+            next_step="mend that line, or install what it needs",
         ) from error
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 _IN_FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MOVED_VARIABLE = "STROP_MOVED_CODE"
@@ -36,11 +36,9 @@ class CodeRef:
         match = _IN_FILE.fullmatch(text)
         if match is None:
             raise ConfigError(
-                explain_refusal(
-                    f"{text!r} names no code",
-                    allowed="FILE.py:NAME, for example reward.py:score",
-                    next_step="write the file, a colon, and the name of a class or function in it",
-                )
+                f"{text!r} names no code",
+                allowed="FILE.py:NAME, for example reward.py:score",
+                next_step="write the file, a colon, and the name of a class or function in it",
             )
         return cls(place=os.path.abspath(os.path.expanduser(match["place"])), name=match["name"])
 
@@ -90,12 +88,10 @@ def announced(group: str) -> Mapping[str, CodeRef]:
         other = found.setdefault(point.name, ref)
         if other != ref:
             raise ConfigError(
-                explain_refusal(
-                    f"two installed packages announce {point.name!r} in {group}: {other.place}:{other.name}"
-                    f" and {ref.place}:{ref.name}",
-                    allowed="one package for each name",
-                    next_step="uninstall one of them, or name the class by its file",
-                )
+                f"two installed packages announce {point.name!r} in {group}: {other.place}:{other.name}"
+                f" and {ref.place}:{ref.name}",
+                allowed="one package for each name",
+                next_step="uninstall one of them, or name the class by its file",
             )
     return found
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.cluster.ray.runtime import JoinedNode
-from strop.errors import EngineLost, StropError, describe_error, explain_refusal
+from strop.errors import EngineLost, StropError, describe_error, format_error
 from strop.hardware.process import tail
 
 VERDICT_LIMIT_S = 25.0
@@ -101,11 +101,9 @@ class DeathWatch:
             if self._death.done():
                 raise self._death.result()
             raise EngineLost(
-                explain_refusal(
-                    f"a role has not answered for {limit_s:g} s",
-                    allowed="an answer, or an end that is noticed",
-                    next_step="read the logs of the roles in the attempt's folder",
-                )
+                f"a role has not answered for {limit_s:g} s",
+                allowed="an answer, or an end that is noticed",
+                next_step="read the logs of the roles in the attempt's folder",
             )
         try:
             return task.result()
@@ -209,7 +207,7 @@ async def _wait(call: Awaitable[T]) -> T:
 
 
 def _explain(given: str, cause: str) -> str:
-    return explain_refusal(
+    return format_error(
         f"{given}: {cause}",
         allowed="roles that live as long as the run",
         next_step="mend the cause and start the run again: it goes on from its last checkpoint",

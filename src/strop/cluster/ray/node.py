@@ -28,7 +28,7 @@ from strop.cluster.ray.settings import (
     require_ray,
     require_same_version,
 )
-from strop.errors import EXIT_DONE, CheckRefused, StropError, explain_refusal
+from strop.errors import EXIT_DONE, CheckRefused, StropError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
@@ -73,11 +73,9 @@ def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:
     if num_nodes > 1 and address.startswith("127."):
         name = environ.get("GLOO_SOCKET_IFNAME")
         raise CheckRefused(
-            explain_refusal(
-                f"GLOO_SOCKET_IFNAME={name} leads to {address}, loopback, in a job of {num_nodes} nodes",
-                allowed="the interface of the network between the nodes: Ray joins none over loopback",
-                next_step="name that one in GLOO_SOCKET_IFNAME, or use one node",
-            )
+            f"GLOO_SOCKET_IFNAME={name} leads to {address}, loopback, in a job of {num_nodes} nodes",
+            allowed="the interface of the network between the nodes: Ray joins none over loopback",
+            next_step="name that one in GLOO_SOCKET_IFNAME, or use one node",
         )
     return address
 
@@ -88,11 +86,9 @@ def require_same_python(head: Mapping[str, Any]) -> None:
     here = describe_here()["python"]
     if head["python"].rpartition(".")[0] != here.rpartition(".")[0]:
         raise CheckRefused(
-            explain_refusal(
-                f"the head runs Python {head['python']} and this node {here}",
-                allowed=f"one release of Python, beside Ray {RAY_VERSION}, on every node",
-                next_step="give both nodes the same environment",
-            )
+            f"the head runs Python {head['python']} and this node {here}",
+            allowed=f"one release of Python, beside Ray {RAY_VERSION}, on every node",
+            next_step="give both nodes the same environment",
         )
 
 
@@ -108,11 +104,9 @@ def await_head(
         why = find_order()
         if why is not None or time.monotonic() > deadline:
             raise CheckRefused(
-                explain_refusal(
-                    why or f"no head has left {path} within {limit_s:.0f} s",
-                    allowed="a run on node 0 that starts Ray, and nodes that meet by that file",
-                    next_step="read the log of node 0",
-                )
+                why or f"no head has left {path} within {limit_s:.0f} s",
+                allowed="a run on node 0 that starts Ray, and nodes that meet by that file",
+                next_step="read the log of node 0",
             )
         time.sleep(_POLL_S)
     found: dict[str, Any] = json.loads(path.read_bytes())

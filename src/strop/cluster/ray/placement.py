@@ -43,7 +43,7 @@ from strop.cluster.ray.settings import (
 from strop.cluster.ray.workers import EngineAddress, EngineHost, RolloutWorker, RolloutWorkers, assign_engines
 from strop.engine.contract import Engine, default_rows
 from strop.engine.remote import RemoteEngine, WaitLimits
-from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE, count_nodes
 from strop.record.fence import ATTEMPT_VARIABLE, meeting_path
@@ -268,13 +268,11 @@ class RayPlacement:
             is_same = address.model_digest == digest or self._spec.lora.rank is not None
             if not is_same or address.tokenizer_digest != tokenizer:
                 raise EngineError(
-                    explain_refusal(
-                        f"{role.slot.name} on node {role.slot.node} loaded weights with digest"
-                        f" {address.model_digest[:12]} and a tokenizer with {address.tokenizer_digest[:12]}"
-                        f" from {self._source.path}",
-                        allowed=f"those of the learner, {digest[:12]} and {tokenizer[:12]}",
-                        next_step="see that every node has the same model there, then start the run again",
-                    )
+                    f"{role.slot.name} on node {role.slot.node} loaded weights with digest"
+                    f" {address.model_digest[:12]} and a tokenizer with {address.tokenizer_digest[:12]}"
+                    f" from {self._source.path}",
+                    allowed=f"those of the learner, {digest[:12]} and {tokenizer[:12]}",
+                    next_step="see that every node has the same model there, then start the run again",
                 )
 
     async def _begin_roles(self, slots: Sequence[RoleSlot]) -> None:
@@ -334,12 +332,10 @@ class RayPlacement:
         blind = [role for role in self._of(RoleKind.ENGINE) if not role.facts.sees_run]
         if blind and self._spec.engine.transport == "file":
             raise ConfigError(
-                explain_refusal(
-                    f"engine.transport is file, and {blind[0].slot.name} on node {blind[0].slot.node}"
-                    f" ({blind[0].facts.host}) does not see {self._work_dir}",
-                    allowed="broadcast or store, where nodes have no common disk; auto chooses the first",
-                    next_step="leave engine.transport out",
-                )
+                f"engine.transport is file, and {blind[0].slot.name} on node {blind[0].slot.node}"
+                f" ({blind[0].facts.host}) does not see {self._work_dir}",
+                allowed="broadcast or store, where nodes have no common disk; auto chooses the first",
+                next_step="leave engine.transport out",
             )
 
     async def _bring_model(self) -> None:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES, parse_visible_devices
 
@@ -148,21 +148,17 @@ def take_devices(role: str, share: DeviceShare, environ: Mapping[str, str]) -> d
     chosen = given.ids[share.first : share.first + share.count]
     if len(chosen) < share.count:
         raise CheckRefused(
-            explain_refusal(
-                f"role {role} is to have GPU {share.first} to {share.first + share.count - 1} of its node,"
-                f" and {name} there names {len(given.ids)}: {given.text or 'none'}",
-                allowed="as many GPUs on every node as the run file asks for",
-                next_step="ask the scheduler for as many as job.train_gpus and job.infer_gpus say",
-            )
+            f"role {role} is to have GPU {share.first} to {share.first + share.count - 1} of its node,"
+            f" and {name} there names {len(given.ids)}: {given.text or 'none'}",
+            allowed="as many GPUs on every node as the run file asks for",
+            next_step="ask the scheduler for as many as job.train_gpus and job.infer_gpus say",
         )
     return {VISIBLE_DEVICES: ",".join(chosen), DEVICE_ORDER: PCI_BUS_ID}
 
 
 def _require(is_met: bool, given: str, allowed: str) -> None:
     if not is_met:
-        raise ConfigError(
-            explain_refusal(given, allowed=allowed, next_step="change one of the two, or leave it out")
-        )
+        raise ConfigError(given, allowed=allowed, next_step="change one of the two, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,12 +241,10 @@ class RayRole:
         model = get_model(source.uri)
         if model.digest != source.digest:
             raise CheckRefused(
-                explain_refusal(
-                    f"{source.uri} has digest {model.digest[:12]} on {socket.gethostname()}, where role"
-                    f" {self._start.name} is",
-                    allowed=f"the model of the run, {source.digest[:12]}, on every machine",
-                    next_step="name a revision of it, or keep it in the store of the run",
-                )
+                f"{source.uri} has digest {model.digest[:12]} on {socket.gethostname()}, where role"
+                f" {self._start.name} is",
+                allowed=f"the model of the run, {source.digest[:12]}, on every machine",
+                next_step="name a revision of it, or keep it in the store of the run",
             )
         return replace(source, path=model.path)
 
@@ -283,21 +277,17 @@ def require_environment(role: str, proofs: Mapping[str, str], salt: str, environ
     other = [name for name, proof in proofs.items() if _digest(environ[name], salt) != proof]
     if other:
         raise CheckRefused(
-            explain_refusal(
-                f"role {role} has another value of {', '.join(other)} than the run itself",
-                allowed="the same bytes in every role of a run",
-                next_step="see what sets it on that node, a profile or a wrapper, and remove that",
-            )
+            f"role {role} has another value of {', '.join(other)} than the run itself",
+            allowed="the same bytes in every role of a run",
+            next_step="see what sets it on that node, a profile or a wrapper, and remove that",
         )
 
 
 def _lacking(role: str, names: Sequence[str]) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"{role} would start without {', '.join(names)}",
-            allowed="every variable and secret that the job names, in every role",
-            next_step="submit again: the file with their values has gone, or is not on that node",
-        )
+        f"{role} would start without {', '.join(names)}",
+        allowed="every variable and secret that the job names, in every role",
+        next_step="submit again: the file with their values has gone, or is not on that node",
     )
 
 

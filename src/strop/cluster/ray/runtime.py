@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.cluster.ray.settings import ADDRESS_NAME, NodeSettings, describe_here, ray_variables
-from strop.errors import CheckRefused, EngineError, explain_refusal
+from strop.errors import CheckRefused, EngineError
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.atomic import explain_write_failure
@@ -137,12 +137,10 @@ class RayHead:
         while missing := sorted(wanted - set(await asyncio.to_thread(read_indices))):
             if time.monotonic() > deadline:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"node {', '.join(map(str, missing))} did not join the Ray cluster within"
-                        f" {limit_s:.0f} s",
-                        allowed=f"all {len(wanted)} nodes of the job",
-                        next_step="read ray.log and agent.log of these nodes, in the attempt's folder",
-                    )
+                    f"node {', '.join(map(str, missing))} did not join the Ray cluster within"
+                    f" {limit_s:.0f} s",
+                    allowed=f"all {len(wanted)} nodes of the job",
+                    next_step="read ray.log and agent.log of these nodes, in the attempt's folder",
                 )
             self._require_alive(deadline + START_LIMIT_S, "")
             await asyncio.sleep(_POLL_S)
@@ -200,12 +198,10 @@ class RayHead:
             else f"its keeper ended with {exit_code}"
         )
         raise EngineError(
-            explain_refusal(
-                f"Ray did not start: {end}\nIts last log lines:\n{self._keeper.tail()}\n{self._tail()}\n",
-                allowed="a machine where Ray's processes start and listen",
-                next_step=f"read {self._settings.log_path} and {self._settings.keep_logs_dir}, mend the cause"
-                " and start the run again",
-            )
+            f"Ray did not start: {end}\nIts last log lines:\n{self._keeper.tail()}\n{self._tail()}\n",
+            allowed="a machine where Ray's processes start and listen",
+            next_step=f"read {self._settings.log_path} and {self._settings.keep_logs_dir}, mend the cause"
+            " and start the run again",
         )
 
     def _tail(self) -> str:

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.hardware.leases import leases_dir, open_folder
 from strop.hardware.leftovers import PREFIX, SHARED_MEMORY
 from strop.hardware.ports import LOOPBACK, hold_port
@@ -140,12 +140,10 @@ def choose_ports(settings: NodeSettings) -> dict[str, int]:
         port += 1
     if len(chosen) < len(_HELD_PORTS) or port > settings.last_port:
         raise CheckRefused(
-            explain_refusal(
-                f"ports {settings.first_port} to {settings.last_port} of {settings.host} have"
-                f" {len(chosen)} free ones ({len(taken)} are taken: {', '.join(map(str, taken)) or 'none'})",
-                allowed=f"a range with {len(_HELD_PORTS)} free ports for Ray and one for each of its workers",
-                next_step="widen ray.ports, or leave it out so that free ones are picked",
-            )
+            f"ports {settings.first_port} to {settings.last_port} of {settings.host} have"
+            f" {len(chosen)} free ones ({len(taken)} are taken: {', '.join(map(str, taken)) or 'none'})",
+            allowed=f"a range with {len(_HELD_PORTS)} free ports for Ray and one for each of its workers",
+            next_step="widen ray.ports, or leave it out so that free ones are picked",
         )
     return chosen | {"min-worker-port": port, "max-worker-port": settings.last_port}
 
@@ -188,20 +186,16 @@ def check_object_store(num_bytes: int) -> None:
     """
     if num_bytes < MIN_OBJECT_STORE_BYTES:
         raise ConfigError(
-            explain_refusal(
-                f"ray.object_store_bytes is {num_bytes}",
-                allowed=f"at least {MIN_OBJECT_STORE_BYTES}, which is Ray's own limit",
-                next_step="raise it, or leave it out",
-            )
+            f"ray.object_store_bytes is {num_bytes}",
+            allowed=f"at least {MIN_OBJECT_STORE_BYTES}, which is Ray's own limit",
+            next_step="raise it, or leave it out",
         )
     free = shutil.disk_usage(SHARED_MEMORY).free
     if num_bytes > free:
         raise CheckRefused(
-            explain_refusal(
-                f"ray.object_store_bytes is {num_bytes} and {SHARED_MEMORY} has {free} free",
-                allowed="an object store that fits into shared memory",
-                next_step="lower ray.object_store_bytes, or give the container more shared memory",
-            )
+            f"ray.object_store_bytes is {num_bytes} and {SHARED_MEMORY} has {free} free",
+            allowed="an object store that fits into shared memory",
+            next_step="lower ray.object_store_bytes, or give the container more shared memory",
         )
 
 
@@ -212,11 +206,9 @@ def require_ray() -> None:
         found = version("ray")
     except PackageNotFoundError as error:
         raise ConfigError(
-            explain_refusal(
-                "placement.kind is ray, and Ray is not installed here",
-                allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
-                next_step="pip install 'strop[ray]'",
-            )
+            "placement.kind is ray, and Ray is not installed here",
+            allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
+            next_step="pip install 'strop[ray]'",
         ) from error
     require_same_version("this machine", found)
 
@@ -225,11 +217,9 @@ def require_same_version(where: str, found: str) -> None:
     """Raise CheckRefused if a node has another release of Ray."""
     if found != RAY_VERSION:
         raise CheckRefused(
-            explain_refusal(
-                f"{where} has Ray {found}",
-                allowed=f"Ray {RAY_VERSION} on every node",
-                next_step=f"pip install ray=={RAY_VERSION} there",
-            )
+            f"{where} has Ray {found}",
+            allowed=f"Ray {RAY_VERSION} on every node",
+            next_step=f"pip install ray=={RAY_VERSION} there",
         )
 
 
@@ -255,11 +245,9 @@ def choose_temp_dir(configured: Path | None = None) -> Path:
     if not _is_short(path):
         allowed = MAX_TEMP_DIR_BYTES - len(name) - 1
         raise ConfigError(
-            explain_refusal(
-                f"ray.temp_dir is {configured}, {len(os.fsencode(configured.absolute()))} bytes long",
-                allowed=f"{allowed} bytes at most: paths of sockets end at 107, and Ray adds the rest",
-                next_step="name a shorter one, or leave it out",
-            )
+            f"ray.temp_dir is {configured}, {len(os.fsencode(configured.absolute()))} bytes long",
+            allowed=f"{allowed} bytes at most: paths of sockets end at 107, and Ray adds the rest",
+            next_step="name a shorter one, or leave it out",
         )
     return _require_writable(path)
 

@@ -21,7 +21,7 @@ from strop.cluster.contract import ModelSource
 from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
-from strop.errors import EngineLost, explain_refusal
+from strop.errors import EngineLost
 from strop.hardware.process import tail
 from strop.rollout import Group
 from strop.spec.run import RunSpec
@@ -188,11 +188,9 @@ class RolloutWorkers:
             serving = [worker for worker in range(len(self._actors)) if self._serves(worker)]
             if not serving:
                 raise EngineLost(
-                    explain_refusal(
-                        f"none of {len(self._actors)} rollout workers has an engine that serves",
-                        allowed="one engine at least that answers under the newest weights",
-                        next_step="read the logs of the roles and start the run again; it resumes",
-                    )
+                    f"none of {len(self._actors)} rollout workers has an engine that serves",
+                    allowed="one engine at least that answers under the newest weights",
+                    next_step="read the logs of the roles and start the run again; it resumes",
                 )
             chosen = min(serving, key=self._num_running.__getitem__)
             self._num_running[chosen] += 1

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from strop.engine.contract import GenerationRequest
 from strop.engine.vllm.weights import RAISED
-from strop.errors import EngineError, EngineLost, describe_error, explain_refusal
+from strop.errors import EngineError, EngineLost, describe_error
 from strop.rollout import IntArray, VersionSegment
 
 _MAX_SEED = 2**63
@@ -204,11 +204,9 @@ class VllmCore:
             # The process that started this one sees it end.
             os.kill(os.getpid(), signal.SIGTERM)
             raise EngineLost(
-                explain_refusal(
-                    f"vLLM's own process died ({error})",
-                    allowed="an engine that lives as long as the run",
-                    next_step="read the engine's log for the first error in it; the run resumes",
-                )
+                f"vLLM's own process died ({error})",
+                allowed="an engine that lives as long as the run",
+                next_step="read the engine's log for the first error in it; the run resumes",
             ) from error
         except (EngineGenerateError, *RAISED) as error:
             raise _failed("answer a request", error) from error
@@ -238,9 +236,7 @@ def _read_piece(output: Any) -> Piece:
 
 def _failed(what: str, error: Exception) -> EngineError:
     return EngineError(
-        explain_refusal(
-            f"vLLM could not {what} ({describe_error(error)})",
-            allowed="requests and adapters that vLLM takes",
-            next_step="read the engine's log; the rollout is masked",
-        )
+        f"vLLM could not {what} ({describe_error(error)})",
+        allowed="requests and adapters that vLLM takes",
+        next_step="read the engine's log; the rollout is masked",
     )

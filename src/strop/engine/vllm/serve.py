@@ -17,7 +17,7 @@ from typing import Any
 from strop.engine.contract import default_rows
 from strop.engine.server import Loaded, run_server, server_parser
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, follow_parent, plan_limits
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.machine import Machine, describe_machine
 from strop.policy.footprint import read_model_size
 from strop.tokenizer import Tokenizer
@@ -91,11 +91,9 @@ def _start(make: Any, settings: dict[str, Any]) -> Any:
         return make(settings)
     except RAISED as error:
         raise ConfigError(
-            explain_refusal(
-                f"vLLM did not start with {settings['model']} ({type(error).__name__}: {error})",
-                allowed="a model and settings that vLLM takes, and memory for both",
-                next_step="read the lines of vLLM above, and change the engine's settings",
-            )
+            f"vLLM did not start with {settings['model']} ({type(error).__name__}: {error})",
+            allowed="a model and settings that vLLM takes, and memory for both",
+            next_step="read the lines of vLLM above, and change the engine's settings",
         ) from error
 
 
@@ -142,11 +140,9 @@ def require_instructions(machine: Machine) -> None:
     """
     if platform.machine() == "x86_64" and "avx2" not in machine.cpu_flags:
         raise ConfigError(
-            explain_refusal(
-                f"engine.kind=vllm on {machine.cpu_name or 'a processor'} without AVX2",
-                allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
-                next_step="set engine.kind=native",
-            )
+            f"engine.kind=vllm on {machine.cpu_name or 'a processor'} without AVX2",
+            allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
+            next_step="set engine.kind=native",
         )
 
 
@@ -155,11 +151,9 @@ def _require_vllm() -> None:
         import vllm  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                f"{sys.executable} has no usable vllm ({error})",
-                allowed="an interpreter that imports vllm 0.32",
-                next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
-            )
+            f"{sys.executable} has no usable vllm ({error})",
+            allowed="an interpreter that imports vllm 0.32",
+            next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
         ) from error
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example
 
 
@@ -74,11 +74,9 @@ def _math_row(example: Example) -> Mapping[str, Any]:
 def _mbpp_row(example: Example) -> Mapping[str, Any]:
     if len(example.fields["tests"]) < _MBPP_TESTS:
         raise DataError(
-            explain_refusal(
-                f"example {example.example_id} of mbpp has {len(example.fields['tests'])} visible tests",
-                allowed=f"{_MBPP_TESTS} or more: the harness's prompt shows so many",
-                next_step="leave the example out of the data",
-            )
+            f"example {example.example_id} of mbpp has {len(example.fields['tests'])} visible tests",
+            allowed=f"{_MBPP_TESTS} or more: the harness's prompt shows so many",
+            next_step="leave the example out of the data",
         )
     return {"text": example.fields["text"], "code": example.answer, "test_list": example.fields["tests"]}
 
@@ -118,11 +116,9 @@ def _math_part(group: str) -> Callable[[Example], str]:
         subject = example.fields["subject"]
         if subject not in _SUBJECTS:
             raise DataError(
-                explain_refusal(
-                    f"example {example.example_id} of math is of the subject {subject!r}",
-                    allowed=", ".join(_SUBJECTS),
-                    next_step="correct the column `type` of the data",
-                )
+                f"example {example.example_id} of math is of the subject {subject!r}",
+                allowed=", ".join(_SUBJECTS),
+                next_step="correct the column `type` of the data",
             )
         return f"{group}_{_SUBJECTS[subject]}"
 
@@ -148,11 +144,9 @@ def _mmlu_part(example: Example) -> str:
     subject = example.fields["subject"]
     if subject not in _MMLU_SUBJECTS:
         raise DataError(
-            explain_refusal(
-                f"example {example.example_id} of mmlu is of the subject {subject!r}",
-                allowed=", ".join(_MMLU_SUBJECTS),
-                next_step="correct the column `subject` of the data",
-            )
+            f"example {example.example_id} of mmlu is of the subject {subject!r}",
+            allowed=", ".join(_MMLU_SUBJECTS),
+            next_step="correct the column `subject` of the data",
         )
     return f"mmlu_{subject}"
 
@@ -342,10 +336,8 @@ def find_protocol(name: str) -> HarnessProtocol:
     """
     if name not in PROTOCOLS:
         raise ConfigError(
-            explain_refusal(
-                f"--harness lm-eval with task {name}",
-                allowed=", ".join(PROTOCOLS),
-                next_step="name one of these, or leave --harness out for strop's own tasks",
-            )
+            f"--harness lm-eval with task {name}",
+            allowed=", ".join(PROTOCOLS),
+            next_step="name one of these, or leave --harness out for strop's own tasks",
         )
     return PROTOCOLS[name]

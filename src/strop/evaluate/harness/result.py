@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import computed_field
 
-from strop.errors import CorruptRecord, explain_refusal
+from strop.errors import CorruptRecord
 from strop.evaluate.harness.protocols import HarnessProtocol
 from strop.evaluate.result import SUSPECT_TRUNCATED_FRAC, Record
 from strop.rollout import Example, Split
@@ -273,9 +273,7 @@ def _read_stderr(numbers: Mapping[str, Any], key: str) -> float | None:
 
 def _unexpected(cause: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"lm-eval's output is not what {LM_EVAL.name} writes ({cause})",
-            allowed="results and samples of the pinned protocol",
-            next_step="remove its environment and start the same command again",
-        )
+        f"lm-eval's output is not what {LM_EVAL.name} writes ({cause})",
+        allowed="results and samples of the pinned protocol",
+        next_step="remove its environment and start the same command again",
     )

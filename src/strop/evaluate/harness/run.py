@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, DataError, EngineError, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, DataError, EngineError, StoreError
 from strop.evaluate.harness.protocols import HarnessProtocol
 from strop.evaluate.harness.result import LM_EVAL, LOCAL_PREFIX, SEED, HarnessJob, HarnessResult, read_output
 from strop.hardware.process import spawn, terminate
@@ -90,12 +90,10 @@ def stage_rows(job: HarnessJob, work_dir: Path) -> str:
             digest.update(data + b"\0")
             if name == shown_split and protocol.stages_shown and len(rows) < protocol.num_fewshot:
                 raise DataError(
-                    explain_refusal(
-                        f"{part} shows {protocol.num_fewshot} solved examples, and the"
-                        f" {'dev' if protocol.shows_own_split else 'training'} split has {len(rows)}",
-                        allowed=f"{protocol.num_fewshot} or more",
-                        next_step="name the whole data set in task.source, and leave task.num_train out",
-                    )
+                    f"{part} shows {protocol.num_fewshot} solved examples, and the"
+                    f" {'dev' if protocol.shows_own_split else 'training'} split has {len(rows)}",
+                    allowed=f"{protocol.num_fewshot} or more",
+                    next_step="name the whole data set in task.source, and leave task.num_train out",
                 )
             if rows:
                 (folder / f"{name}.jsonl").write_bytes(data)
@@ -142,11 +140,9 @@ def _find_package(environment_dir: Path) -> Path:
     found = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
     if len(found) != 1:
         raise StoreError(
-            explain_refusal(
-                f"the environment in {environment_dir} has {len(found)} packages lm_eval",
-                allowed="one, where pip put it",
-                next_step="remove that folder and start the same command again, where pip may fetch packages",
-            )
+            f"the environment in {environment_dir} has {len(found)} packages lm_eval",
+            allowed="one, where pip put it",
+            next_step="remove that folder and start the same command again, where pip may fetch packages",
         )
     return found[0]
 
@@ -205,25 +201,21 @@ def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) ->
     """
     if protocol.runs_code and not is_confirmed:
         raise ConfigError(
-            explain_refusal(
-                f"--harness lm-eval with task {protocol.task}, which runs what the model wrote in no sandbox,"
-                " as this user",
-                allowed="such a task with --confirm-run-unsafe-code",
-                next_step=f"leave --harness out: strop's own {protocol.own_task} runs it in a sandbox; or add"
-                " the option on a machine that may be damaged",
-            )
+            f"--harness lm-eval with task {protocol.task}, which runs what the model wrote in no sandbox,"
+            " as this user",
+            allowed="such a task with --confirm-run-unsafe-code",
+            next_step=f"leave --harness out: strop's own {protocol.own_task} runs it in a sandbox; or add"
+            " the option on a machine that may be damaged",
         )
 
 
 def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
     """Return the refusal of a model in which prompt and reply have no room beside each other."""
     return CheckRefused(
-        explain_refusal(
-            f"{job.protocol.task} asks for {job.protocol.max_reply_tokens} tokens, {prompt} beside them, of a"
-            f" model with {job.max_positions} positions; the harness would cut the prompt",
-            allowed="a model with room for prompt and reply",
-            next_step="evaluate with strop's own task, which counts such prompts as not solved",
-        )
+        f"{job.protocol.task} asks for {job.protocol.max_reply_tokens} tokens, {prompt} beside them, of a"
+        f" model with {job.max_positions} positions; the harness would cut the prompt",
+        allowed="a model with room for prompt and reply",
+        next_step="evaluate with strop's own task, which counts such prompts as not solved",
     )
 
 
@@ -265,9 +257,7 @@ def _run(job: HarnessJob, work_dir: Path, log_path: Path, python: Path) -> None:
         terminate(child, _GRACE_S)
     if exit_code:
         raise EngineError(
-            explain_refusal(
-                f"lm-eval ended with {exit_code} on {job.protocol.task}: {child.tail(5)}",
-                allowed="a run that ends with 0",
-                next_step=f"read {log_path}",
-            )
+            f"lm-eval ended with {exit_code} on {job.protocol.task}: {child.tail(5)}",
+            allowed="a run that ends with 0",
+            next_step=f"read {log_path}",
         )

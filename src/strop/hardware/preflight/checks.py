@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, Interrupted, split_refusal
+from strop.errors import CheckRefused, Interrupted, split_error
 from strop.hardware.disks import free_disk_bytes, require_writable
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import (
@@ -139,7 +139,7 @@ def _check_place(request: PreflightRequest) -> Iterator[Finding]:
     except CheckRefused as refusal:
         yield Finding(
             code="run_directory",
-            given=split_refusal(str(refusal))[0],
+            given=split_error(str(refusal))[0],
             allowed="a directory that this node can write to",
             next_step="see that it is mounted here with write access, or exclude this node",
             where=request.node,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, StoreError, StropError, explain_refusal
+from strop.errors import CheckRefused, StoreError, StropError
 from strop.hardware import read_gpu_users, read_gpus
 from strop.hardware.findings import Finding
 from strop.hardware.identity import find_user_name
@@ -233,11 +233,9 @@ class ContainerBackend:
             return
         if bool(facts["State"]["Running"]):
             raise CheckRefused(
-                explain_refusal(
-                    f"container {name} of {plan.home} is running",
-                    allowed="one container for a home",
-                    next_step="wait for its end, or cancel it",
-                )
+                f"container {name} of {plan.home} is running",
+                allowed="one container for a home",
+                next_step="wait for its end, or cancel it",
             )
         engine.ask("rm", "--volumes", name)
 
@@ -276,11 +274,9 @@ class ContainerBackend:
         start = read_container_file(job_path_of(ref.home), START_NAME)
         if start is None:
             raise StoreError(
-                explain_refusal(
-                    f"{ref.home} has no {START_NAME}",
-                    allowed="the home of a job that this machine started",
-                    next_step=f"look for its container by hand: podman ps --all --filter label={LABEL}",
-                )
+                f"{ref.home} has no {START_NAME}",
+                allowed="the home of a job that this machine started",
+                next_step=f"look for its container by hand: podman ps --all --filter label={LABEL}",
             )
         engine, name = engine_from_json(start["engine"]), str(start["container"])
         done = engine.ask("kill", "--signal", signal_name, name)
@@ -289,11 +285,9 @@ class ContainerBackend:
         facts = inspect_containers(engine, [name]).get(name)
         if facts is not None and bool(facts["State"]["Running"]):
             raise StoreError(
-                explain_refusal(
-                    f"{engine.kind} did not send SIG{signal_name} to {name}: {quote_words(done)}",
-                    allowed="an engine that answers",
-                    next_step=f"try it by hand: {engine.kind} kill --signal {signal_name} {name}",
-                )
+                f"{engine.kind} did not send SIG{signal_name} to {name}: {quote_words(done)}",
+                allowed="an engine that answers",
+                next_step=f"try it by hand: {engine.kind} kill --signal {signal_name} {name}",
             )
 
     def _refer_to(self, plan: JobPlan, details: Mapping[str, Any]) -> JobRef:
@@ -321,11 +315,9 @@ def require_image(engine: Engine, name: str) -> str:
     if found is not None:
         return found[0]
     raise CheckRefused(
-        explain_refusal(
-            f"{engine.kind} has no image {name!r}",
-            allowed=f"an image that it has; of this project: {', '.join(list_images(engine)) or 'none yet'}",
-            next_step="build it: python -m strop.launch.container, or correct `image` in the site profile",
-        )
+        f"{engine.kind} has no image {name!r}",
+        allowed=f"an image that it has; of this project: {', '.join(list_images(engine)) or 'none yet'}",
+        next_step="build it: python -m strop.launch.container, or correct `image` in the site profile",
     )
 
 
@@ -357,11 +349,9 @@ def list_containers(engine: Engine, condition: str) -> dict[str, dict[str, Any]]
     )
     if done.returncode != 0:
         raise StoreError(
-            explain_refusal(
-                f"{engine.kind} ps did not answer: {quote_words(done)}",
-                allowed="an engine that answers",
-                next_step=f"try it by hand: {engine.kind} ps --all",
-            )
+            f"{engine.kind} ps did not answer: {quote_words(done)}",
+            allowed="an engine that answers",
+            next_step=f"try it by hand: {engine.kind} ps --all",
         )
     return inspect_containers(engine, done.stdout.split())
 
@@ -384,9 +374,7 @@ def _end_at_once(engine: Engine, name: str, job_path: Path) -> None:
 
 def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"{engine.kind} did not start {plan.name}: {words}",
-            allowed="a container that starts",
-            next_step="correct it, then submit again; `strop check` tests without starting the job",
-        )
+        f"{engine.kind} did not start {plan.name}: {words}",
+        allowed="a container that starts",
+        next_step="correct it, then submit again; `strop check` tests without starting the job",
     )

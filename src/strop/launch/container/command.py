@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.hardware import Gpu, GpuUser
 from strop.hardware.leases import find_living
 from strop.launch.contract import JobPlan, JobRequest
@@ -67,12 +67,10 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     """
     if plan.resources.num_nodes > 1 or plan.resources.num_cpu_nodes:
         raise ConfigError(
-            explain_refusal(
-                f"job.nodes={plan.resources.num_nodes} and job.cpu_nodes={plan.resources.num_cpu_nodes} at"
-                f" site {plan.site!r}, which is one machine",
-                allowed="one node",
-                next_step="send the run to a cluster, or remove these settings",
-            )
+            f"job.nodes={plan.resources.num_nodes} and job.cpu_nodes={plan.resources.num_cpu_nodes} at"
+            f" site {plan.site!r}, which is one machine",
+            allowed="one node",
+            next_step="send the run to a cluster, or remove these settings",
         )
     is_own = profile.python is None and profile.environment == "image"
     python = INSIDE_PYTHON if is_own else plan.python
@@ -174,11 +172,9 @@ def parse_memory_bytes(text: str) -> int:
     match = _MEMORY.match(text)
     if match is None or int(match["number"]) == 0:
         raise ConfigError(
-            explain_refusal(
-                f"memory {text!r} is no amount of memory",
-                allowed="a number above 0, and K, M, G or T: '64G'",
-                next_step="correct job.memory or the site profile",
-            )
+            f"memory {text!r} is no amount of memory",
+            allowed="a number above 0, and K, M, G or T: '64G'",
+            next_step="correct job.memory or the site profile",
         )
     return int(match["number"]) * _UNITS[match["unit"]]
 
@@ -196,11 +192,9 @@ def _parse_mount(text: str) -> Mount:
     target, _, mode = rest.partition(":")
     if not source.startswith("/") or not target.startswith("/") or mode not in {"", "ro", "rw"}:
         raise ConfigError(
-            explain_refusal(
-                f"mount {text!r} of the site profile is not understood",
-                allowed="SOURCE:TARGET or SOURCE:TARGET:ro, both absolute",
-                next_step="correct mounts in the site profile",
-            )
+            f"mount {text!r} of the site profile is not understood",
+            allowed="SOURCE:TARGET or SOURCE:TARGET:ro, both absolute",
+            next_step="correct mounts in the site profile",
         )
     return Mount(source=source, target=target, is_read_only=mode == "ro")
 
@@ -255,11 +249,9 @@ def choose_devices(
     free = [device for device in free if not device.startswith("MIG-")] if num_wanted > 1 else free
     if len(free) < num_wanted:
         raise CheckRefused(
-            explain_refusal(
-                f"{num_wanted} GPUs are asked for, and {len(free)} of {len(gpus)} here are free",
-                allowed="as many as are free",
-                next_step="wait for other jobs, or ask for fewer",
-            )
+            f"{num_wanted} GPUs are asked for, and {len(free)} of {len(gpus)} here are free",
+            allowed="as many as are free",
+            next_step="wait for other jobs, or ask for fewer",
         )
     return tuple(free[:num_wanted])
 
@@ -301,10 +293,8 @@ def _choose_asked(
         if not unknown and not taken:
             why = f"the run asks for {num_wanted}"
         raise CheckRefused(
-            explain_refusal(
-                f"devices {','.join(asked)}: {why}",
-                allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
-                next_step="name others, or none for any that are free",
-            )
+            f"devices {','.join(asked)}: {why}",
+            allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
+            next_step="name others, or none for any that are free",
         )
     return tuple(names[name] for name in asked)

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 
 KINDS = ("podman", "docker")
 ASK_LIMIT_S = 30.0
@@ -80,11 +80,9 @@ class Engine:
             if is_answer:
                 return json.loads(done.stdout)
         raise StoreError(
-            explain_refusal(
-                f"{self.kind} {words[0]} did not answer: {quote_words(done)}",
-                allowed="an engine that answers",
-                next_step=f"try it by hand: {self.kind} ps --all",
-            )
+            f"{self.kind} {words[0]} did not answer: {quote_words(done)}",
+            allowed="an engine that answers",
+            next_step=f"try it by hand: {self.kind} ps --all",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -118,11 +116,9 @@ def locate_engine(preference: str = "auto") -> Engine:
             return found
         reasons.append(f"{kind}: {found}")
     raise CheckRefused(
-        explain_refusal(
-            "no container engine answers: " + "; ".join(reasons),
-            allowed="podman, or docker with a running daemon",
-            next_step="install podman, or send the run to another site",
-        )
+        "no container engine answers: " + "; ".join(reasons),
+        allowed="podman, or docker with a running daemon",
+        next_step="install podman, or send the run to another site",
     )
 
 
@@ -148,12 +144,9 @@ def prove_engine(engine: Engine, image: str | None = None) -> Engine:
         attempts.append(quote_words(done))
     # The words of the plain start come first: later ones may be about the remedies.
     raise CheckRefused(
-        explain_refusal(
-            f"{engine.kind} {engine.version} starts no container: "
-            + "; then: ".join(dict.fromkeys(attempts)),
-            allowed="a host that it can start one on",
-            next_step=f"try it by hand: {engine.kind} run --rm --network none IMAGE true",
-        )
+        f"{engine.kind} {engine.version} starts no container: " + "; then: ".join(dict.fromkeys(attempts)),
+        allowed="a host that it can start one on",
+        next_step=f"try it by hand: {engine.kind} run --rm --network none IMAGE true",
     )
 
 
@@ -215,17 +208,13 @@ def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str
         )
     except subprocess.TimeoutExpired as error:
         raise StoreError(
-            explain_refusal(
-                f"{' '.join(argv[:2])} gave no answer in {limit_s:g} s",
-                allowed="an engine that answers",
-                next_step="look what holds it: its locks, or its daemon",
-            )
+            f"{' '.join(argv[:2])} gave no answer in {limit_s:g} s",
+            allowed="an engine that answers",
+            next_step="look what holds it: its locks, or its daemon",
         ) from error
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{argv[0]} cannot be run: {error.strerror}",
-                allowed="an executable program",
-                next_step="install podman again",
-            )
+            f"{argv[0]} cannot be run: {error.strerror}",
+            allowed="an executable program",
+            next_step="install podman again",
         ) from error

@@ -29,7 +29,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import strop
-from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.errors import CheckRefused, ConfigError
 from strop.hardware import require_free_disk
 from strop.io import user_cache_dir
 from strop.launch.container.engine import Engine, quote_words
@@ -267,11 +267,9 @@ def _find_wheels(folder: Path) -> tuple[Path, ...]:
     found = tuple(sorted(folder.glob("*.whl")))
     if not any(path.name.startswith("strop-") for path in found):
         raise ConfigError(
-            explain_refusal(
-                f"{folder} has {len(found)} wheels and none of strop",
-                allowed="a folder with wheels of strop and of all that it needs",
-                next_step=f"fill it: pip wheel --wheel-dir {folder} .",
-            )
+            f"{folder} has {len(found)} wheels and none of strop",
+            allowed="a folder with wheels of strop and of all that it needs",
+            next_step=f"fill it: pip wheel --wheel-dir {folder} .",
         )
     return found
 
@@ -325,13 +323,11 @@ def _run_build(engine: Engine, plan: ImagePlan, context: Path, *, no_cache: bool
     done = engine.ask(*words, str(context), limit_s=BUILD_LIMIT_S)
     if done.returncode != 0:
         raise CheckRefused(
-            explain_refusal(
-                f"{engine.kind} did not build {plan.name}: {quote_words(done)}",
-                allowed="an image that builds" if plan.base_image is None else "a registry that answers",
-                next_step="free some space if the disk is full"
-                if plan.base_image is None
-                else "check base_image of the site profile, or remove it: then the base is made here",
-            )
+            f"{engine.kind} did not build {plan.name}: {quote_words(done)}",
+            allowed="an image that builds" if plan.base_image is None else "a registry that answers",
+            next_step="free some space if the disk is full"
+            if plan.base_image is None
+            else "check base_image of the site profile, or remove it: then the base is made here",
         )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import strop
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.io import FileLock
 
 AGENT_PACKAGES = ("pydantic", "jinja2", "psutil", "pyarrow", "numpy")
@@ -144,11 +144,9 @@ def required_packages(roots: Sequence[str] | None = None) -> list[importlib.meta
         except importlib.metadata.PackageNotFoundError:
             if name in named:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"package {name!r} is not installed in {sys.prefix}",
-                        allowed="packages of the environment that runs strop",
-                        next_step=f"install it: pip install {name}",
-                    )
+                    f"package {name!r} is not installed in {sys.prefix}",
+                    allowed="packages of the environment that runs strop",
+                    next_step=f"install it: pip install {name}",
                 ) from None
             continue  # Optional, or for another platform.
         waiting += _read_needs(found[name].requires or (), extras)
@@ -301,10 +299,8 @@ def _run_mmdebstrap(suite: str, names: str, path: Path) -> None:
 
 def _refuse(given: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            given,
-            allowed="a Debian mirror that answers, and mmdebstrap",
-            next_step="install it (make system-deps as root), or set base_image in the site profile to an"
-            " image that a registry has",
-        )
+        given,
+        allowed="a Debian mirror that answers, and mmdebstrap",
+        next_step="install it (make system-deps as root), or set base_image in the site profile to an"
+        " image that a registry has",
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.process import start_detached
@@ -72,11 +72,9 @@ class LocalBackend:
         if read_identity(job_path) == before:
             words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
             raise CheckRefused(
-                explain_refusal(
-                    f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
-                    allowed="an environment in which `python -m strop.cli --version` works",
-                    next_step="mend the environment, then submit again",
-                )
+                f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
+                allowed="an environment in which `python -m strop.cli --version` works",
+                next_step="mend the environment, then submit again",
             )
         return self._refer_to(plan, job_id)
 
@@ -159,11 +157,9 @@ class LocalBackend:
         found = read_identity(job_path_of(ref.home))
         if found is None or not found.is_here:
             raise StoreError(
-                explain_refusal(
-                    f"job {ref.name} runs on {found.host if found else 'no machine yet'}",
-                    allowed="signals to jobs of this machine",
-                    next_step="run the command there",
-                )
+                f"job {ref.name} runs on {found.host if found else 'no machine yet'}",
+                allowed="signals to jobs of this machine",
+                next_step="run the command there",
             )
         found.process.send(number)
 

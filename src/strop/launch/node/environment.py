@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
 from strop.hardware.ports import (
     ADDRESS_VARIABLE,
@@ -144,11 +144,9 @@ def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[
     missing = [name for name in names if name not in variables]
     if missing:
         raise CheckRefused(
-            explain_refusal(
-                f"role {role.name} would start without {', '.join(missing)}",
-                allowed="every variable and secret that the job names",
-                next_step="submit again: the file with their values is gone",
-            )
+            f"role {role.name} would start without {', '.join(missing)}",
+            allowed="every variable and secret that the job names",
+            next_step="submit again: the file with their values is gone",
         )
 
 

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from strop.errors import CheckRefused, Interrupted, explain_refusal
+from strop.errors import CheckRefused, Interrupted
 from strop.hardware.allocation import Allocation
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
 from strop.launch.contract import JobPlan
@@ -76,12 +76,10 @@ def _gather(plan: JobPlan, task: NodeTask, is_stopped: Callable[[], bool]) -> No
             raise Interrupted(f"told to end while it waited for node {', '.join(map(str, missing))}")
         if time.monotonic() > deadline:
             raise CheckRefused(
-                explain_refusal(
-                    f"node {', '.join(map(str, missing))} of {plan.resources.num_nodes} has not begun within"
-                    f" {ARRIVAL_LIMIT_S:.0f} s",
-                    allowed="all nodes of a job, at about the same time",
-                    next_step="look for them in the scheduler's log; leave a bad one out with --exclude",
-                )
+                f"node {', '.join(map(str, missing))} of {plan.resources.num_nodes} has not begun within"
+                f" {ARRIVAL_LIMIT_S:.0f} s",
+                allowed="all nodes of a job, at about the same time",
+                next_step="look for them in the scheduler's log; leave a bad one out with --exclude",
             )
         time.sleep(0.2)
     names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(plan.resources.num_nodes))

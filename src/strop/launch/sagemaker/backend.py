@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
+from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError
 from strop.hardware.findings import Finding
 from strop.launch.contract import JobPlan, JobRef, JobRequest, SchedulerStatus
 from strop.launch.environment import ENVIRONMENT_NAME
@@ -214,11 +214,9 @@ class SageMakerBackend:
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
             raise StoreError(
-                explain_refusal(
-                    f"{path} cannot be read ({error.strerror})",
-                    allowed="the job's home as it was filled",
-                    next_step="submit again",
-                )
+                f"{path} cannot be read ({error.strerror})",
+                allowed="the job's home as it was filled",
+                next_step="submit again",
             ) from error
         if self._objects.digest(uri) != sha256:
             self._objects.upload(path, uri, sha256)
@@ -240,11 +238,9 @@ class SageMakerBackend:
             else:
                 return _accepted(job, {"TrainingJobName": name, "TrainingJobArn": answer["TrainingJobArn"]})
         raise CheckRefused(
-            explain_refusal(
-                f"the names {job['name']} and {name} are taken in this account and region",
-                allowed="a name of its own for each job",
-                next_step="submit again in a second, or with another --name-prefix",
-            )
+            f"the names {job['name']} and {name} are taken in this account and region",
+            allowed="a name of its own for each job",
+            next_step="submit again in a second, or with another --name-prefix",
         )
 
     def _adopt(self, plan: JobPlan, job: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -263,11 +259,9 @@ class SageMakerBackend:
                 self._stop(job["name"])
             except StropError as error:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"a later member was refused, and {job['name']} could not be stopped ({error})",
-                        allowed="all members of a sweep or none",
-                        next_step=f"stop {job['name']} in the console",
-                    )
+                    f"a later member was refused, and {job['name']} could not be stopped ({error})",
+                    allowed="all members of a sweep or none",
+                    next_step=f"stop {job['name']} in the console",
                 ) from error
 
     def _to_ref(self, plan: JobPlan, accepted: list[dict[str, Any]], image: str) -> JobRef:

@@ -21,7 +21,6 @@ from strop.errors import (
     RemoteMissing,
     RemoteUnreachable,
     StropError,
-    explain_refusal,
 )
 from strop.io.variables import set_variables
 from strop.spec.site import SageMakerSite
@@ -112,36 +111,28 @@ class AwsClients:
         where = f"{action} on {resource}" if resource else action
         if code in _EXPIRED_CODES or type(failure).__name__ in {"TokenRetrievalError", "SSOTokenLoadError"}:
             return RemoteDenied(
-                explain_refusal(
-                    f"{where}: the credentials have expired ({words})",
-                    allowed="credentials that are valid now",
-                    next_step=f"log in again{self._login()}, then start the same command again",
-                )
+                f"{where}: the credentials have expired ({words})",
+                allowed="credentials that are valid now",
+                next_step=f"log in again{self._login()}, then start the same command again",
             )
         if may_pass(failure):
             return RemoteUnreachable(
-                explain_refusal(
-                    f"{where} failed in {self.retries.num_attempts} attempts ({words})",
-                    allowed="a service that answers",
-                    next_step="wait, then start the same command again: nothing is submitted twice",
-                )
+                f"{where} failed in {self.retries.num_attempts} attempts ({words})",
+                allowed="a service that answers",
+                next_step="wait, then start the same command again: nothing is submitted twice",
             )
         if code in MISSING_CODES or (code == "ValidationException" and "not found" in words.lower()):
             return RemoteMissing(
-                explain_refusal(
-                    f"{resource or action} is not there ({words})",
-                    allowed="something that exists in this account and region",
-                    next_step="check the name, the region and the account in the site profile",
-                )
+                f"{resource or action} is not there ({words})",
+                allowed="something that exists in this account and region",
+                next_step="check the name, the region and the account in the site profile",
             )
         if code in _DENIED_CODES or _status_of(failure) in {401, 403} or not code:
             return self._denied(where, action, words, code)
         return CheckRefused(
-            explain_refusal(
-                f"{where} was refused: {words}",
-                allowed="a request that the service accepts",
-                next_step="change the site profile or the flag that the service names",
-            )
+            f"{where} was refused: {words}",
+            allowed="a request that the service accepts",
+            next_step="change the site profile or the flag that the service names",
         )
 
     def identity(self) -> str:
@@ -159,18 +150,14 @@ class AwsClients:
         if not code:
             # The client itself found nothing to sign with, or nothing to connect to.
             return RemoteDenied(
-                explain_refusal(
-                    f"{where}: no usable credentials ({words})",
-                    allowed="credentials in a named profile, a role or the usual variables",
-                    next_step=f"log in{self._login()}, or set aws_profile in the site profile",
-                )
+                f"{where}: no usable credentials ({words})",
+                allowed="credentials in a named profile, a role or the usual variables",
+                next_step=f"log in{self._login()}, or set aws_profile in the site profile",
             )
         return RemoteDenied(
-            explain_refusal(
-                f"{where} is not allowed for {self.identity()} ({words})",
-                allowed=f"an identity that may {action}",
-                next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
-            )
+            f"{where} is not allowed for {self.identity()} ({words})",
+            allowed=f"an identity that may {action}",
+            next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
         )
 
     def _login(self) -> str:
@@ -183,11 +170,9 @@ class AwsClients:
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
             raise ConfigError(
-                explain_refusal(
-                    "SageMaker needs the package boto3, which is not installed",
-                    allowed="`strop submit --dry-run`, which works without it",
-                    next_step=INSTALL,
-                )
+                "SageMaker needs the package boto3, which is not installed",
+                allowed="`strop submit --dry-run`, which works without it",
+                next_step=INSTALL,
             ) from error
         # Own retries: those of the client try for minutes what will never work.
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
@@ -199,11 +184,9 @@ class AwsClients:
             return self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(
-                explain_refusal(
-                    f"the client for {service} cannot be made ({error})",
-                    allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
-                    next_step="correct the site profile or ~/.aws/config",
-                )
+                f"the client for {service} cannot be made ({error})",
+                allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
+                next_step="correct the site profile or ~/.aws/config",
             ) from error
 
 

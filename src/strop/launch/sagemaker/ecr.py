@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError
 from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
 from strop.spec.site import SageMakerSite
@@ -51,11 +51,9 @@ def require_repository_name(name: str) -> None:
     if 2 <= len(name) <= 256 and _NAME.fullmatch(name):
         return
     raise ConfigError(
-        explain_refusal(
-            f"repository={name!r} ({len(name)} characters) is no name for a repository",
-            allowed="2 to 256 lower-case letters and digits, with . _ - / between them",
-            next_step="change repository in the site profile",
-        )
+        f"repository={name!r} ({len(name)} characters) is no name for a repository",
+        allowed="2 to 256 lower-case letters and digits, with . _ - / between them",
+        next_step="change repository in the site profile",
     )
 
 
@@ -179,9 +177,7 @@ def _run(argv: list[str], limit_s: float, password: str | None = None) -> str:
 
 def _failed(argv: list[str], words: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"`{' '.join(argv[:2])}` failed: {words}",
-            allowed="an engine that works and a registry that accepts",
-            next_step="run `strop doctor`, or the same command by hand",
-        )
+        f"`{' '.join(argv[:2])}` failed: {words}",
+        allowed="an engine that works and a registry that accepts",
+        next_step="run `strop doctor`, or the same command by hand",
     )

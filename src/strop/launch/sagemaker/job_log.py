@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, StoreError, format_error
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.lock import FileLock
 
@@ -155,11 +155,9 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise StoreError(
-            explain_refusal(
-                f"{path} cannot be read ({error.strerror})",
-                allowed="the twin of the job log",
-                next_step="mend the permissions, or name the job itself",
-            )
+            f"{path} cannot be read ({error.strerror})",
+            allowed="the twin of the job log",
+            next_step="mend the permissions, or name the job itself",
         ) from error
     records = []
     for line in lines:
@@ -215,7 +213,7 @@ def _unescape(text: str) -> str:
 def _explain_not_found(reference: str, rows: list[JobRow], *, is_ambiguous: bool) -> str:
     names = ", ".join(row.job_name for row in rows[-5:]) or "none, the job log is empty"
     what = f"begins {len(rows)} jobs" if is_ambiguous else "is no job of the job log"
-    return explain_refusal(
+    return format_error(
         f"{reference!r} {what}",
         allowed=f"a job name, a run's name, or a prefix that one job alone has; the newest: {names}",
         next_step="give the whole name",

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.findings import Finding
 from strop.launch.sagemaker.client import INSTALL
 
@@ -74,11 +74,9 @@ def load_model() -> Mapping[str, Any]:
         from botocore.loaders import Loader
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                "the limits of SageMaker come with the package boto3, which is not installed",
-                allowed="a plan without a check of its request, or boto3",
-                next_step=INSTALL,
-            )
+            "the limits of SageMaker come with the package boto3, which is not installed",
+            allowed="a plan without a check of its request, or boto3",
+            next_step=INSTALL,
         ) from error
     model: Mapping[str, Any] = Loader().load_service_model("sagemaker", "service-2")
     return model

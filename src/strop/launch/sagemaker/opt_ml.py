@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused
 from strop.launch.attempts import describe_exit
 from strop.launch.environment import ENVIRONMENT_NAME
 from strop.launch.job_dir import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
@@ -132,11 +132,9 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 def _unusable(path: Path, why: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"{path} {why}",
-            allowed="the file as SageMaker writes it",
-            next_step="start the entry in a training job, or by `strop sagemaker submit RUN.toml --local`",
-        )
+        f"{path} {why}",
+        allowed="the file as SageMaker writes it",
+        next_step="start the entry in a training job, or by `strop sagemaker submit RUN.toml --local`",
     )
 
 
@@ -147,11 +145,9 @@ def read_sent_plan(tree: OptMl) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckRefused(
-            explain_refusal(
-                f"{path} cannot be read ({error})",
-                allowed="the channel `config` as strop sent it",
-                next_step="submit again; the entry runs in jobs that strop submits",
-            )
+            f"{path} cannot be read ({error})",
+            allowed="the channel `config` as strop sent it",
+            next_step="submit again; the entry runs in jobs that strop submits",
         ) from error
     return content
 

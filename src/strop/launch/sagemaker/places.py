@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 # Source: the developer guide of SageMaker on training containers.
 OPT_ML = PurePosixPath("/opt/ml")
@@ -90,12 +90,10 @@ def require_name(name: str, *, what: str = "job name", max_characters: int = MAX
     if len(name) <= max_characters and NAME_PATTERN.fullmatch(name):
         return
     raise ConfigError(
-        explain_refusal(
-            f"{what}={name!r} ({len(name)} characters) is no name for a training job",
-            allowed=f"1 to {max_characters} letters, digits and hyphens; no dot, underscore or slash,"
-            " and no hyphen at either end",
-            next_step=f"choose another {what}",
-        )
+        f"{what}={name!r} ({len(name)} characters) is no name for a training job",
+        allowed=f"1 to {max_characters} letters, digits and hyphens; no dot, underscore or slash,"
+        " and no hyphen at either end",
+        next_step=f"choose another {what}",
     )
 
 

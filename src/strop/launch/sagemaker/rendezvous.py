@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.launch.attempts import combine
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
@@ -346,11 +346,9 @@ def _refuse_late(
 
 def _missing(names: list[str], limit_s: float, why: str) -> CheckRefused:
     return CheckRefused(
-        explain_refusal(
-            f"host {', '.join(names)} did not join within {limit_s:.0f} s ({why})",
-            allowed="all hosts of the job, which reach each other by name",
-            next_step="look at the logs of that host, and at the security group's rule to itself",
-        )
+        f"host {', '.join(names)} did not join within {limit_s:.0f} s ({why})",
+        allowed="all hosts of the job, which reach each other by name",
+        next_step="look at the logs of that host, and at the security group's rule to itself",
     )
 
 

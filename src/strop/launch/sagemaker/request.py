@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.io.atomic import MANIFEST_NAME
 from strop.launch.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.sagemaker import places
@@ -257,20 +257,16 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
     local = sorted(set(plan.environment.secrets) - set(settings.secrets))
     if local:
         raise ConfigError(
-            explain_refusal(
-                f"{', '.join(local)}: secrets, and who may describe a job reads its variables",
-                allowed="secrets that the job fetches itself, by ARN",
-                next_step="name their ARNs in secret_arns of the site profile, and take them out of `secrets`"
-                " and `.env`",
-            )
+            f"{', '.join(local)}: secrets, and who may describe a job reads its variables",
+            allowed="secrets that the job fetches itself, by ARN",
+            next_step="name their ARNs in secret_arns of the site profile, and take them out of `secrets`"
+            " and `.env`",
         )
     if settings.is_spot and settings.option("keep_alive_s"):
         raise ConfigError(
-            explain_refusal(
-                f"keep_alive_s={settings.option('keep_alive_s')} together with spot instances",
-                allowed="a warm pool, or spot instances",
-                next_step="leave out one of them",
-            )
+            f"keep_alive_s={settings.option('keep_alive_s')} together with spot instances",
+            allowed="a warm pool, or spot instances",
+            next_step="leave out one of them",
         )
     if settings.has_isolation:
         _refuse_calls_in_isolation(request, settings)
@@ -297,11 +293,9 @@ def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings)
     ]
     if calls:
         raise ConfigError(
-            explain_refusal(
-                f"network_isolation=true, and the run needs {', '.join(calls)}",
-                allowed="a job without network whose inputs are all channels",
-                next_step="turn isolation off and use a VPC, or leave these out",
-            )
+            f"network_isolation=true, and the run needs {', '.join(calls)}",
+            allowed="a job without network whose inputs are all channels",
+            next_step="turn isolation off and use a VPC, or leave these out",
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop import __version__
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.hardware.findings import Finding, Severity
 from strop.launch.contract import JobRequest
 from strop.launch.dotenv import is_variable_name
@@ -143,7 +143,7 @@ def _seconds(text: str, name: str) -> int:
         return int(parse_duration_s(text))
     except ValueError as error:
         raise ConfigError(
-            explain_refusal(f"{name}: {error}", allowed="such a length of time", next_step=f"correct {name}")
+            f"{name}: {error}", allowed="such a length of time", next_step=f"correct {name}"
         ) from error
 
 
@@ -155,11 +155,9 @@ def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tup
         name, _, names = key.partition(":")
         if not is_variable_name(name) or not arn.startswith("arn:"):
             raise ConfigError(
-                explain_refusal(
-                    f"secret_arns.{key.split('=')[0]} names no variable and no ARN",
-                    allowed="NAME or NAME:role,role = 'arn:aws:secretsmanager:...'; never a value",
-                    next_step="change secret_arns in the site profile",
-                )
+                f"secret_arns.{key.split('=')[0]} names no variable and no ARN",
+                allowed="NAME or NAME:role,role = 'arn:aws:secretsmanager:...'; never a value",
+                next_step="change secret_arns in the site profile",
             )
         secrets[name] = arn
         if found := tuple(role.strip() for role in names.split(",") if role.strip()):
@@ -171,21 +169,17 @@ def _check_options(options: Mapping[str, Any]) -> None:
     unknown = sorted(name for name, value in options.items() if value is not None and name not in OPTIONS)
     if unknown:
         raise ConfigError(
-            explain_refusal(
-                f"{', '.join(unknown)} is no option of SageMaker",
-                allowed=", ".join(sorted(OPTIONS)),
-                next_step="leave it out, or send the job to another site",
-            )
+            f"{', '.join(unknown)} is no option of SageMaker",
+            allowed=", ".join(sorted(OPTIONS)),
+            next_step="leave it out, or send the job to another site",
         )
 
 
 def _lacks(name: str, why: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            f"the site profile has no {name}: {why}",
-            allowed="a profile with region, role, bucket, and repository or image",
-            next_step=f"set {name.split(' ', maxsplit=1)[0]} in strop-sites.toml",
-        )
+        f"the site profile has no {name}: {why}",
+        allowed="a profile with region, role, bucket, and repository or image",
+        next_step=f"set {name.split(' ', maxsplit=1)[0]} in strop-sites.toml",
     )
 
 
@@ -238,12 +232,10 @@ def _read_list(flag: str, text: str) -> list[int]:
 
 def _wrong(given: str, why: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            f"{given}: {why}",
-            allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
-            f" {_EVAL} 6,7)",
-            next_step="correct it",
-        )
+        f"{given}: {why}",
+        allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
+        f" {_EVAL} 6,7)",
+        next_step="correct it",
     )
 
 
@@ -290,11 +282,9 @@ def refuse_local(assets: list[NamedAsset]) -> None:
     local = [f"{asset.key}={asset.value}" for asset in assets if asset.is_local]
     if local:
         raise ConfigError(
-            explain_refusal(
-                f"{', '.join(local)}: a path of this machine, which no training job can reach",
-                allowed="a hub id, s3://, or what the store has",
-                next_step="set store.uri, run `strop stage RUN.toml`, and write what it advises",
-            )
+            f"{', '.join(local)}: a path of this machine, which no training job can reach",
+            allowed="a hub id, s3://, or what the store has",
+            next_step="set store.uri, run `strop stage RUN.toml`, and write what it advises",
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError
 from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.job_dir import has_ref, job_path_of, read_ref
@@ -122,11 +122,9 @@ class SlurmBackend:
         found = _ACCEPTED.search(reply.output)
         if reply.code or found is None:
             raise CheckRefused(
-                explain_refusal(
-                    f"sbatch refused {plan.name} with exit code {reply.code}: {_words(reply)}",
-                    allowed="a request that the cluster can meet",
-                    next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
-                )
+                f"sbatch refused {plan.name} with exit code {reply.code}: {_words(reply)}",
+                allowed="a request that the cluster can meet",
+                next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
             )
         details = {"is_array": is_array(plan)} | ({"cluster": found["cluster"]} if found["cluster"] else {})
         return self._ref(plan.name, plan.home, found["id"], plan.plan_hash, plan.submitted_at, details)
@@ -190,11 +188,9 @@ class SlurmBackend:
         if answer is None or answer.state not in (JobState.FAILED, JobState.TIMEOUT):
             found = "unknown to the cluster" if answer is None else f"{answer.state} ({answer.raw})"
             raise CheckRefused(
-                explain_refusal(
-                    f"job {_target(ref, member)} is {found}",
-                    allowed="requeueing a job that failed or ran out of time, and that Slurm still knows",
-                    next_step="submit the run again, and it goes on from its last checkpoint",
-                )
+                f"job {_target(ref, member)} is {found}",
+                allowed="requeueing a job that failed or ran out of time, and that Slurm still knows",
+                next_step="submit the run again, and it goes on from its last checkpoint",
             )
         _require(ask_client(("scontrol", "requeue", _target(ref, member))), "scontrol requeue")
 
@@ -261,11 +257,9 @@ def _words(reply: ClientReply) -> str:
 def _require(reply: ClientReply, what: str) -> None:
     if reply.code:
         raise CheckRefused(
-            explain_refusal(
-                f"{what} failed with {reply.code}: {_words(reply)}",
-                allowed="a job of yours on this cluster",
-                next_step="look at it with squeue",
-            )
+            f"{what} failed with {reply.code}: {_words(reply)}",
+            allowed="a job of yours on this cluster",
+            next_step="look at it with squeue",
         )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.errors import StoreError, explain_refusal
+from strop.errors import StoreError
 from strop.launch.contract import SchedulerStatus
 from strop.launch.environment import clean_inherited
 from strop.launch.slurm.states import (
@@ -89,11 +89,9 @@ def ask_client(
         )
     except FileNotFoundError as error:
         raise StoreError(
-            explain_refusal(
-                f"{argv[0]} is not on PATH",
-                allowed="a login node of the cluster, where Slurm's programs are installed",
-                next_step="log in there, or load the module that brings them",
-            )
+            f"{argv[0]} is not on PATH",
+            allowed="a login node of the cluster, where Slurm's programs are installed",
+            next_step="log in there, or load the module that brings them",
         ) from error
     except subprocess.TimeoutExpired as error:
         raise _silent(argv[0], f"no answer in {_ANSWER_LIMIT_S:g} s") from error
@@ -105,11 +103,9 @@ def ask_client(
 
 def _silent(program: str, words: str) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"the cluster does not answer {program}: {words}",
-            allowed="a controller that answers; jobs go on without it",
-            next_step="ask again later, and nothing is lost in between",
-        )
+        f"the cluster does not answer {program}: {words}",
+        allowed="a controller that answers; jobs go on without it",
+        next_step="ask again later, and nothing is lost in between",
     )
 
 
@@ -151,11 +147,9 @@ def _list_plainly(client: Client) -> list[SeenJob]:
     reply = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
     if reply.code:
         raise StoreError(
-            explain_refusal(
-                f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
-                allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
-                next_step="run squeue by hand, and read what it says",
-            )
+            f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
+            allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
+            next_step="run squeue by hand, and read what it says",
         )
     jobs = read_plain(reply.output)
     if not jobs:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.launch.build_request import TAG_PREFIX, tag_of
 from strop.launch.contract import JobPlan, JobRequest, Resources
 from strop.spec.base import Section
@@ -219,7 +219,7 @@ def _require_one_line(given: str, value: str) -> None:
 
 
 def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
-    return ConfigError(explain_refusal(given, allowed=allowed, next_step=next_step))
+    return ConfigError(given, allowed=allowed, next_step=next_step)
 
 
 @cache

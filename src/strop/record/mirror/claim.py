@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from strop.errors import CheckRefused, CorruptRecord, MirrorFenced, StoreError, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord, MirrorFenced, StoreError
 from strop.record.run_dir import RunState
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri
@@ -72,11 +72,9 @@ def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
         return Latest(**{**content, "run": RunIdentity(**content["run"])}), version
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptRecord(
-            explain_refusal(
-                f"{place} cannot be read ({error})",
-                allowed="the JSON that strop wrote",
-                next_step="remove it if no run is mirrored there any more, or choose another store.mirror_as",
-            )
+            f"{place} cannot be read ({error})",
+            allowed="the JSON that strop wrote",
+            next_step="remove it if no run is mirrored there any more, or choose another store.mirror_as",
         ) from error
 
 
@@ -96,12 +94,10 @@ def claim_mirror(
             latest, version = found
             if latest.run != run:
                 raise CheckRefused(
-                    explain_refusal(
-                        f"{uri} is the mirror of another run: {latest.run.name}, spec"
-                        f" {latest.run.spec_digest[:12]}, begun at {latest.run.created_at:.0f}",
-                        allowed="a place of its own for each run",
-                        next_step="set store.mirror_as to another name, or store.mirror=false",
-                    )
+                    f"{uri} is the mirror of another run: {latest.run.name}, spec"
+                    f" {latest.run.spec_digest[:12]}, begun at {latest.run.created_at:.0f}",
+                    allowed="a place of its own for each run",
+                    next_step="set store.mirror_as to another name, or store.mirror=false",
                 )
             if latest.owner == owner:
                 return latest
@@ -112,11 +108,9 @@ def claim_mirror(
         if store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
             return mine
     raise StoreError(
-        explain_refusal(
-            f"{uri} was claimed by others {NUM_CLAIM_ATTEMPTS} times in a row",
-            allowed="one attempt of a run at a time",
-            next_step="see who else trains this run, and end all attempts but one",
-        )
+        f"{uri} was claimed by others {NUM_CLAIM_ATTEMPTS} times in a row",
+        allowed="one attempt of a run at a time",
+        next_step="see who else trains this run, and end all attempts but one",
     )
 
 
@@ -141,11 +135,9 @@ def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri:
     if mine != latest and not store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
         require_claim(store, uri, owner)
         raise StoreError(
-            explain_refusal(
-                f"{uri}/{LATEST_NAME} changed while it was written, and its owner did not",
-                allowed="one uploader for an attempt",
-                next_step="see whether two of them run; the next look repeats it",
-            )
+            f"{uri}/{LATEST_NAME} changed while it was written, and its owner did not",
+            allowed="one uploader for an attempt",
+            next_step="see whether two of them run; the next look repeats it",
         )
     return mine
 
@@ -156,9 +148,7 @@ def _fenced(uri: str, latest: Latest | None) -> MirrorFenced:
     else:
         now = f"belongs to attempt {latest.attempt}, fence {latest.fence}"
     return MirrorFenced(
-        explain_refusal(
-            f"{uri} {now}: this attempt sends nothing more",
-            allowed="the attempt that started last",
-            next_step="end this attempt if the newer one is meant to live",
-        )
+        f"{uri} {now}: this attempt sends nothing more",
+        allowed="the attempt that started last",
+        next_step="end this attempt if the newer one is meant to live",
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
 from strop.io.atomic import (
     explain_write_failure,
     is_inner_name,
@@ -78,11 +78,9 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
     target = root / (name or uri.rpartition("/")[2])
     if target.exists():
         raise CheckRefused(
-            explain_refusal(
-                f"{target} is there already, and {uri} would be restored to it",
-                allowed="a directory that does not exist yet",
-                next_step="give the same command without --from to go on with it, or remove it",
-            )
+            f"{target} is there already, and {uri} would be restored to it",
+            allowed="a directory that does not exist yet",
+            next_step="give the same command without --from to go on with it, or remove it",
         )
     incoming = target.with_name(target.name + INCOMING_SUFFIX)
     try:
@@ -158,11 +156,9 @@ def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True)
     if found is None or (needs_checkpoint and not found.records):
         what = f"no {LATEST_NAME}" if found is None else "no complete checkpoint"
         raise RemoteMissing(
-            explain_refusal(
-                f"{uri} has {what}",
-                allowed="where a run with store.mirror is mirrored to, once it has sent a checkpoint",
-                next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
-            )
+            f"{uri} has {what}",
+            allowed="where a run with store.mirror is mirrored to, once it has sent a checkpoint",
+            next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
         )
     return found
 
@@ -185,11 +181,9 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
             finished_at = json.loads(state[0])["finished_at"]
         return _build_run(found, name, record_path, incoming / "directory", finished_at)
     raise CorruptRecord(
-        explain_refusal(
-            f"none of {len(failures)} checkpoints at {found.uri} is sound: {failures[0]}",
-            allowed="a checkpoint whose files are those that its manifest promises",
-            next_step="see who else writes there",
-        )
+        f"none of {len(failures)} checkpoints at {found.uri} is sound: {failures[0]}",
+        allowed="a checkpoint whose files are those that its manifest promises",
+        next_step="see who else writes there",
     )
 
 
@@ -274,22 +268,18 @@ def _name_record(found: RemoteRun, part: str) -> str | None:
         step = int(part[5:])
     if step is None:
         raise ConfigError(
-            explain_refusal(
-                f"{part!r} is no part of a mirrored run",
-                allowed=f"{', '.join(FETCH_PARTS)}, step-N",
-                next_step="correct it",
-            )
+            f"{part!r} is no part of a mirrored run",
+            allowed=f"{', '.join(FETCH_PARTS)}, step-N",
+            next_step="correct it",
         )
     for name in found.records:
         if name.step == step:
             return found.record_uri(name)
     steps = ", ".join(str(name.step) for name in found.records) or "none"
     raise RemoteMissing(
-        explain_refusal(
-            f"{found.uri} has no complete checkpoint of step {step}",
-            allowed=f"the steps that are there: {steps}",
-            next_step="name one of them, or 'latest'",
-        )
+        f"{found.uri} has no complete checkpoint of step {step}",
+        allowed=f"the steps that are there: {steps}",
+        next_step="name one of them, or 'latest'",
     )
 
 
@@ -315,11 +305,9 @@ def _working_in(incoming: Path) -> Iterator[None]:
     lock = FileLock(incoming / LOCK_NAME)
     if not lock.try_acquire():
         raise CheckRefused(
-            explain_refusal(
-                f"{incoming} is being filled by {lock.holder() or 'another process'}",
-                allowed="one transfer to a place at a time",
-                next_step="wait for it, or end it and give the same command again",
-            )
+            f"{incoming} is being filled by {lock.holder() or 'another process'}",
+            allowed="one transfer to a place at a time",
+            next_step="wait for it, or end it and give the same command again",
         )
     try:
         yield
@@ -329,9 +317,7 @@ def _working_in(incoming: Path) -> Iterator[None]:
 
 def _taken(path: Path) -> StoreError:
     return StoreError(
-        explain_refusal(
-            f"{path} is there, and is no copy of this run",
-            allowed="a name that is free, or an earlier copy of the same run",
-            next_step="choose another name",
-        )
+        f"{path} is there, and is no copy of this run",
+        allowed="a name that is free, or an earlier copy of the same run",
+        next_step="choose another name",
     )

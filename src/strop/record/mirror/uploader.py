@@ -21,7 +21,6 @@ from strop.errors import (
     RemoteUnreachable,
     StoreError,
     StropError,
-    explain_refusal,
 )
 from strop.io.atomic import Manifest
 from strop.record.events import EventKind
@@ -385,9 +384,7 @@ def _holds(found: Manifest, checkpoint: Manifest) -> bool:
 
 def _not_seen(uri: str) -> StoreError:
     return CorruptRecord(
-        explain_refusal(
-            f"{uri} was sent, and the store does not show it with the digest that was sent",
-            allowed="a store that shows what it accepted",
-            next_step="see whether another tool writes there; nothing older is removed meanwhile",
-        )
+        f"{uri} was sent, and the store does not show it with the digest that was sent",
+        allowed="a store that shows what it accepted",
+        next_step="see whether another tool writes there; nothing older is removed meanwhile",
     )

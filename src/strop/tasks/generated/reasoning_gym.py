@@ -20,7 +20,7 @@ from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReasoningGymSpec
 from strop.tasks.answers import judged_text
@@ -66,11 +66,9 @@ class ReasoningGym:
         taken = [key for key in _OWN_SETTINGS if key in spec.config]
         if taken:
             raise ConfigError(
-                explain_refusal(
-                    f"task.config sets {' and '.join(taken)}",
-                    allowed="the data set's other settings; strop sets seed and size itself",
-                    next_step="use task.data_seed, task.num_train and task.num_held_out",
-                )
+                f"task.config sets {' and '.join(taken)}",
+                allowed="the data set's other settings; strop sets seed and size itself",
+                next_step="use task.data_seed, task.num_train and task.num_held_out",
             )
         self._spec = spec
         limits = TaskLimits(
@@ -159,12 +157,10 @@ class ReasoningGym:
             return create_dataset(self._request)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
-                explain_refusal(
-                    f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
-                    f" ({type(error).__name__}: {error})",
-                    allowed=f"the data set's settings {', '.join(_setting_names(package, spec.dataset))}",
-                    next_step="correct or leave out the setting in task.config",
-                )
+                f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
+                f" ({type(error).__name__}: {error})",
+                allowed=f"the data set's settings {', '.join(_setting_names(package, spec.dataset))}",
+                next_step="correct or leave out the setting in task.config",
             ) from error
 
     @cached_property
@@ -180,12 +176,10 @@ class ReasoningGym:
         if len(problems) == request.num_wanted:
             return problems
         raise DataError(
-            explain_refusal(
-                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for"
-                f" {request.num_wanted} different questions of reasoning-gym data set {spec.dataset}",
-                allowed=f"about {len(problems)} in all with these settings",
-                next_step="lower task.num_train, or widen the data set with task.config",
-            )
+            f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for"
+            f" {request.num_wanted} different questions of reasoning-gym data set {spec.dataset}",
+            allowed=f"about {len(problems)} in all with these settings",
+            next_step="lower task.num_train, or widen the data set with task.config",
         )
 
 
@@ -205,20 +199,16 @@ def _import_package(dataset: str | None) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                f"task.name=reasoning-gym, but the package is not installed ({error})",
-                allowed="reasoning-gym with the extra 'tasks' installed",
-                next_step="pip install 'strop[tasks]'",
-            )
+            f"task.name=reasoning-gym, but the package is not installed ({error})",
+            allowed="reasoning-gym with the extra 'tasks' installed",
+            next_step="pip install 'strop[tasks]'",
         ) from error
     if dataset is not None and dataset not in DATASETS:
         near = " or ".join(get_close_matches(dataset, sorted(DATASETS), n=2))
         raise ConfigError(
-            explain_refusal(
-                f"task.dataset={dataset} is not a data set of reasoning-gym",
-                allowed=", ".join(sorted(DATASETS)),
-                next_step=f"did you mean {near}" if near else "choose one of these names",
-            )
+            f"task.dataset={dataset} is not a data set of reasoning-gym",
+            allowed=", ".join(sorted(DATASETS)),
+            next_step=f"did you mean {near}" if near else "choose one of these names",
         )
     return reasoning_gym
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReverseTextSpec
 from strop.tasks.answers import judged_text
@@ -111,12 +111,10 @@ class ReverseText:
             if len(texts) == wanted:
                 return tuple(make_example(self.name, {"text": text}, text[::-1]) for text in texts)
         raise ConfigError(
-            explain_refusal(
-                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for {wanted}"
-                f" different texts of {spec.min_words} to {spec.max_words} words",
-                allowed=f"about {len(texts)} texts in all at these lengths",
-                next_step="raise task.max_words, or lower task.num_train",
-            )
+            f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for {wanted}"
+            f" different texts of {spec.min_words} to {spec.max_words} words",
+            allowed=f"about {len(texts)} texts in all at these lengths",
+            next_step="raise task.max_words, or lower task.num_train",
         )
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.tasks.rows.layout import bad_row
 
 Check = Callable[..., bool]
@@ -148,11 +148,9 @@ class Checkers:
         """
         if not isinstance(instruction_id, str) or instruction_id not in self._checkers:
             raise DataError(
-                explain_refusal(
-                    f"{place} asks for the instruction {instruction_id!r}, which has no checker",
-                    allowed=f"the {len(self)} ids of {self.family}: {', '.join(sorted(self))}",
-                    next_step="remove the row, or correct the id",
-                )
+                f"{place} asks for the instruction {instruction_id!r}, which has no checker",
+                allowed=f"the {len(self)} ids of {self.family}: {', '.join(sorted(self))}",
+                next_step="remove the row, or correct the id",
             )
         checker = self._checkers[instruction_id]
         stage, edit = self._edits.get(instruction_id, (Stage.WHOLE, None))

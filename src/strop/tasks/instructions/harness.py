@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.tasks.instructions.checkers import Checkers, Constraint, Count, Position, Relation, Text, holds
 from strop.tasks.instructions.google import CHOICES, GOOGLE
 from strop.tasks.instructions.segments import detect_language, find_words
@@ -125,12 +125,10 @@ def _load_punkt() -> Any:
     except (ImportError, LookupError) as error:
         cause = next(line.strip(" *") for line in str(error).splitlines() if line.strip(" *"))
         raise ConfigError(
-            explain_refusal(
-                f"task.rules=lm-eval judges {SENTENCES_ID} by the sentences of nltk, and it or its data is"
-                f" not here ({type(error).__name__}: {cause})",
-                allowed="nltk 3.9.1 or later with the data package punkt_tab in a folder of NLTK_DATA",
-                next_step="install both, or set task.rules=own",
-            )
+            f"task.rules=lm-eval judges {SENTENCES_ID} by the sentences of nltk, and it or its data is"
+            f" not here ({type(error).__name__}: {cause})",
+            allowed="nltk 3.9.1 or later with the data package punkt_tab in a folder of NLTK_DATA",
+            next_step="install both, or set task.rules=own",
         ) from error
 
 

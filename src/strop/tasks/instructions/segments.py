@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 _TERMINATORS = re.compile(r"[.!?…]++[\"'”’»)\]}*_~]*+(?=\s|\Z)|[。！？।۔]++[”’」』）]*+")
@@ -169,9 +169,7 @@ def require_language_detection() -> None:
     """
     if find_spec("langdetect") is None:
         raise ConfigError(
-            explain_refusal(
-                "an instruction asks for a language, and the package langdetect is not installed",
-                allowed="langdetect 1.0.9 or later, part of the extra 'tasks'",
-                next_step="pip install 'strop[tasks]'",
-            )
+            "an instruction asks for a language, and the package langdetect is not installed",
+            allowed="langdetect 1.0.9 or later, part of the extra 'tasks'",
+            next_step="pip install 'strop[tasks]'",
         )

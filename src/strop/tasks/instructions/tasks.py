@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.contract import TaskLimits
@@ -324,12 +324,9 @@ class InstructionTask(RowTask):
         kept = tuple(example for example in splits.held_out if example.fields["constraints"])
         if not kept:
             raise DataError(
-                explain_refusal(
-                    f"all {len(splits.held_out)} rows of {self._source} have an instruction without a"
-                    " checker",
-                    allowed="at least one row without such an instruction",
-                    next_step="use more of the data set",
-                )
+                f"all {len(splits.held_out)} rows of {self._source} have an instruction without a checker",
+                allowed="at least one row without such an instruction",
+                next_step="use more of the data set",
             )
         left_out = {"no checker": len(splits.held_out) - len(kept)}
         return replace(splits, held_out=kept[: self._spec.num_held_out], left_out=left_out)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord
 from strop.hardware.process import step_back
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import fork_server
@@ -259,11 +259,9 @@ class WorkerPool:
                 await asyncio.to_thread(process.wait)
                 cause = answer[1:].decode(errors="replace")
                 raise CheckRefused(
-                    explain_refusal(
-                        f"a verifier's process could not be made ready: {cause}",
-                        allowed="a task that can be built in a process of its own",
-                        next_step="mend what the last line names",
-                    )
+                    f"a verifier's process could not be made ready: {cause}",
+                    allowed="a task that can be built in a process of its own",
+                    next_step="mend what the last line names",
                 )
             control.settimeout(None)
             self._fork_server = process, control

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.io import write_bytes_atomically
 from strop.rollout import Example
 from strop.spec.task import LlmJudgeSpec
@@ -99,11 +99,9 @@ def read_labelled_replies(source: str) -> list[LabelledReply]:
     num_good = sum(one.is_good for one in found)
     if len(found) < MIN_ROWS or num_good in (0, len(found)):
         raise DataError(
-            explain_refusal(
-                f"task.calibration={source} has {len(found)} labelled replies, {num_good} of them good",
-                allowed=f"at least {MIN_ROWS}, good ones and bad ones",
-                next_step="have more replies labelled",
-            )
+            f"task.calibration={source} has {len(found)} labelled replies, {num_good} of them good",
+            allowed=f"at least {MIN_ROWS}, good ones and bad ones",
+            next_step="have more replies labelled",
         )
     return found
 
@@ -128,11 +126,9 @@ async def check_judge(
     """
     if not labelled:
         raise DataError(
-            explain_refusal(
-                "a check of a judge on no labelled reply",
-                allowed="at least one labelled reply",
-                next_step="pass some",
-            )
+            "a check of a judge on no labelled reply",
+            allowed="at least one labelled reply",
+            next_step="pass some",
         )
     chosen = judge or InlineJudge(task)
     outcomes = await asyncio.gather(*(chosen.judge(one.example, one.text) for one in labelled))

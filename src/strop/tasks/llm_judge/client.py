@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Failure, FailureOwner
 from strop.spec.own_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
 from strop.tasks.llm_judge.rubric import UNPARSABLE
@@ -118,11 +118,9 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
         import httpx
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                "a judge is asked with httpx, which is not installed",
-                allowed="an installation with the extra 'tasks'",
-                next_step="pip install 'strop[tasks]'",
-            )
+            "a judge is asked with httpx, which is not installed",
+            allowed="an installation with the extra 'tasks'",
+            next_step="pip install 'strop[tasks]'",
         ) from error
     headers, url = {}, endpoint.url
     if url == ROLE:
@@ -132,11 +130,9 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
         key = os.environ.get(endpoint.key_env, "")
         if not key:
             raise ConfigError(
-                explain_refusal(
-                    f"task.judge_key_env={endpoint.key_env}, and that variable is not set",
-                    allowed="a variable that holds the judge's key, or none for a judge without one",
-                    next_step=f"export {endpoint.key_env} where the run is started",
-                )
+                f"task.judge_key_env={endpoint.key_env}, and that variable is not set",
+                allowed="a variable that holds the judge's key, or none for a judge without one",
+                next_step=f"export {endpoint.key_env} where the run is started",
             )
         headers["Authorization"] = f"Bearer {key}"
     # The environment's proxies are not for a server on this machine.
@@ -346,10 +342,8 @@ def read_handover(model: str) -> tuple[str, str]:
         found = None
     if found is None:
         raise ConfigError(
-            explain_refusal(
-                f"task.judge_url=role, and no run has started {model} for this process",
-                allowed="'role' while `strop train` runs, which starts the judge; else an address",
-                next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
-            )
+            f"task.judge_url=role, and no run has started {model} for this process",
+            allowed="'role' while `strop train` runs, which starts the judge; else an address",
+            next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
         )
     return str(found["url"]), str(found["key"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.io import user_cache_dir, write_bytes_atomically
 from strop.rollout import Failure, FailureOwner
 from strop.store.data_files import locate_named
@@ -72,11 +72,9 @@ class Rubric:
         missing = [name for name in self.names if name != "reply" and not values.get(name, "").strip()]
         if missing:
             raise DataError(
-                explain_refusal(
-                    f"{place} has no text for {{{{{missing[0]}}}}} of the rubric {self.origin}",
-                    allowed=f"places that every row has a text for; this one has {', '.join(sorted(values))}",
-                    next_step="correct the name in the rubric, or add the column to the row",
-                )
+                f"{place} has no text for {{{{{missing[0]}}}}} of the rubric {self.origin}",
+                allowed=f"places that every row has a text for; this one has {', '.join(sorted(values))}",
+                next_step="correct the name in the rubric, or add the column to the row",
             )
 
     def fill(self, values: Mapping[str, str], reply: str, secret: str) -> str:
@@ -101,11 +99,9 @@ def read_rubric(given: str) -> Rubric:
         text = locate_named(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            explain_refusal(
-                f"task.rubric={given} cannot be read ({error})",
-                allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8",
-                next_step="correct the path in task.rubric",
-            )
+            f"task.rubric={given} cannot be read ({error})",
+            allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8",
+            next_step="correct the path in task.rubric",
         ) from error
     rubric = Rubric(text=text, origin=given)
     malformed = [name for name in rubric.names if not _NAME.fullmatch(name)]
@@ -114,11 +110,9 @@ def read_rubric(given: str) -> Rubric:
         shown = [f"the place {{{{{name}}}}}" for name in malformed]
         shown += [f"no place {{{{{name}}}}}" for name in missing]
         raise ConfigError(
-            explain_refusal(
-                f"the rubric {given} has {' and '.join(shown)}",
-                allowed="a template with {{prompt}} and {{reply}}, and columns of the rows such as {{gold}}",
-                next_step="write the place into the file; a name has letters, digits and underscores",
-            )
+            f"the rubric {given} has {' and '.join(shown)}",
+            allowed="a template with {{prompt}} and {{reply}}, and columns of the rows such as {{gold}}",
+            next_step="write the place into the file; a name has letters, digits and underscores",
         )
     return rubric
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
 from strop.spec.own_tasks import MAX_ANSWER_TOKENS
 from strop.spec.task import LlmJudgeSpec
@@ -180,11 +180,9 @@ class LlmJudge:
         spec = self._spec
         if spec.source is None:
             raise ConfigError(
-                explain_refusal(
-                    "task llm-judge has no task.source",
-                    allowed="a file or data set with the column prompt; only in a blend is none needed",
-                    next_step="name the data in task.source",
-                )
+                "task llm-judge has no task.source",
+                allowed="a file or data set with the column prompt; only in a blend is none needed",
+                next_step="name the data in task.source",
             )
         rubric = self._rubric
         reading = RowReading(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 
 _MAX_CHARS = 300
 _MAX_DEPTH = 12
@@ -162,11 +162,9 @@ def require_math_verify() -> Any:
         import math_verify
     except ImportError as error:
         raise ConfigError(
-            explain_refusal(
-                f"task.strictness=symbolic, but math-verify is not installed ({error})",
-                allowed="math-verify with the extra 'tasks' installed, or strictness 'standard' or 'strict'",
-                next_step="pip install 'strop[tasks]'",
-            )
+            f"task.strictness=symbolic, but math-verify is not installed ({error})",
+            allowed="math-verify with the extra 'tasks' installed, or strictness 'standard' or 'strict'",
+            next_step="pip install 'strop[tasks]'",
         ) from error
     from math_verify import grader, parser
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Message
 from strop.tasks.rows.layout import Row, bad_row
 
@@ -126,11 +126,9 @@ def refuse_double_names(rows: Sequence[SftRow]) -> None:
         known = first.setdefault(row.prompt_id, row)
         if known.messages[:-1] != row.messages[:-1]:
             raise DataError(
-                explain_refusal(
-                    f"prompt_id={row.prompt_id!r} names different prompts in {known.place} and {row.place}",
-                    allowed="one prompt for a prompt_id; several replies to it are fine",
-                    next_step="give each prompt its own prompt_id, or leave the key out",
-                )
+                f"prompt_id={row.prompt_id!r} names different prompts in {known.place} and {row.place}",
+                allowed="one prompt for a prompt_id; several replies to it are fine",
+                next_step="give each prompt its own prompt_id, or leave the key out",
             )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal, split_refusal
+from strop.errors import DataError, HubUnreachable, RemoteMissing, split_error
 from strop.store.data_files import (
     DataFile,
     fetch_data_file,
@@ -63,7 +63,7 @@ class Row:
 
 def bad_row(given: str, allowed: str) -> DataError:
     """Return the error for a row that is not what its task reads; `given` names row and content."""
-    return DataError(explain_refusal(given, allowed=allowed, next_step="mend or remove the row"))
+    return DataError(given, allowed=allowed, next_step="mend or remove the row")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +111,9 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
         path = locate_named(source)
         if not path.is_dir():
             raise DataError(
-                explain_refusal(
-                    f"task.source={source} is one file, and solved examples have a split of their own",
-                    allowed=f"a folder with a file named {' or '.join(f'{stem}*' for stem in _SHOT_STEMS)}",
-                    next_step="name the folder in task.source, or set task.num_few_shot=0",
-                )
+                f"task.source={source} is one file, and solved examples have a split of their own",
+                allowed=f"a folder with a file named {' or '.join(f'{stem}*' for stem in _SHOT_STEMS)}",
+                next_step="name the folder in task.source, or set task.num_few_shot=0",
             )
         files = _note(source, path, _split_files(path, layout.shots, _SHOT_STEMS))
     else:
@@ -141,11 +139,9 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         return ([path], []) if layout.train else ([], [path])
     if not path.is_dir():
         raise DataError(
-            explain_refusal(
-                f"task.source={source} does not exist",
-                allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
-                next_step="correct the path in task.source",
-            )
+            f"task.source={source} does not exist",
+            allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
+            next_step="correct the path in task.source",
         )
     train_files = _note(source, path, _split_files(path, layout.train, _TRAIN_STEMS))
     return train_files, _note(source, path, _split_files(path, layout.held_out, _HELD_OUT_STEMS))
@@ -163,12 +159,10 @@ def _find_on_hub(source: str) -> tuple[list[Path], list[Path]]:
         return [_fetch(source, names[0])], []
     if not train:
         raise DataError(
-            explain_refusal(
-                f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
-                f" {', '.join(names[:5]) or 'none'}",
-                allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
-                next_step="download the data set, and name the file that you mean in task.source",
-            )
+            f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
+            f" {', '.join(names[:5]) or 'none'}",
+            allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
+            next_step="download the data set, and name the file that you mean in task.source",
         )
     return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
 
@@ -210,14 +204,12 @@ def _telling_what_is_missing(source: str, file: str) -> Iterator[None]:
     try:
         yield
     except (RemoteMissing, HubUnreachable) as error:
-        cause, _, _ = split_refusal(str(error))
+        cause, _, _ = split_error(str(error))
         raise DataError(
-            explain_refusal(
-                f"task.source={source}: {file} is not to be had ({cause})",
-                allowed="a data set with this file in the store or on a hub that answers, or a local copy",
-                next_step="download the data set elsewhere, copy it here and name its folder in"
-                " task.source; or run `strop stage` where the hub can be reached",
-            )
+            f"task.source={source}: {file} is not to be had ({cause})",
+            allowed="a data set with this file in the store or on a hub that answers, or a local copy",
+            next_step="download the data set elsewhere, copy it here and name its folder in"
+            " task.source; or run `strop stage` where the hub can be reached",
         ) from error
 
 
@@ -225,11 +217,9 @@ def _require_rows(source: str, split: str, rows: Sequence[Row]) -> None:
     if rows:
         return
     raise DataError(
-        explain_refusal(
-            f"task.source={source} has no {split} rows",
-            allowed="at least one row in each split",
-            next_step="fetch or write the file again; an interrupted download looks like this",
-        )
+        f"task.source={source} has no {split} rows",
+        allowed="at least one row in each split",
+        next_step="fetch or write the file again; an interrupted download looks like this",
     )
 
 
@@ -248,11 +238,9 @@ def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> li
                 return found
     wanted = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
     raise DataError(
-        explain_refusal(
-            f"folder {folder} has no file named {wanted}",
-            allowed=f"such a file in the folder itself, in {' or in '.join(_FOLDERS[1:])}",
-            next_step="rename the files so, or name a single file in task.source to have it split",
-        )
+        f"folder {folder} has no file named {wanted}",
+        allowed=f"such a file in the folder itself, in {' or in '.join(_FOLDERS[1:])}",
+        next_step="rename the files so, or name a single file in task.source to have it split",
     )
 
 
@@ -347,9 +335,7 @@ def _parse_lines(path: Path, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _unreadable(path: Path, cause: str, allowed: str) -> DataError:
     return DataError(
-        explain_refusal(
-            f"data file {path} cannot be read ({cause})",
-            allowed=allowed,
-            next_step="fetch or write the file again; an interrupted download looks like this",
-        )
+        f"data file {path} cannot be read ({cause})",
+        allowed=allowed,
+        next_step="fetch or write the file again; an interrupted download looks like this",
     )

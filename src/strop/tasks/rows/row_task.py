@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
 from strop.spec.task_base import FewShot
@@ -80,11 +80,9 @@ class RowTask(ABC):
         """
         if split is Split.TRAIN and not self._reading.layout.train:
             raise DataError(
-                explain_refusal(
-                    f"training examples of task {self.name}",
-                    allowed="held-out examples: the data set is for evaluation only",
-                    next_step="train on another task, and name this one in an evaluation",
-                )
+                f"training examples of task {self.name}",
+                allowed="held-out examples: the data set is for evaluation only",
+                next_step="train on another task, and name this one in an evaluation",
             )
         return self._splits.of(split)
 
@@ -169,11 +167,9 @@ class SplitExamples:
         """
         if num_shots and num_shots >= len(self.train):
             raise DataError(
-                explain_refusal(
-                    f"task.num_few_shot={num_shots} of {len(self.train)} training examples",
-                    allowed="fewer shots than training examples: a shot is not trained on",
-                    next_step="lower task.num_few_shot, or raise task.num_train",
-                )
+                f"task.num_few_shot={num_shots} of {len(self.train)} training examples",
+                allowed="fewer shots than training examples: a shot is not trained on",
+                next_step="lower task.num_few_shot, or raise task.num_train",
             )
         return replace(self, shots=self.train[:num_shots], train=self.train[num_shots:])
 
@@ -231,12 +227,10 @@ def read_examples(
     if shared:
         shown = "; ".join(repr(question[:60]) for question in shared[:_MAX_SHOWN])
         raise DataError(
-            explain_refusal(
-                f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions"
-                f" too, for example {shown}",
-                allowed="no question in both splits: its score would measure memory",
-                next_step="remove these rows from one of the two files",
-            )
+            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions"
+            f" too, for example {shown}",
+            allowed="no question in both splits: its score would measure memory",
+            next_step="remove these rows from one of the two files",
         )
     return SplitExamples(
         train=tuple(train.values()), held_out=tuple(held_out.values()), left_out=dict(left_out)
@@ -253,11 +247,9 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     if len(texts) < len(columns):
         found = {key: type(value).__name__ for key, value in row.values.items()}
         raise DataError(
-            explain_refusal(
-                f"{row.place} has columns {found}",
-                allowed=f"{' and '.join(columns)}, texts that are not empty",
-                next_step="mend or remove the row, or map the columns when the file is written",
-            )
+            f"{row.place} has columns {found}",
+            allowed=f"{' and '.join(columns)}, texts that are not empty",
+            next_step="mend or remove the row, or map the columns when the file is written",
         )
     return texts
 

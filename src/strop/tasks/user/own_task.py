@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.own_tasks import UserTaskSpec
 from strop.tasks.contract import TaskLimits
@@ -152,11 +152,9 @@ class OwnTask:
         shared = {one.example_id for one in train} & {one.example_id for one in held_out}
         if shared:
             raise DataError(
-                explain_refusal(
-                    f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
-                    allowed="no example in both splits: its score would measure memory",
-                    next_step="make examples(split) return others for each split",
-                )
+                f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
+                allowed="no example in both splits: its score would measure memory",
+                next_step="make examples(split) return others for each split",
             )
         return SplitExamples(train=train, held_out=held_out)
 

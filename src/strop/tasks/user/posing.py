@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.rollout import Example, Message, Split, make_example
 from strop.tasks.contract import TaskLimits
 from strop.user_code import CodeRef, blaming
@@ -114,9 +114,7 @@ def _to_messages(asked: Any, ref: CodeRef) -> list[list[str]]:
 
 def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
     return ConfigError(
-        explain_refusal(
-            f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.path if ref.is_file else ref}"
-        )
+        f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.path if ref.is_file else ref}"
     )
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
@@ -46,11 +46,9 @@ class UserReward:
         if not {REPLY, REPLIES} & set(self.signature.parameters):
             taken = ", ".join(self.signature.parameters) or "nothing"
             raise ConfigError(
-                explain_refusal(
-                    f"{self.ref} (line {self.signature.line}) takes {taken}, and no reply",
-                    allowed=_FORMS,
-                    next_step="name the parameter that takes the reply so",
-                )
+                f"{self.ref} (line {self.signature.line}) takes {taken}, and no reply",
+                allowed=_FORMS,
+                next_step="name the parameter that takes the reply so",
             )
 
     def load(self) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.own_tasks import BUILT_IN_REWARDS, RowsSpec
 from strop.spec.template import fill, list_names
@@ -148,12 +148,10 @@ class Rows(RowTask):
             return found
         left = ", ".join(f"{number} {why}" for why, number in found.left_out.items())
         raise DataError(
-            explain_refusal(
-                f"task.source={self._source} has {len(found.train)} training and {len(found.held_out)}"
-                f" held-out examples; rows left out: {left}",
-                allowed="at least one row in each split",
-                next_step="add rows, or the answers that are missing",
-            )
+            f"task.source={self._source} has {len(found.train)} training and {len(found.held_out)}"
+            f" held-out examples; rows left out: {left}",
+            allowed="at least one row in each split",
+            next_step="add rows, or the answers that are missing",
         )
 
     def _run_tests(self, example: Example, text: str) -> Outcome:
@@ -317,8 +315,4 @@ def _to_json(value: Any) -> Any:
 
 
 def _malformed(row: Row, what: str, allowed: str) -> DataError:
-    return DataError(
-        explain_refusal(
-            f"{row.place} {what}", allowed=allowed, next_step="mend the row, or correct the setting"
-        )
-    )
+    return DataError(f"{row.place} {what}", allowed=allowed, next_step="mend the row, or correct the setting")

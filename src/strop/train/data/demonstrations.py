@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import BoolArray, IntArray
 from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat
@@ -160,14 +160,12 @@ class Sieve:
         if num_dropped > max_dropped_frac * self.num_seen:
             limits = self.framing.task.limits
             raise DataError(
-                explain_refusal(
-                    f"{num_dropped} of {self.num_seen} demonstrations of sft.source={source} were dropped"
-                    f" ({causes}), more than sft.max_dropped_frac={max_dropped_frac:g}; the model has"
-                    f" {self.framing.max_positions} positions, task.max_reply_tokens is"
-                    f" {limits.max_reply_tokens}, and the stop strings are {list(self._stops())}",
-                    allowed="demonstrations that the model could have given as replies in this run",
-                    next_step="mend the rows, or raise sft.max_dropped_frac to train without them",
-                )
+                f"{num_dropped} of {self.num_seen} demonstrations of sft.source={source} were dropped"
+                f" ({causes}), more than sft.max_dropped_frac={max_dropped_frac:g}; the model has"
+                f" {self.framing.max_positions} positions, task.max_reply_tokens is"
+                f" {limits.max_reply_tokens}, and the stop strings are {list(self._stops())}",
+                allowed="demonstrations that the model could have given as replies in this run",
+                next_step="mend the rows, or raise sft.max_dropped_frac to train without them",
             )
         require_some(source, self.kept, f"{self.num_seen} were looked at")
         return tuple(self.kept.values())
@@ -178,11 +176,9 @@ def require_some(source: str, found: Mapping[bytes, Demonstration] | Sequence[ob
     if found:
         return
     raise DataError(
-        explain_refusal(
-            f"sft.source={source} gives no demonstration: {seen}",
-            allowed="a source of which at least one demonstration is left",
-            next_step="correct the source, or the settings of sft that choose from it",
-        )
+        f"sft.source={source} gives no demonstration: {seen}",
+        allowed="a source of which at least one demonstration is left",
+        next_step="correct the source, or the settings of sft that choose from it",
     )
 
 
@@ -191,9 +187,7 @@ def require_enough(found: Demonstrations, rows_per_step: int) -> None:
     if len(found.members) >= rows_per_step:
         return
     raise DataError(
-        explain_refusal(
-            f"a step takes sft.rows_per_step={rows_per_step} and there are {found.describe()}",
-            allowed=f"sft.rows_per_step from 1 to {len(found.members)}",
-            next_step="lower sft.rows_per_step or give the run more demonstrations",
-        )
+        f"a step takes sft.rows_per_step={rows_per_step} and there are {found.describe()}",
+        allowed=f"sft.rows_per_step from 1 to {len(found.members)}",
+        next_step="lower sft.rows_per_step or give the run more demonstrations",
     )

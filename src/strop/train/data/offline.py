@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Rollout
@@ -148,11 +148,9 @@ def read_pairs(spec: RunSpec, task: Task, model_dir: Path) -> Pairs | None:
     pairs = Pairs(source=dpo.source, members=tuple(found), counts=counts)
     if len(found) < dpo.pairs_per_step:
         raise DataError(
-            explain_refusal(
-                f"a step takes dpo.pairs_per_step={dpo.pairs_per_step} and there are {pairs.describe()}",
-                allowed="at least as many pairs as a step takes",
-                next_step="lower dpo.pairs_per_step, or name a run whose rollouts differ more in reward",
-            )
+            f"a step takes dpo.pairs_per_step={dpo.pairs_per_step} and there are {pairs.describe()}",
+            allowed="at least as many pairs as a step takes",
+            next_step="lower dpo.pairs_per_step, or name a run whose rollouts differ more in reward",
         )
     return pairs
 
@@ -252,11 +250,9 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
     path = locate_named(source)
     if not path.exists():
         raise DataError(
-            explain_refusal(
-                f"{setting}={source} does not exist",
-                allowed="a file of JSONL or Parquet, or a folder of rollouts; a path, or a URI of a store",
-                next_step=f"correct the path in {setting}",
-            )
+            f"{setting}={source} does not exist",
+            allowed="a file of JSONL or Parquet, or a folder of rollouts; a path, or a URI of a store",
+            next_step=f"correct the path in {setting}",
         )
     if path.is_dir():
         from strop.train.data.sft_sources import find_rollouts_files

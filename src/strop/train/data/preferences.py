@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from strop.cluster import Scorer
-from strop.errors import CorruptRecord, explain_refusal
+from strop.errors import CorruptRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.rollout import FloatArray, Rollout
@@ -118,9 +118,7 @@ def _read_scores(path: Path, found: Preferences) -> list[FloatArray] | None:
 
 def _unusable(path: Path, why: str) -> CorruptRecord:
     return CorruptRecord(
-        explain_refusal(
-            f"{path} holds the reference's log-probabilities of this run's pairs, and {why}",
-            allowed="the file as the run wrote it before its first step",
-            next_step="restore it, or start the run again with --new",
-        )
+        f"{path} holds the reference's log-probabilities of this run's pairs, and {why}",
+        allowed="the file as the run wrote it before its first step",
+        next_step="restore it, or start the run again with --new",
     )

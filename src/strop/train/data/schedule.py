@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError
 from strop.rollout import Example, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, epoch_order_of
@@ -38,11 +38,9 @@ class ExampleSchedule(Generic[Item]):
     ) -> None:
         if len(examples) < prompts_per_step:
             raise DataError(
-                explain_refusal(
-                    f"the task has {len(examples)} training examples and a step asks for {prompts_per_step}",
-                    allowed=f"train.prompts_per_step from 1 to {len(examples)}",
-                    next_step="lower train.prompts_per_step or give the task more data",
-                )
+                f"the task has {len(examples)} training examples and a step asks for {prompts_per_step}",
+                allowed=f"train.prompts_per_step from 1 to {len(examples)}",
+                next_step="lower train.prompts_per_step or give the task more data",
             )
         self._examples = examples
         self._seed = seed
@@ -90,12 +88,10 @@ class ExampleSchedule(Generic[Item]):
         num_different = len(set(order))
         if num_different < self._prompts_per_step:
             raise DataError(
-                explain_refusal(
-                    f"an epoch of the task's own order has {num_different} different examples and a step asks"
-                    f" for {self._prompts_per_step}",
-                    allowed=f"train.prompts_per_step from 1 to {num_different}",
-                    next_step="lower train.prompts_per_step or widen the order",
-                )
+                f"an epoch of the task's own order has {num_different} different examples and a step asks"
+                f" for {self._prompts_per_step}",
+                allowed=f"train.prompts_per_step from 1 to {num_different}",
+                next_step="lower train.prompts_per_step or widen the order",
             )
         return order
 

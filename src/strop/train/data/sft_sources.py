@@ -11,7 +11,7 @@ import numpy as np
 
 from strop.environments import reads_as
 from strop.environments.conversation import encode_next_messages
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import ConfigError, DataError
 from strop.record import RunDir
 from strop.record.shards import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
@@ -277,11 +277,9 @@ def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framin
     )
     if known:
         raise DataError(
-            explain_refusal(
-                f"{len(known)} examples of {setting}={source} are held out here, the first is {known[0]}",
-                allowed="replies to training examples",
-                next_step="evaluate with --split train, and name the folder of those replies",
-            )
+            f"{len(known)} examples of {setting}={source} are held out here, the first is {known[0]}",
+            allowed="replies to training examples",
+            next_step="evaluate with --split train, and name the folder of those replies",
         )
 
 
@@ -296,13 +294,11 @@ def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> Non
         is_same = np.array_equal(prompt_ids, opening.token_ids)
     if not is_same:
         raise DataError(
-            explain_refusal(
-                f"a rollout of {setting}, example {rollout.example.example_id} of step {rollout.step}, was"
-                f" asked with {opening.text!r}, and this run's tokenizer, prompt format or task writes or"
-                " reads it otherwise",
-                allowed="rollouts of a model with the same tokenizer, asked as this run asks",
-                next_step=f"name a run of this model, task and model.prompt_format in {setting}",
-            )
+            f"a rollout of {setting}, example {rollout.example.example_id} of step {rollout.step}, was"
+            f" asked with {opening.text!r}, and this run's tokenizer, prompt format or task writes or"
+            " reads it otherwise",
+            allowed="rollouts of a model with the same tokenizer, asked as this run asks",
+            next_step=f"name a run of this model, task and model.prompt_format in {setting}",
         )
 
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from strop.errors import SandboxError, SandboxLost, explain_refusal
+from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.tasks.code.python_judge.runner import STARTED
 
@@ -121,12 +121,10 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
     if f"{STARTED} {nonce}" not in lines or own_error:
         errors = " ".join(result.stderr.decode(errors="replace").split())[-400:]
         raise SandboxError(
-            explain_refusal(
-                f"the judge of a program gave no verdict ({result.kind}, exit code {result.exit_code},"
-                f" after {result.duration_s:.1f} s; {errors or 'no error text'})",
-                allowed="a verdict for every program that was started",
-                next_step="look whether this host has memory and processes to spare; the reply has no score",
-            )
+            f"the judge of a program gave no verdict ({result.kind}, exit code {result.exit_code},"
+            f" after {result.duration_s:.1f} s; {errors or 'no error text'})",
+            allowed="a verdict for every program that was started",
+            next_step="look whether this host has memory and processes to spare; the reply has no score",
         )
     return _silent_verdict(job, result.kind, isolation)
 
