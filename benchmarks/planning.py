@@ -47,7 +47,7 @@ max_reply_tokens = 32
 [train]
 steps = {steps}
 prompts_per_step = {prompts}
-rollouts_per_prompt = 8
+group_size = 8
 checkpoint_every = 1000
 [placement]
 kind = "process"

@@ -250,7 +250,7 @@ def simulated_speed(work: Work, speeds: Speeds, layout: Layout, wish: Simulation
     speed = decode_speed(work, speeds, layout)
     is_read_bound = speed.read_s > speed.rows * speed.token_s
     base_s = speed.overhead_s + (speed.read_s if is_read_bound else 0.0)
-    rows = work.spec.engine.max_rows or speed.rows
+    rows = work.spec.engine.max_num_seqs or speed.rows
     return SimulatedSpeed(
         # The mean of log-normal lengths is the median times exp(sigma squared / 2).
         median_reply_tokens=work.reply_tokens / exp(wish.reply_sigma**2 / 2),
@@ -258,7 +258,7 @@ def simulated_speed(work: Work, speeds: Speeds, layout: Layout, wish: Simulation
         prefill_tokens_per_s=1.0 / speed.prefill_token_s,
         step_base_s=base_s,
         step_row_s=0.0 if is_read_bound else speed.token_s,
-        max_rows=rows,
+        max_num_seqs=rows,
         max_cache_tokens=rows * int(work.prompt_tokens_mean + work.max_reply_tokens + 1) * 2,
         update_s=sync_s(work, speeds, layout),
     )
@@ -326,10 +326,10 @@ class _Desk:
             WatchedEngine(SimulatedEngine(speed=speed, trouble=trouble, seed=first_seed + index), clock)
             for index in range(wish.num_engines)
         ]
-        self._max_rows = speed.max_rows
+        self._max_num_seqs = speed.max_num_seqs
         self._router = Router(
             {f"engine-{index}": engine for index, engine in enumerate(engines)},
-            limits=RouterLimits(max_running=speed.max_rows),
+            limits=RouterLimits(max_running=speed.max_num_seqs),
             on_event=lambda event: self._tally.events.update([event.cause.value]),
         )
         return engines
@@ -400,7 +400,7 @@ class _Desk:
             seconds={stage: median(values) for stage, values in tally.seconds.items()},
             scored_tokens_per_s=tally.num_tokens / max(passed_s, 1e-9),
             engine_busy_frac=sum(engine.busy.take_s() for engine in self._engines) / engine_s,
-            engine_rows_frac=sum(engine.row_s for engine in self._engines) / (engine_s * self._max_rows),
+            engine_rows_frac=sum(engine.row_s for engine in self._engines) / (engine_s * self._max_num_seqs),
             learner_busy_frac=sum(tally.seconds["learn"]) / max(passed_s, 1e-9),
             staleness={age: number / num_groups for age, number in sorted(tally.staleness.items())},
             fates=dict(counts),

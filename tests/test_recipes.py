@@ -97,7 +97,7 @@ def test_a_recipe_is_planned_where_nothing_of_it_is(path: Path, tmp_path: Path, 
 
 def test_the_demo_asks_for_what_its_promise_is_measured_on() -> None:
     spec = load_spec(NAMES["arithmetic"]).spec
-    assert (spec.train.prompts_per_step, spec.train.rollouts_per_prompt) == (8, 8)
+    assert (spec.train.prompts_per_step, spec.train.group_size) == (8, 8)
     assert spec.task.max_reply_tokens == 32
     # 20 * 20 = 400 pairs, 100 of them held out.
     assert num_train_examples(spec.task) == 300

@@ -199,7 +199,7 @@ def build_spec(case: Case, dtype: str = AUTO) -> RunSpec:
                 "steps": NEVER,
                 "checkpoint_every": NEVER,
                 "prompts_per_step": case.num_prompts,
-                "rollouts_per_prompt": case.group_size,
+                "group_size": case.group_size,
                 # What is measured is time; the rewards are those of the rivals' arms.
                 "accept": "audit.failure_paths@benchmark: the last number, right or wrong, is the reward",
             },

@@ -34,13 +34,13 @@ def run_engine(setting: Setting) -> PartResult:
         model = LanguageModel.load(path, dtype=dtype, device=str(setting.device))
         tokenizer = Tokenizer.load(path)
         requests = _draw_requests(model, num_groups=8 if setting.is_gpu else 3)
-        engine = NativeEngine(model, tokenizer, max_rows=24 if setting.is_gpu else 8, is_static=True)
+        engine = NativeEngine(model, tokenizer, max_num_seqs=24 if setting.is_gpu else 8, is_static=True)
         replayed = asyncio.run(_generate(engine, requests))
         num_graphs = _num_graphs(engine)
         if setting.is_gpu:
             result.check(f"graphs captured, {word}", num_graphs > 0, f"{num_graphs} forms")
         with mock.patch.object(StaticStep, "_run", StaticStep._compute):
-            plain = NativeEngine(model, tokenizer, max_rows=24 if setting.is_gpu else 8, is_static=True)
+            plain = NativeEngine(model, tokenizer, max_num_seqs=24 if setting.is_gpu else 8, is_static=True)
             called = asyncio.run(_generate(plain, requests))
         same = _share_equal(replayed, called)
         result.check(f"replies with and without graphs, {word}", same == 1.0, f"{same:.1%} equal")

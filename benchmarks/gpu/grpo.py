@@ -67,7 +67,7 @@ def _measure(
     result = PartResult()
     begun_at = time.monotonic()
     meter = MemoryMeter(setting.device)
-    engine = NativeEngine(model, tokenizer, max_rows=work.num_rows, is_static=True)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=work.num_rows, is_static=True)
     step = GrpoStep(engine, Learner(model, OptimizerSpec(lr=1e-6)), work)
     warm_up = step.take()
     measured: list[StepTimes] = []

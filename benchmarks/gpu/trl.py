@@ -46,7 +46,7 @@ def run_trl_0_5b(setting: Setting) -> PartResult:
     if setting.is_gpu:
         torch.cuda.empty_cache()
     model = LanguageModel.load(path, dtype=torch.bfloat16, device=str(setting.device))
-    engine = NativeEngine(model, Tokenizer.load(path), max_rows=work.num_rows, is_static=True)
+    engine = NativeEngine(model, Tokenizer.load(path), max_num_seqs=work.num_rows, is_static=True)
     step = GrpoStep(engine, Learner(model, OptimizerSpec(lr=_LEARNING_RATE)), work)
     ours = [step.take() for _ in range(num_steps + 1)][1:]
     own_s = statistics.median(one.step_s for one in ours)

@@ -25,7 +25,7 @@ from strop.spec.train import TrainSpec
 from tests.fixtures.tiny_run import tiny_spec
 
 LOGP_N = torch.tensor([-0.8, -2.5, -0.9], dtype=torch.float64)
-PROXIMAL_N = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+OLD_N = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 ADVANTAGE_N = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
 
 
@@ -90,12 +90,12 @@ def test_a_spec_replaces_what_it_names() -> None:
 
 
 def test_decoupled_terms_by_hand() -> None:
-    """Two policies apart: the ratio to the proximal one is clipped, the one to the engine capped."""
-    # Ratios proximal / engine 3, 0.4, 7, capped at 2: [2, 0.4, 2].
+    """Two policies apart: the ratio to the old one is clipped, the one to the engine capped."""
+    # Ratios old / engine 3, 0.4, 7, capped at 2: [2, 0.4, 2].
     # Token losses [-1.221403, -0.606531, 0.8] times these; their mean is -0.361806.
-    engine_N = PROXIMAL_N - torch.tensor([3.0, 0.4, 7.0], dtype=torch.float64).log()
+    engine_N = OLD_N - torch.tensor([3.0, 0.4, 7.0], dtype=torch.float64).log()
     algorithm = build_algorithm(AlgorithmSpec(name="dapo"))
-    terms = algorithm.token_terms(LOGP_N, engine_N, ADVANTAGE_N, PROXIMAL_N)
+    terms = algorithm.token_terms(LOGP_N, engine_N, ADVANTAGE_N, OLD_N)
     assert terms.loss_N.tolist() == pytest.approx([-2.442806, -0.242612, 1.6], abs=1e-6)
     assert float(terms.loss_N.mean()) == pytest.approx(-0.361806, abs=1e-6)
     # 2 x -1.221403, 0.4 x -0.606531, and a token whose ratio left the range
@@ -126,13 +126,13 @@ def test_single_terms_are_the_corrected_policy_gradient() -> None:
 def test_gspo_by_hand(clip_low: float, clip_high: float, total: float) -> None:
     gspo = replace(ALGORITHMS["gspo"], clip_low=clip_low, clip_high=clip_high)
     sequence_N, weight_N = torch.tensor([0, 0, 1]), torch.tensor([1 / 4, 1 / 4, 1 / 2]).double()
-    terms = gspo.token_terms(LOGP_N, LOGP_N, ADVANTAGE_N, PROXIMAL_N, sequence_N=sequence_N)
+    terms = gspo.token_terms(LOGP_N, LOGP_N, ADVANTAGE_N, OLD_N, sequence_N=sequence_N)
     assert float((weight_N * terms.loss_N).sum()) == pytest.approx(total, abs=1e-6)
     # 0.860708 / 2 / 2 for both tokens of the first sequence
     assert (weight_N * terms.grad_N).tolist() == pytest.approx([-0.215177, -0.215177, 0.0], abs=1e-6)
     # The derivative by autograd of the loss as it is written for sequences.
     leaf_N = LOGP_N.clone().requires_grad_()
-    ratios_S = torch.stack([(leaf_N - PROXIMAL_N)[:2].mean(), (leaf_N - PROXIMAL_N)[2:].mean()]).exp()
+    ratios_S = torch.stack([(leaf_N - OLD_N)[:2].mean(), (leaf_N - OLD_N)[2:].mean()]).exp()
     advantage_S = torch.tensor([1.0, -1.0])
     bounded_S = ratios_S.clamp(1 - clip_low, 1 + clip_high)
     loss = -(ratios_S * advantage_S).minimum(bounded_S * advantage_S).mean()
@@ -144,7 +144,7 @@ def test_gspo_by_hand(clip_low: float, clip_high: float, total: float) -> None:
 def known_tokens(**given: Tensor) -> ScoredTokens:
     """Make three tokens of two replies, of which nobody gave more than what is named."""
     unknown_N = torch.full((3,), torch.nan, dtype=torch.float64)
-    names = ("engine", "proximal", "reference", "teacher")
+    names = ("engine", "old", "reference", "teacher")
     streams = {f"{name}_logprob_M": given.get(name, unknown_N) for name in names}
     index_M = torch.tensor([0, 0, 1])
     return ScoredTokens(
@@ -153,8 +153,8 @@ def known_tokens(**given: Tensor) -> ScoredTokens:
 
 
 def test_the_mode_says_where_a_ratio_starts() -> None:
-    engine_N, plain = PROXIMAL_N - 0.1, build_algorithm(AlgorithmSpec(name="dapo", correction="none"))
-    tokens = known_tokens(engine=engine_N, proximal=PROXIMAL_N)
+    engine_N, plain = OLD_N - 0.1, build_algorithm(AlgorithmSpec(name="dapo", correction="none"))
+    tokens = known_tokens(engine=engine_N, old=OLD_N)
     single = plain(tokens)
     assert single.grad_N.tolist() == (-ADVANTAGE_N).tolist()
     # L2: [-1.221403, -0.606531, 0] times 3 tokens' weight of 1/3
@@ -207,7 +207,7 @@ def test_a_teacher_is_part_of_the_advantage() -> None:
 
 
 def test_without_correction_the_engine_does_not_matter() -> None:
-    terms = DAPO.token_terms(LOGP_N, PROXIMAL_N, ADVANTAGE_N)
+    terms = DAPO.token_terms(LOGP_N, OLD_N, ADVANTAGE_N)
     assert terms.grad_N.tolist() == (-ADVANTAGE_N).tolist()
 
 
@@ -239,7 +239,7 @@ def test_ratios_start_where_they_can_differ_from_1(spec: dict[str, Any], train: 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo", "reinforce_pp"])
 def test_what_is_told_of_ratios_by_hand(name: str) -> None:
     algorithm = replace(build_algorithm(AlgorithmSpec.model_validate({"name": name}), train=SEVERAL))
-    terms = algorithm(known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N))
+    terms = algorithm(known_tokens(engine=OLD_N, old=OLD_N))
     # exp(x) - 1 - x of 0.2, -0.5 and -0.4
     assert terms.means["approx_kl_nats"].tolist() == pytest.approx([0.021403, 0.106531, 0.070320], abs=1e-6)
     assert terms.ratio_N is not None
@@ -260,7 +260,7 @@ def test_what_is_told_of_ratios_by_hand(name: str) -> None:
 
 
 def test_a_ratio_that_is_1_by_construction_is_not_told_as_if_measured() -> None:
-    terms = build_algorithm(AlgorithmSpec())(known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N))
+    terms = build_algorithm(AlgorithmSpec())(known_tokens(engine=OLD_N, old=OLD_N))
     assert (terms.ratio_N, dict(terms.means)) == (None, {})
 
 
@@ -304,7 +304,7 @@ def test_an_advantage_of_the_run_replaces_that_of_the_entry() -> None:
 
 
 def test_settings_of_the_loss_change_it() -> None:
-    far = known_tokens(engine=LOGP_N, proximal=LOGP_N - 2.0)
+    far = known_tokens(engine=LOGP_N, old=LOGP_N - 2.0)
     plain = build_algorithm(AlgorithmSpec(), train=SEVERAL)
     dual = build_algorithm(AlgorithmSpec(dual_clip=3.0), train=SEVERAL)
     # exp(2) = 7.389056 with A = -1, of a correction capped at exp(-2).
@@ -324,10 +324,10 @@ def test_an_entropy_bonus_lets_no_rollout_be_skipped() -> None:
 
 
 def test_advantages_of_a_teacher_are_those_of_the_first_step() -> None:
-    # A + 0.5 (teacher - proximal), although the policy has moved since.
+    # A + 0.5 (teacher - old), although the policy has moved since.
     algorithm = replace(DAPO, teacher_weight=0.5, mode="decoupled", clip_high=9.0, clip_low=1.0)
-    tokens = known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N, teacher=PROXIMAL_N + 0.4)
-    ratio_N = (LOGP_N - PROXIMAL_N).exp()
+    tokens = known_tokens(engine=OLD_N, old=OLD_N, teacher=OLD_N + 0.4)
+    ratio_N = (LOGP_N - OLD_N).exp()
     assert algorithm(tokens).grad_N.tolist() == pytest.approx((-ratio_N * (ADVANTAGE_N + 0.2)).tolist())
 
 

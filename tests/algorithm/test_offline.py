@@ -37,7 +37,7 @@ def pair_tokens() -> ScoredTokens:
     return ScoredTokens(
         logprob_M=logprob_M,
         engine_logprob_M=torch.full_like(logprob_M, torch.nan),
-        proximal_logprob_M=torch.full_like(logprob_M, torch.nan),
+        old_logprob_M=torch.full_like(logprob_M, torch.nan),
         reference_logprob_M=reference_M,
         teacher_logprob_M=torch.full_like(logprob_M, torch.nan),
         advantage_M=torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0], dtype=torch.float64),

@@ -29,7 +29,7 @@ DEVICES = make_speeds(is_processor=False, memory_bytes=10**9, efficiency=replace
 
 
 def run_it(tmp_path: Path, tiny_model_dir: Path, wish: SimulationWish, **train: Any) -> Simulation:
-    values = {"prompts_per_step": 8, "rollouts_per_prompt": 4, "steps": 99} | train
+    values = {"prompts_per_step": 8, "group_size": 4, "steps": 99} | train
     spec = RunSpec.model_validate(
         {
             "name": "x",
@@ -145,7 +145,7 @@ def test_a_simulated_engine_has_the_plans_speed() -> None:
     # Half of 1e6 operations a second. A token: 2 x 2000 and attention 4 x 10 x 8 = 4320; a prompt token 2000.
     assert speed.step_row_s == pytest.approx(4320 / 5e5)
     assert speed.prefill_tokens_per_s == pytest.approx(250.0)
-    assert (speed.step_base_s, speed.median_reply_tokens, speed.max_rows) == (0.05, 6.0, 64)
+    assert (speed.step_base_s, speed.median_reply_tokens, speed.max_num_seqs) == (0.05, 6.0, 64)
     # Slow memory: every step reads 4000 bytes of weights and 64 rows x 8 x 40 of cache, whatever the rows.
     bound = simulated_speed(work, replace(DEVICES, copy_gb_per_s=1e-9), layout, SimulationWish(num_engines=1))
     assert bound.step_base_s == pytest.approx(0.05 + 24_480)

@@ -13,7 +13,7 @@ from strop.rollout import Split
 @pytest.mark.parametrize("case", GRPO_CASES, ids=lambda case: case.name)
 def test_every_case_is_a_run_that_the_spec_accepts(case: Case) -> None:
     spec = build_spec(case)
-    assert spec.train.prompts_per_step * spec.train.rollouts_per_prompt == case.num_rows
+    assert spec.train.prompts_per_step * spec.train.group_size == case.num_rows
     assert spec.task.max_reply_tokens == case.max_new_tokens
 
 

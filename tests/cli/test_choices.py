@@ -27,7 +27,7 @@ source = "{source}"
 [train]
 steps = 2
 prompts_per_step = 2
-rollouts_per_prompt = 2
+group_size = 2
 accept = "weights: a random model for a test"
 [eval]
 num_samples = "none"

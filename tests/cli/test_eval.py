@@ -168,7 +168,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:
     # 100 examples in four shards; few rows, so that the first is done long before the last.
-    shared = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "engine.max_rows=4")
+    shared = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "engine.max_num_seqs=4")
     words = (*shared, "--samples", "3", "--pass-at", "1,3")
     kept = folder / "killed" / "arithmetic-step-000000"
     process = start_command([*words, "--out", "killed"], folder / "log")

@@ -187,7 +187,7 @@ def test_a_job_runs_here_as_the_platform_would_run_it(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     settings = (
         f"model.uri={tiny_model_dir}",
-        *("model.dtype=float32", "train.steps=1", "train.prompts_per_step=2", "train.rollouts_per_prompt=2"),
+        *("model.dtype=float32", "train.steps=1", "train.prompts_per_step=2", "train.group_size=2"),
         *('train.accept="weights: a random model for a test"', "eval.num_examples=4", "eval.num_samples=2"),
         "placement.threads=1",
     )

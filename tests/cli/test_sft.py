@@ -96,7 +96,7 @@ def test_settings_of_rollouts_are_named_as_unused(folder: Path, run: Run, sft_fi
     assert [line.split()[1].partition("=")[0] for line in notices] == [
         "algorithm.name",
         "train.prompts_per_step",
-        "train.rollouts_per_prompt",
+        "train.group_size",
     ]
     assert notices[0].endswith("='dapo' (override) is not used: train.terms='sft' (sft.toml:8)")
 

@@ -141,7 +141,7 @@ def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) ->
         await far.hold()
         before = (await far.score([group], 1.0))[0].tolist()
         algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
-        sided = with_logprobs([group], "proximal", await far.score([group], 1.0))
+        sided = with_logprobs([group], "old", await far.score([group], 1.0))
         terms = [rl_term(algorithm, sided, 1.0)]
         plans = [StepPlan(version=1, place=0), StepPlan(version=1, place=3), StepPlan(version=2, max_kl=1e-9)]
         reports = [await far.step_terms(terms, plan) for plan in plans]

@@ -61,7 +61,7 @@ def read_arguments(pid: int) -> str:
 
 
 def process_spec() -> RunSpec:
-    return tiny_spec(placement={"kind": "process"}, engine={"max_rows": 4})
+    return tiny_spec(placement={"kind": "process"}, engine={"max_num_seqs": 4})
 
 
 def make_placement(model_dir: Path, work_dir: Path) -> ProcessPlacement:

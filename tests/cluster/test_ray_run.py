@@ -48,7 +48,7 @@ def make_spec(**placement: object) -> RunSpec:
         # Of three groups; two ranks take every mini-batch together.
         train={"steps": NUM_STEPS, "mini_batches": 3},
         placement=placement,
-        engine={"max_rows": 7},
+        engine={"max_num_seqs": 7},
         reference={"kl_beta": 0.05},
     )
 

@@ -18,7 +18,10 @@ def train(root: Path, model_dir: Path, *, kind: str, dtype: str, num_steps: tupl
     run_path = None
     for steps in num_steps:
         spec = tiny_spec(
-            model={"dtype": dtype}, train={"steps": steps}, placement={"kind": kind}, engine={"max_rows": 7}
+            model={"dtype": dtype},
+            train={"steps": steps},
+            placement={"kind": kind},
+            engine={"max_num_seqs": 7},
         )
         run_dir = new_run(root / kind) if run_path is None else reopen(run_path)
         run_path = run_dir.path

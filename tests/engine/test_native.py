@@ -59,7 +59,7 @@ class TestNativeEngine(EngineContract):
     @pytest.fixture
     def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
         model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
-        return NativeEngine(model, tokenizer, max_rows=4)
+        return NativeEngine(model, tokenizer, max_num_seqs=4)
 
     @pytest.fixture
     def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
@@ -155,13 +155,13 @@ def test_the_terminator_ends_a_reply_and_is_part_of_it(model: LanguageModel, tok
 # ---------------------------------------------------------------- company
 
 
-@pytest.mark.parametrize("max_rows", [3, 16, 128])
+@pytest.mark.parametrize("max_num_seqs", [3, 16, 128])
 def test_a_reply_does_not_depend_on_the_batch_around_it(
-    max_rows: int, model: LanguageModel, tokenizer: Tokenizer
+    max_num_seqs: int, model: LanguageModel, tokenizer: Tokenizer
 ) -> None:
     """Fewer rows than requests: they are admitted as others end, into holes that were compacted."""
     requests = mixed_requests(tokenizer)
-    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=max_rows), requests))
+    together = run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=max_num_seqs), requests))
     assert_alike(together, alone(model, tokenizer, requests))
 
 
@@ -177,7 +177,7 @@ def test_short_rows_follow_each_other_past_the_end_of_the_cache(
     requests += [
         ask(tokenizer, "x" * (1 + seed % 30), seed=seed, max_tokens=2 + seed % 7) for seed in range(40)
     ]
-    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=3), requests))
+    together = run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=3), requests))
     assert_alike(together, alone(model, tokenizer, requests))
 
 
@@ -186,7 +186,7 @@ def test_a_late_long_prompt_moves_the_others(model: LanguageModel, tokenizer: To
     first = [ask(tokenizer, "x", seed=seed, max_tokens=4 + 6 * seed) for seed in range(4)]
     long_ones = [ask(tokenizer, "a b c d e f g h " * 4, seed=seed, max_tokens=9) for seed in range(6)]
     requests = first + long_ones
-    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=4), requests))
+    together = run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=4), requests))
     assert_alike(together, alone(model, tokenizer, requests))
 
 
@@ -194,7 +194,7 @@ def test_a_request_that_comes_late_is_admitted(model: LanguageModel, tokenizer: 
     """Also one that is longer than the running batch was planned for."""
     early = [ask(tokenizer, seed=seed, max_tokens=30) for seed in range(3)]
     late = [ask(tokenizer, seed=9, max_tokens=5), ask(tokenizer, "long " * 20, seed=9, max_tokens=60)]
-    engine = NativeEngine(model, tokenizer, max_rows=8)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=8)
 
     async def act() -> list[Completion]:
         waiting = asyncio.gather(*map(engine.generate, early))
@@ -209,13 +209,13 @@ def test_a_request_that_comes_late_is_admitted(model: LanguageModel, tokenizer: 
 def test_equal_batches_give_equal_bits(model: LanguageModel, tokenizer: Tokenizer) -> None:
     """With a new cache, and with the one kept from the batch before."""
     requests = mixed_requests(tokenizer)
-    engine = NativeEngine(model, tokenizer, max_rows=16)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=16)
 
     async def act() -> list[list[Completion]]:
         return [await generate_all(engine, requests) for _ in range(2)]
 
     first, second = run(act())
-    third = run(generate_all(NativeEngine(model, tokenizer, max_rows=16), requests))
+    third = run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=16), requests))
     for completions in (second, third):
         for ours, theirs in zip(first, completions, strict=True):
             assert ours.token_ids.tobytes() == theirs.token_ids.tobytes()
@@ -337,7 +337,7 @@ def test_a_failure_while_decoding_answers_everyone_who_waits(
 ) -> None:
     """In the prefill (0 good calls) and in a decode step, for admitted and for waiting requests."""
     broken: Any = BrokenModel(model, error, num_good_calls=num_good_calls)
-    engine = NativeEngine(broken, tokenizer, max_rows=2)
+    engine = NativeEngine(broken, tokenizer, max_num_seqs=2)
     requests = [ask(tokenizer, seed=seed) for seed in range(5)]
 
     async def act() -> list[Completion | BaseException]:
@@ -356,7 +356,7 @@ def test_closing_answers_everyone_who_waits(
     num_cycles: int, model: LanguageModel, tokenizer: Tokenizer
 ) -> None:
     """Before the decoder has begun, while it gathers requests, and in the middle of decoding."""
-    engine = NativeEngine(model, tokenizer, max_rows=2)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=2)
     endless = replace(ask(tokenizer, max_tokens=200), stop_token_ids=frozenset())
     requests = [replace(endless, seed=seed) for seed in range(5)]
 

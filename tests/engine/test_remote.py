@@ -53,7 +53,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One server for all tests that leave it running; each gives its updates fresh versions."""
     work_dir = tmp_path_factory.mktemp("server")
-    with engine_server(model_dir, work_dir, dtype="float32", max_rows=MAX_ROWS) as running:
+    with engine_server(model_dir, work_dir, dtype="float32", max_num_seqs=MAX_ROWS) as running:
         yield running
 
 
@@ -139,9 +139,9 @@ def test_replies_equal_those_of_the_engine_in_this_process(
             await engine.update(shared)
         return [*first, *second, *await generate_all(engine, requests)]
 
-    here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_rows=MAX_ROWS), is_remote=False))
+    here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_num_seqs=MAX_ROWS), is_remote=False))
     publish_tensors(own_tensors(model), path)
-    with engine_server(model_dir, tmp_path / "server", dtype=dtype, max_rows=MAX_ROWS) as running:
+    with engine_server(model_dir, tmp_path / "server", dtype=dtype, max_num_seqs=MAX_ROWS) as running:
         engine = running.connect()
         there = Closing(engine).run(rounds(engine, is_remote=True))
     assert_same_bits(here, there)
@@ -316,7 +316,7 @@ def test_prc_5_a_killed_server_is_told_with_its_cause(
     path: str, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: an engine ended and its partner idled for hours."""
-    with engine_server(model_dir, tmp_path, dtype="float32", max_rows=4) as running:
+    with engine_server(model_dir, tmp_path, dtype="float32", max_num_seqs=4) as running:
         engine = running.connect(WaitLimits(poll_s=0.01), is_streamed=path == "/v1/replies")
         requests = [ask(tokenizer, seed=seed, max_tokens=500) for seed in range(64)]
 

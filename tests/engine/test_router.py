@@ -532,7 +532,7 @@ def test_prc_3_a_long_queue_waits_no_longer_than_the_work_before_it() -> None:
 
 
 def test_a_replica_is_given_twice_what_it_decodes_at_once() -> None:
-    """A replica of 512 rows was given 256 requests, whatever `engine.max_rows` said."""
+    """A replica of 512 rows was given 256 requests, whatever `engine.max_num_seqs` said."""
     assert RouterLimits.for_rows(512).max_running == 1024
     # Where it decodes few, enough wait at it all the same.
     assert RouterLimits.for_rows(64).max_running == 256

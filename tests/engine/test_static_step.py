@@ -37,7 +37,7 @@ class TestStaticEngine(EngineContract):
     @pytest.fixture
     def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
         model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
-        return NativeEngine(model, tokenizer, max_rows=4, is_static=True)
+        return NativeEngine(model, tokenizer, max_num_seqs=4, is_static=True)
 
     @pytest.fixture
     def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
@@ -46,12 +46,14 @@ class TestStaticEngine(EngineContract):
         return WeightUpdate(version=8, digest="0" * 64, transport=WeightTransport.FILE, path=str(path))
 
 
-@pytest.mark.parametrize("max_rows", [3, 16, 64])
-def test_static_steps_draw_the_same_tokens(model: LanguageModel, tokenizer: Tokenizer, max_rows: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [3, 16, 64])
+def test_static_steps_draw_the_same_tokens(
+    model: LanguageModel, tokenizer: Tokenizer, max_num_seqs: int
+) -> None:
     """Groups, every kind of sampling, ragged lengths, stops; rows end and are admitted all the time."""
     requests = mixed_requests(tokenizer)
-    expected = run(generate_all(NativeEngine(model, tokenizer, max_rows=max_rows), requests))
-    static = NativeEngine(model, tokenizer, max_rows=max_rows, is_static=True)
+    expected = run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=max_num_seqs), requests))
+    static = NativeEngine(model, tokenizer, max_num_seqs=max_num_seqs, is_static=True)
     for ours, theirs in zip(run(generate_all(static, requests)), expected, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

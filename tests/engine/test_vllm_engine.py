@@ -405,7 +405,7 @@ def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokenizer) -
 def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched: int) -> None:
     """By itself it decodes 128 replies at once, on a GPU that has room for thousands."""
     options = argparse.Namespace(
-        model=Path("m"), dtype="bfloat16", eager=False, tensor_parallel=1, max_rows=None
+        model=Path("m"), dtype="bfloat16", eager=False, tensor_parallel=1, max_num_seqs=None
     )
     options.kv_cache_bytes = options.gpu_memory_frac = options.lora_rank = None
     limits = EngineLimits(max_positions=2048, vocab_size=100)
@@ -413,7 +413,7 @@ def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched:
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)
     # Cutting prompts kills it on a CPU.
     assert settings.get("enable_chunked_prefill", True) == is_gpu
-    options.max_rows = 7
+    options.max_num_seqs = 7
     assert engine_settings(options, limits, is_gpu=is_gpu)["max_num_seqs"] == 7
 
 

@@ -195,7 +195,7 @@ def test_lau_2_an_announcement_of_the_end_does_not_end_a_child(tmp_path: Path, n
 # their parents end at once. Says which are zombies after the reaping.
 _REAPER = """
 import os, subprocess, sys, time
-from strop.hardware.process import adopt_orphans, reap_orphans
+from strop.hardware.process import become_subreaper, reap_orphans
 
 def start(code):
     return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
@@ -213,7 +213,7 @@ def state_of(pid):
     except OSError:
         return "gone"
 
-adopt_orphans()
+become_subreaper()
 own, ended, running = start(""), fork_and_leave(0), fork_and_leave(600)
 while {state_of(own.pid), state_of(ended)} != {"Z"}:
     time.sleep(0.01)
@@ -233,10 +233,10 @@ def test_only_adopted_children_that_have_ended_are_reaped() -> None:
 # Ends children in sessions of their own, and what they started, but not itself.
 _KEEPER = """
 import os, subprocess, sys, time
-from strop.hardware.process import adopt_orphans, end_descendants
+from strop.hardware.process import become_subreaper, end_descendants
 
 code = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(600)"
-adopt_orphans()
+become_subreaper()
 child = subprocess.Popen(
     [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True
 )

@@ -264,7 +264,7 @@ class PaysForBrevity(SpellTask):
         return Outcome(parts={"spelled": 1.0 if is_right else 0.5 / (1 + len(text))}, is_correct=is_right)
 
 
-COLLAPSING = {"steps": 40, "prompts_per_step": 6, "rollouts_per_prompt": 6, "checkpoint_every": 5, **ACCEPT}
+COLLAPSING = {"steps": 40, "prompts_per_step": 6, "group_size": 6, "checkpoint_every": 5, **ACCEPT}
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ lr = 1e-3
 [train]
 steps = {steps}
 prompts_per_step = 3
-rollouts_per_prompt = 4
+group_size = 4
 checkpoint_every = 2
 accept = "weights: a random model for a test; audit: it earns something"
 [eval]

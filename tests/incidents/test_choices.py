@@ -27,7 +27,7 @@ num_held_out = 4
 [train]
 steps = 1
 prompts_per_step = 2
-rollouts_per_prompt = 4
+group_size = 4
 accept = "weights: a random model; audit: a random model"
 [eval]
 num_examples = 1

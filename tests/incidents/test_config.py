@@ -322,14 +322,14 @@ def test_opt_4_a_group_of_one_is_refused(tmp_path: Path, name: str) -> None:
     """Incident: the default group size 1 made all advantages zero; seen after ten empty batches."""
     path = tmp_path / "run.toml"
     path.write_text(SMALL)
-    message = str(refusal(path, "train.rollouts_per_prompt=1", f"algorithm.name={name}"))
+    message = str(refusal(path, "train.group_size=1", f"algorithm.name={name}"))
     assert message == (
-        f"train.rollouts_per_prompt=1 (override) and algorithm.name='{name}' (override): every advantage"
+        f"train.group_size=1 (override) and algorithm.name='{name}' (override): every advantage"
         " would be zero, because a rollout is compared with the others of its prompt."
         " Allowed: 2 rollouts per prompt or more, or algorithm.advantage = 'rpp'. Next: set"
-        " train.rollouts_per_prompt to 8."
+        " train.group_size to 8."
     )
-    assert load_spec(path, ["train.rollouts_per_prompt=2"]).spec.train.rollouts_per_prompt == 2
+    assert load_spec(path, ["train.group_size=2"]).spec.train.group_size == 2
 
 
 CANARY = "Zq7Zq7Zq7Zq7Zq7Zq7Zq7Zq7"

@@ -234,18 +234,18 @@ def test_log_3_drift_at_learning_rate_0_raises_an_alarm(model_dir: Path) -> None
 class ShapedModel(LanguageModel):
     """The fault: what it computes depends on how many rows it is asked about at once."""
 
-    max_rows = 10**6
+    max_num_seqs = 10**6
 
     def logits(self, hidden_N_D: torch.Tensor, products: Any = None) -> torch.Tensor:
         logits = super().logits(hidden_N_D, products)
-        return logits * 1.5 if len(hidden_N_D) > self.max_rows else logits
+        return logits * 1.5 if len(hidden_N_D) > self.max_num_seqs else logits
 
 
-def with_shaped_engine(model_dir: Path, max_rows: int) -> Callable[[Roles], Roles]:
+def with_shaped_engine(model_dir: Path, max_num_seqs: int) -> Callable[[Roles], Roles]:
     model = ShapedModel.load(model_dir, dtype=torch.float32)
     assert isinstance(model, ShapedModel)
-    model.max_rows = max_rows
-    return lambda roles: replace(roles, engine=NativeEngine(model, roles.tokenizer, max_rows=128))
+    model.max_num_seqs = max_num_seqs
+    return lambda roles: replace(roles, engine=NativeEngine(model, roles.tokenizer, max_num_seqs=128))
 
 
 def test_log_3_a_kernel_that_depends_on_the_engines_batch_is_refused(
@@ -254,7 +254,7 @@ def test_log_3_a_kernel_that_depends_on_the_engines_batch_is_refused(
     """Incident: clip fraction .08 at one way to split a batch, none at another. The gate asks for 64 rows."""
     made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
     with pytest.raises(CheckRefused, match=r"parity: mean gap .* cause: weights, position ids, template or"):
-        made.run(with_shaped_engine(tiny_model_dir, max_rows=8))
+        made.run(with_shaped_engine(tiny_model_dir, max_num_seqs=8))
 
 
 def test_log_3_a_kernel_that_depends_on_the_trainers_micro_batch_is_refused(
@@ -286,12 +286,12 @@ def test_log_3_a_shape_that_no_gate_asked_for_raises_an_alarm_in_its_step(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """More rows than the gate's 64: the first step that has them says so."""
-    train = {"steps": 1, "prompts_per_step": 12, "rollouts_per_prompt": 8}
+    train = {"steps": 1, "prompts_per_step": 12, "group_size": 8}
     causes = {}
-    for max_rows in (1000, 64):
+    for max_num_seqs in (1000, 64):
         made = Composition(tiny_spec(train=train), tiny_model_dir, new_run(tmp_path))
-        made.run(with_shaped_engine(tiny_model_dir, max_rows))
-        causes[max_rows] = made.notes.causes("tripwire")
+        made.run(with_shaped_engine(tiny_model_dir, max_num_seqs))
+        causes[max_num_seqs] = made.notes.causes("tripwire")
     assert causes == {1000: [], 64: ["logprob_drift"]}
 
 

@@ -180,8 +180,8 @@ class TinyReward(SpellTask):
 
 def test_opt_4_group_size_1_is_refused() -> None:
     """Incident: the default group size of 1 made all advantages 0, noticed after ten empty batches."""
-    run = {"name": "lone", "task": {"name": "arithmetic"}, "train": {"rollouts_per_prompt": 1}}
-    with pytest.raises(ValueError, match=r"rollouts_per_prompt=1 and .*Allowed: 2 rollouts"):
+    run = {"name": "lone", "task": {"name": "arithmetic"}, "train": {"group_size": 1}}
+    with pytest.raises(ValueError, match=r"group_size=1 and .*Allowed: 2 rollouts"):
         RunSpec.model_validate(run)
 
 
@@ -256,8 +256,8 @@ def test_log_6_a_far_away_log_probability_stays_finite(name: str, is_masked: boo
     logp = torch.tensor([-2.0], requires_grad=True)
     engine = torch.tensor([-91.0])
     advantage = torch.tensor([0.0 if is_masked else 1.0])
-    for proximal in (None, engine):
-        terms = algorithm.token_terms(logp, engine, advantage, proximal)
+    for old in (None, engine):
+        terms = algorithm.token_terms(logp, engine, advantage, old)
         assert bool(torch.isfinite(terms.loss_N).all())
         assert bool(torch.isfinite(terms.grad_N).all())
     value = algorithm.loss.value(logp, engine, advantage, algorithm.clip_low, algorithm.clip_high)

@@ -46,7 +46,7 @@ form = "sampled"
 [train]
 steps = 3
 prompts_per_step = 2
-rollouts_per_prompt = 2
+group_size = 2
 checkpoint_every = 1
 accept = "weights: a random model for a test"
 [eval]

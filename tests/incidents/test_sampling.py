@@ -218,7 +218,7 @@ def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
     """Incident: 83 rollouts held 3 distinct completions, and nothing counted them."""
     # The gate finds that too: what one stream draws is not drawn from the distribution.
     accepted = f"{ACCEPTED}; parity: to see what the step says"
-    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1, "accept": accepted})
+    spec = tiny_spec(train={"group_size": 32, "steps": 1, "accept": accepted})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path))
     made.run(lambda roles: replace(roles, engine=OneStream(roles.engine)))
     assert "duplicate_completions" in made.notes.causes("tripwire")

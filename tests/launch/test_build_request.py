@@ -127,12 +127,12 @@ def test_the_roles_of_a_job_are_argument_lists(world: World) -> None:
     request = world.request(
         "job.train_gpus=2", "job.cpu_nodes=1", "job.cpu_command=serve --name 'two words' $HOME"
     )
-    train, companion = request.roles
+    train, sidecar = request.roles
     assert train.argv[1:] == ("-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
     assert dict(train.gpus) == {"infer": 1, "train": 2}
     # Nothing is expanded: there is no shell.
-    assert companion.argv == ("serve", "--name", "two words", "$HOME")
-    assert (companion.nodes, companion.must_succeed) == ("cpu", False)
+    assert sidecar.argv == ("serve", "--name", "two words", "$HOME")
+    assert (sidecar.nodes, sidecar.must_succeed) == ("cpu", False)
 
 
 def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) -> None:

@@ -175,7 +175,7 @@ def test_a_followed_line_is_seen_within_a_second(tmp_path: Path, monkeypatch: py
     written_at = {f"line {number}": 0.37 * (number + 1) for number in range(9)}
     happenings = [(at, write(f"{text}\n")) for text, at in written_at.items()]
     # Of a role that begins only now, and of the next attempt.
-    happenings += [(4.03, write("new role\n", role="companion")), (5.11, write("new attempt\n", "17-1"))]
+    happenings += [(4.03, write("new role\n", role="sidecar")), (5.11, write("new attempt\n", "17-1"))]
     happenings.append((7.0, write("last words", "17-1")))
     clock = PlayedTime(*happenings)
     monkeypatch.setattr("strop.launch.logs.time", clock)

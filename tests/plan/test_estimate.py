@@ -65,7 +65,7 @@ def make_spec(**sections: Any) -> RunSpec:
         "name": "x",
         "model": {"dtype": "bfloat16"},
         "task": {"name": "arithmetic", "max_reply_tokens": 8},
-        "train": {"prompts_per_step": 4, "rollouts_per_prompt": 4, "steps": 10},
+        "train": {"prompts_per_step": 4, "group_size": 4, "steps": 10},
     }
     return RunSpec.model_validate(base | sections)
 
@@ -105,7 +105,7 @@ def test_a_step_smaller_than_a_micro_batch_needs_less() -> None:
 
 def test_a_teacher_holds_its_weights_and_hidden_states_beside_the_policy() -> None:
     taught = make_spec(
-        train={"terms": "distill", "prompts_per_step": 4, "rollouts_per_prompt": 4},
+        train={"terms": "distill", "prompts_per_step": 4, "group_size": 4},
         teacher={"source": "model", "model": "org/teacher"},
     )
     # Twice the policy's head: 1000 + 2 x 1000 parameters of 2 bytes; 168 positions of 10 values of 2 bytes,
@@ -166,13 +166,13 @@ def test_an_engine_apart_holds_the_weights_once_more() -> None:
 
 def test_rows_and_disk() -> None:
     assert count_rows(make_spec()) == 16
-    assert count_rows(make_spec(engine={"max_rows": 5})) == 5
-    assert count_rows(make_spec(train={"prompts_per_step": 200, "rollouts_per_prompt": 4})) == 64
+    assert count_rows(make_spec(engine={"max_num_seqs": 5})) == 5
+    assert count_rows(make_spec(train={"prompts_per_step": 200, "group_size": 4})) == 64
     # A GPU decodes 512 at once; what the run file says holds everywhere.
-    many = {"prompts_per_step": 200, "rollouts_per_prompt": 4}
+    many = {"prompts_per_step": 200, "group_size": 4}
     assert count_rows(make_spec(train=many), is_gpu=True) == 512
     assert count_rows(make_spec(train=many), 2, is_gpu=True) == 400
-    assert count_rows(make_spec(train=many, engine={"max_rows": 100}), is_gpu=True) == 100
+    assert count_rows(make_spec(train=many, engine={"max_num_seqs": 100}), is_gpu=True) == 100
     # Two kept and one being written, each 2000 x (2 + 4 + 8) bytes.
     here = list_disk_parts(make_spec(), SIZE, is_mirrored=False)
     assert [part.amount for part in here] == [3 * 2000 * 14]
@@ -311,7 +311,7 @@ def test_the_plan_says_what_would_help_most() -> None:
     assert slow.relief.step_s == pytest.approx(slow.step_parts[2].amount, rel=0.01)
     stale = make_spec(
         placement={"kind": "process"},
-        train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "steps": 10, "max_staleness": 1},
+        train={"prompts_per_step": 4, "group_size": 4, "steps": 10, "max_staleness": 1},
     )
     found = estimate_time(make_work(stale), devices).relief
     assert found is not None
@@ -461,13 +461,13 @@ def test_optimizer_steps_and_the_forward_of_old_log_probabilities_take_their_tim
     one = learning_s()
     update = state_bytes(SIZE, "bfloat16") / (8.0e9 * CPU_EFFICIENCY.update_frac)
     arithmetic = one - update
-    four = learning_s(train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "mini_batches": 4})
-    twice = learning_s(train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "epochs": 2})
+    four = learning_s(train={"prompts_per_step": 4, "group_size": 4, "mini_batches": 4})
+    twice = learning_s(train={"prompts_per_step": 4, "group_size": 4, "epochs": 2})
     assert four == pytest.approx(arithmetic * 4 / 3 + 4 * update, rel=1e-3)
     assert twice == pytest.approx(arithmetic * 7 / 3 + 2 * update, rel=1e-3)
     # Ratios that start at the engine's values ask for no forward.
     bypass = learning_s(
-        train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "epochs": 2}, algorithm={"mode": "bypass"}
+        train={"prompts_per_step": 4, "group_size": 4, "epochs": 2}, algorithm={"mode": "bypass"}
     )
     assert bypass == pytest.approx(2 * one, rel=1e-9)
     # Neither does one that is 1 by construction.
@@ -475,7 +475,7 @@ def test_optimizer_steps_and_the_forward_of_old_log_probabilities_take_their_tim
 
 
 def test_weights_that_ratios_start_from_are_held_beside_the_others() -> None:
-    window = {"sync_every": 2, "max_staleness": 1, "prompts_per_step": 4, "rollouts_per_prompt": 4}
+    window = {"sync_every": 2, "max_staleness": 1, "prompts_per_step": 4, "group_size": 4}
     apart = {"placement": {"kind": "process"}}
     names = {}
     for mode in ("single", "decoupled"):

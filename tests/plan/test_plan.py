@@ -290,7 +290,7 @@ def test_a_family_that_shares_no_prompts_is_planned_so(plan_it: PlanIt, tmp_path
     assert alone.prompt is not None
     # One more reading of the prompt for each of the other replies, of the groups that are forwarded.
     train = load_spec("run.toml").spec.train
-    more = train.prompts_per_step * (train.rollouts_per_prompt - 1) * alone.prompt.tokens_mean
+    more = train.prompts_per_step * (train.group_size - 1) * alone.prompt.tokens_mean
     assert alone.time.num_positions - packed.time.num_positions == pytest.approx(SIGNAL_FRAC * more)
 
 

@@ -165,7 +165,7 @@ def generate(
     ]
 
     async def ask() -> list[tuple[IntArray, IntArray, np.ndarray]]:
-        engine = NativeEngine(model, tokenizer, max_rows=4)
+        engine = NativeEngine(model, tokenizer, max_num_seqs=4)
         replies = await asyncio.gather(*(engine.generate(request) for request in requests))
         await engine.close()
         pairs = zip(requests, replies, strict=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import UnfitRecord
-from strop.policy.batch_wire import MAGIC, OTHER_PROMPTS, SIDE_STREAMS, decode_groups, encode_groups
+from strop.policy.batch_wire import AUX_STREAMS, MAGIC, OTHER_PROMPTS, decode_groups, encode_groups
 from strop.policy.packing import PackedGroup, PackedReply
 from tests.policy.worlds import World
 
@@ -32,7 +32,7 @@ def packed_replies(draw: st.DrawFn) -> PackedReply:
     def values() -> Any:
         return np.array(draw(st.lists(nats, min_size=num_scored, max_size=num_scored)), np.float32)
 
-    streams = {name: values() for name in SIDE_STREAMS if draw(st.booleans())}
+    streams = {name: values() for name in AUX_STREAMS if draw(st.booleans())}
     return PackedReply(
         token_ids=token_ids,
         is_scored=is_scored,

@@ -80,7 +80,7 @@ def test_in_bf16_they_are_loaded_and_generate_what_they_score(tmp_path: Path, fa
     path = family_model(tmp_path, family, dtype="bfloat16")
     model, tokenizer = load(path, torch.bfloat16), Tokenizer.load(path)
     assert model.head_weight.dtype == torch.bfloat16
-    engine = NativeEngine(model, tokenizer, max_rows=4)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=4)
     requests = [ask(tokenizer, "x", seed=seed, max_tokens=6) for seed in range(6)]
     replies = asyncio.run(generate_all(engine, requests))
     gaps = []
@@ -207,12 +207,12 @@ def test_company_changes_no_reply_of_a_model_with_states(tmp_path: Path, family:
         for prompt in ("ab", "xyz", "q")
         for seed in range(3)
     ]
-    together = asyncio.run(generate_all(NativeEngine(model, tokenizer, max_rows=4), requests))
+    together = asyncio.run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=4), requests))
     alone = [asyncio.run(generate_all(NativeEngine(model, tokenizer), [one]))[0] for one in requests]
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-    again = asyncio.run(generate_all(NativeEngine(model, tokenizer, max_rows=4), requests))
+    again = asyncio.run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=4), requests))
     assert_same_bits(together, again)
 
 

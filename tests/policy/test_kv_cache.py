@@ -93,10 +93,10 @@ def admit(cache: KVCache, plain: PlainRows, lengths: list[int], num_rows: int = 
         cache.admit(*prompt, num_rows)
 
 
-def make_cache(shape: ModelShape, *, max_rows: int, num_slots: int, may_use_kernels: bool) -> KVCache:
+def make_cache(shape: ModelShape, *, max_num_seqs: int, num_slots: int, may_use_kernels: bool) -> KVCache:
     return KVCache(
         shape,
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         num_slots=num_slots,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -137,10 +137,10 @@ def live_randomly(shape: ModelShape, rule: ScoreRule, *, may_use_kernels: bool) 
     for seed in range(4):
         choose = np.random.default_rng(seed)
         plain = PlainRows(shape, seed, rule)
-        cache = make_cache(shape, max_rows=5, num_slots=40, may_use_kernels=may_use_kernels)
+        cache = make_cache(shape, max_num_seqs=5, num_slots=40, may_use_kernels=may_use_kernels)
         ends_at: list[int] = []
         for _ in range(60):
-            free = cache.max_rows - cache.num_rows
+            free = cache.max_num_seqs - cache.num_rows
             if free and (cache.num_rows == 0 or choose.random() < 0.4):
                 length, num_rows = int(choose.integers(1, 34)), int(choose.integers(1, free + 1))
                 admit(cache, plain, [length], num_rows)
@@ -167,7 +167,7 @@ def fill(num_rows: int, live: list[int]) -> list[int]:
 def test_what_an_earlier_batch_left_is_not_seen(may_use_kernels: bool) -> None:
     """A cache is used again for the next batch; the slots behind a row still hold the last one's."""
     shape = make_shape(num_heads=2, num_kv_heads=1, num_layers=1)
-    cache = make_cache(shape, max_rows=2, num_slots=16, may_use_kernels=may_use_kernels)
+    cache = make_cache(shape, max_num_seqs=2, num_slots=16, may_use_kernels=may_use_kernels)
     first = PlainRows(shape, 0)
     admit(cache, first, [12, 3])
     decode_step(cache, first)

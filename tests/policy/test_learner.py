@@ -358,7 +358,7 @@ def test_the_rate_follows_from_the_place_in_the_run(model_dir: Path) -> None:
 def test_a_step_too_far_from_where_ratios_start_moves_nothing(model_dir: Path, tmp_path: Path) -> None:
     algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
     learner = build_learner(model_dir, lr=LR)
-    groups = with_logprobs(signal(), "proximal", learner.score(signal(), 1.0))
+    groups = with_logprobs(signal(), "old", learner.score(signal(), 1.0))
     terms = terms_of(groups, algorithm)
     first = learner.step_terms(terms, StepPlan(version=1, max_kl=1e-9))
     assert (first.is_taken, learner.version) == (True, 1)
@@ -386,7 +386,7 @@ def test_means_over_tokens_are_those_of_any_micro_batch(model_dir: Path) -> None
     found = []
     for max_positions in (None, 8):
         learner = build_learner(model_dir, max_positions=max_positions, lr=LR)
-        sided = with_logprobs(groups, "proximal", learner.score(groups, 1.0))
+        sided = with_logprobs(groups, "old", learner.score(groups, 1.0))
         learner.step_terms(terms_of(sided, algorithm))
         found.append(learner.step_terms(terms_of(sided, algorithm)))
     assert found[1].num_micro_batches == 4 * found[0].num_micro_batches

@@ -53,7 +53,7 @@ def scored_sides(groups: tuple[PackedGroup, ...], seed: int = 3) -> list[np.ndar
 
 def term_of(algorithm: Algorithm) -> LossTerm:
     term = rl_term(algorithm, build_batch(algorithm, ragged_groups(), REPLY_LIMIT).groups, 1.0)
-    groups = with_logprobs(tuple(term.groups), "proximal", scored_sides(tuple(term.groups)))
+    groups = with_logprobs(tuple(term.groups), "old", scored_sides(tuple(term.groups)))
     return replace(term, groups=with_logprobs(groups, "reference", scored_sides(groups, 4)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strop.policy.language_model import spread_rows
 from strop.policy.packing import (
-    SIDE_STREAMS,
+    AUX_STREAMS,
     Load,
     PackedBatch,
     PackedGroup,
@@ -33,7 +33,7 @@ def packed_replies(draw: st.DrawFn) -> PackedReply:
             draw(st.lists(st.integers(-99, -1), min_size=num_scored, max_size=num_scored)), np.float32
         )
 
-    streams = {f"{name}_logprobs": values() for name in SIDE_STREAMS if draw(st.booleans())}
+    streams = {f"{name}_logprobs": values() for name in AUX_STREAMS if draw(st.booleans())}
     return PackedReply(
         token_ids=np.array(
             draw(st.lists(st.integers(0, 99), min_size=len(marks), max_size=len(marks))), np.int32
@@ -64,7 +64,7 @@ def lay_out(groups: list[PackedGroup]) -> dict[str, list[Any]]:
             for place, token_id in enumerate(reply.token_ids.tolist()):
                 if reply.is_scored[place]:
                     position = end - 1 if place == 0 else start + place - 1
-                    sides = [getattr(reply, f"{name}_logprobs") for name in SIDE_STREAMS]
+                    sides = [getattr(reply, f"{name}_logprobs") for name in AUX_STREAMS]
                     given = [None if side is None else float(side[seen]) for side in sides]
                     logprob = float(reply.engine_logprobs[seen])
                     facts = [number, token_id, logprob, reply.advantage, reply.weight]
@@ -96,7 +96,7 @@ def test_a_batch_is_what_a_loop_over_its_tokens_makes(groups: list[PackedGroup])
         [None if value != value else value for value in batch.side_logprob_M[name].tolist()]
         if name in batch.side_logprob_M
         else unknown
-        for name in SIDE_STREAMS
+        for name in AUX_STREAMS
     ]
     columns = [
         batch.row_M.tolist(),

@@ -153,7 +153,7 @@ def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Sce
     learner.hold()
     algorithm = replace(GRPO, mode="decoupled", clip_low=0.01, clip_high=0.01)
     parts = [
-        with_logprobs(share, "proximal", learner.score(share, 0.7))
+        with_logprobs(share, "old", learner.score(share, 0.7))
         for share in (take(batch(20, 4)), take(batch(21, 3)), take(batch(20, 4)))
     ]
     terms = [replace(term(part, rule=algorithm), entropy_weight=0.1) for part in parts]

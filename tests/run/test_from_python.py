@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, Any] = {
     "train": {
         "steps": 1,
         "prompts_per_step": 2,
-        "rollouts_per_prompt": 2,
+        "group_size": 2,
         "accept": "weights: a random model for a test",
     },
     "eval": {"num_examples": 2},
@@ -67,7 +67,7 @@ def test_a_function_trains_where_an_event_loop_runs_already(
             task_of(score),
             str(tiny_model_dir),
             root=tmp_path / "others",
-            **{**SETTINGS, "train": {"steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2}},
+            **{**SETTINGS, "train": {"steps": 1, "prompts_per_step": 2, "group_size": 2}},
         )
 
 

@@ -55,7 +55,7 @@ lr = 1e-3
 [train]
 steps = {steps}
 prompts_per_step = 2
-rollouts_per_prompt = 3
+group_size = 3
 checkpoint_every = 2
 accept = "weights: a random model for a test; audit: it earns something"
 [eval]

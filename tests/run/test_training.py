@@ -52,7 +52,7 @@ max_reply_tokens = 8
 [train]
 steps = 2
 prompts_per_step = 2
-rollouts_per_prompt = 3
+group_size = 3
 checkpoint_every = 1
 accept = "weights: a random model for a test; audit: it earns something"
 [eval]
@@ -411,7 +411,7 @@ num_held_out = 2
 [train]
 steps = 3
 prompts_per_step = 2
-rollouts_per_prompt = 2
+group_size = 2
 checkpoint_every = 1
 accept = "weights: a random model for a test"
 [eval]

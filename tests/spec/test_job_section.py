@@ -92,7 +92,7 @@ def test_what_no_job_can_ask_for_is_refused_with_its_origin(
     assert words in str(caught.value)
 
 
-def test_a_companion_needs_a_command_that_a_shell_could_split(run_file: str) -> None:
+def test_a_sidecar_needs_a_command_that_a_shell_could_split(run_file: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_spec(run_file, ["job.cpu_nodes=1", "job.cpu_command=serve 'unclosed"])
     assert "No closing quotation" in str(caught.value)

@@ -94,11 +94,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"algorithm": {"advantage": "rpp"}, "reference": {"kl_beta": 0.1, "is_corrected": True}},
         "its KL penalty is a part of the reward",
     ),
-    ({"train": {"rollouts_per_prompt": 1}}, "every advantage would be zero"),
+    ({"train": {"group_size": 1}}, "every advantage would be zero"),
     (
         {
             "algorithm": {"name": "reinforce_pp", "zero_variance": "drop"},
-            "train": {"rollouts_per_prompt": 1},
+            "train": {"group_size": 1},
         },
         "every group would be left out",
     ),
@@ -134,7 +134,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
         {"algorithm": {"correction": "mis_seq", "max_sequence_tokens": None}, "task": LONG},
         {"teacher": {**TEACHER, "form": "sampled"}},
         {"train": {"terms": "distill"}, "teacher": {"source": "current", "context": "It is {answer}."}},
-        {"train": {"terms": "distill", "rollouts_per_prompt": 1}, "teacher": TEACHER},
+        {"train": {"terms": "distill", "group_size": 1}, "teacher": TEACHER},
         {
             "train": {"terms": "distill"},
             "teacher": {**TEACHER, "form": "sampled"},
@@ -144,7 +144,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
         {"algorithm": {"name": "sapo", "sapo_temperature_pos": 2.0}},
         {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
         {"algorithm": {"mode": "single"}, "train": {"sync_every": 2, "max_staleness": 1}, "placement": RAY},
-        {"algorithm": {"name": "reinforce_pp"}, "train": {"rollouts_per_prompt": 1}},
+        {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},
         {"algorithm": {"name": "reinforce_pp_baseline"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
         {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2, "max_kl": 0.1}},
         {"optimizer": {"schedule": "cosine", "final_frac": 0.1, "warmup_steps": 5}, "train": {"epochs": 2}},

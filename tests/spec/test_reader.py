@@ -59,7 +59,7 @@ def test_the_later_source_wins_setting_by_setting() -> None:
     assert (train.prompts_per_step, origins["train.prompts_per_step"]) == (2, "base/near.toml:4")
     assert (train.keep_checkpoints, origins["train.keep_checkpoints"]) == (1, "base/far.toml:6")
     assert (train.checkpoint_every, origins["train.checkpoint_every"]) == (4, "override")
-    assert (train.rollouts_per_prompt, origins["train.rollouts_per_prompt"]) == (8, "default")
+    assert (train.group_size, origins["train.group_size"]) == (8, "default")
 
 
 @pytest.mark.usefixtures("folder")
@@ -208,8 +208,8 @@ def test_the_origin_of_each_side_of_a_conflict_is_told() -> None:
     assert refusal(path, "optimizer.warmup_steps=5").startswith(
         "optimizer.warmup_steps=5 (override) and train.steps=5 (run.toml:4): the run would end before"
     )
-    assert "train.rollouts_per_prompt=1 (override) and algorithm.name='grpo' (default)" in refusal(
-        path, "train.rollouts_per_prompt=1"
+    assert "train.group_size=1 (override) and algorithm.name='grpo' (default)" in refusal(
+        path, "train.group_size=1"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.eps", "optimizer.max_grad_norm", "optimizer.warmup_steps"),
         *("optimizer.schedule", "optimizer.final_frac"),
-        *("train.terms", "train.steps", "train.prompts_per_step", "train.rollouts_per_prompt"),
+        *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size"),
         *("train.mini_batches", "train.epochs", "train.max_kl"),
         *("train.max_staleness", "train.sync_every", "train.deterministic"),
         *("train.micro_batch_tokens", "train.activation_checkpointing", "train.checkpoint_every"),
@@ -77,7 +77,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("teacher.divergence", "teacher.jsd_beta", "teacher.top_k", "teacher.rest"),
         *("teacher.student_frac", "teacher.rows", "teacher.weight"),
         *("eval.every", "eval.num_examples", "eval.num_samples"),
-        *("engine.kind", "engine.max_rows", "engine.python", "engine.is_eager", "engine.kv_cache_bytes"),
+        *("engine.kind", "engine.max_num_seqs", "engine.python", "engine.is_eager", "engine.kv_cache_bytes"),
         *("engine.gpu_memory_frac", "engine.max_model_tokens", "engine.tensor_parallel"),
         *("engine.update_mode", "engine.transport"),
         *("placement.kind", "placement.learners", "placement.engines", "placement.rollout_workers"),
@@ -143,7 +143,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": {"rollouts_per_prompt": 1}}, "every advantage would be zero"),
+        ({"train": {"group_size": 1}}, "every advantage would be zero"),
         ({"sampling": {"temperature": 0.0}}, "all rollouts of a prompt would be equal"),
         ({"sampling": {"top_p": 0.9}}, "a part of the vocabulary"),
         ({"sampling": {"top_k": 1}}, "a part of the vocabulary"),

@@ -32,7 +32,7 @@ SPEED = SimulatedSpeed(
     prefill_tokens_per_s=1000.0,
     step_base_s=0.010,
     step_row_s=0.001,
-    max_rows=4,
+    max_num_seqs=4,
     update_s=0.5,
 )
 UPDATE = WeightUpdate(version=1, digest="d1", transport=WeightTransport.SHARED)
@@ -91,7 +91,7 @@ def test_rows_without_a_place_or_a_cache_wait() -> None:
 
 
 def test_lengths_follow_from_the_seed_and_are_log_normal() -> None:
-    speed = replace(SPEED, reply_sigma=0.6, max_rows=4000, step_row_s=0.0)
+    speed = replace(SPEED, reply_sigma=0.6, max_num_seqs=4000, step_row_s=0.0)
 
     async def act(seed: int) -> list[int]:
         engine = SimulatedEngine(speed=speed, seed=seed)
@@ -108,7 +108,7 @@ def test_lengths_follow_from_the_seed_and_are_log_normal() -> None:
 
 def test_a_request_that_is_cancelled_gives_its_row_back() -> None:
     async def act() -> None:
-        engine = SimulatedEngine(speed=replace(SPEED, max_rows=1))
+        engine = SimulatedEngine(speed=replace(SPEED, max_num_seqs=1))
         first = asyncio.create_task(engine.generate(ask(0, max_tokens=500)))
         second = asyncio.create_task(engine.generate(ask(1, max_tokens=500)))
         await asyncio.sleep(0.5)
@@ -184,7 +184,7 @@ def test_a_silent_engine_answers_nobody() -> None:
 
 
 def test_a_fleet_with_stragglers_and_deaths_answers_everything() -> None:
-    speed = replace(SPEED, reply_sigma=0.6, max_rows=64)
+    speed = replace(SPEED, reply_sigma=0.6, max_num_seqs=64)
     # Some 400 s of work: each engine dies about twice, and one death in three is silent.
     trouble = SimulatedTrouble(
         straggler_frac=0.2, mean_life_s=200.0, repair_s=90.0, silent_frac=0.33, straggler_factor=4.0

@@ -147,7 +147,7 @@ def test_rewards_take_no_part() -> None:
 
 
 def compose(root: Path, model_dir: Path, teacher: dict[str, Any], **sections: Any) -> Composition:
-    train = {"terms": "distill", "steps": 10, "rollouts_per_prompt": 2} | sections.pop("train", {})
+    train = {"terms": "distill", "steps": 10, "group_size": 2} | sections.pop("train", {})
     spec = tiny_spec(train=train, teacher=teacher, **sections)
     return Composition(spec, model_dir, new_run(root), task=TASK)
 
@@ -163,7 +163,7 @@ def test_a_run_comes_closer_to_its_teacher(
 ) -> None:
     teacher = {"source": "model", "model": str(teacher_dir), "form": form, "divergence": "reverse_kl"}
     # Few replies and steps are enough for whole distributions, and not for single tokens.
-    train = {"rollouts_per_prompt": 2, "steps": 10} if form == "exact" else {"rollouts_per_prompt": 10}
+    train = {"group_size": 2, "steps": 10} if form == "exact" else {"group_size": 10}
     train = {"steps": 20} | train
     made = compose(tmp_path, tiny_model_dir, teacher, train=train)
     roles = made.run()
@@ -237,7 +237,7 @@ def test_sampled_distillation_is_corrected_for_the_policy_that_sampled(
     tokens = ScoredTokens(
         logprob_M=one,
         engine_logprob_M=one - 2.0,
-        proximal_logprob_M=one,
+        old_logprob_M=one,
         reference_logprob_M=one,
         teacher_logprob_M=one + 0.5,
         advantage_M=one * 0.0,

@@ -173,9 +173,7 @@ def test_the_export_is_the_trained_model(tmp_path: Path, tiny_model_dir: Path, d
 
 
 def test_reward_rises(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(
-        train={"steps": 15, "prompts_per_step": 4, "rollouts_per_prompt": 8, "checkpoint_every": 15}
-    )
+    spec = tiny_spec(train={"steps": 15, "prompts_per_step": 4, "group_size": 8, "checkpoint_every": 15})
     rewards = [line["reward_mean"] for line in train(tmp_path, tiny_model_dir, spec).notes.steps]
     assert sum(rewards[-3:]) / 3 > 1.5 * sum(rewards[:3]) / 3
 

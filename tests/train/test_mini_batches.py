@@ -36,7 +36,7 @@ from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run,
 from tests.policy.naive import padded_logprobs, sampled_places
 from tests.policy.worlds import REPLY_LIMIT, World, build_learner, make_model, ragged_groups
 
-FOUR = {"steps": 1, "prompts_per_step": 4, "rollouts_per_prompt": 4, "mini_batches": 4, "checkpoint_every": 1}
+FOUR = {"steps": 1, "prompts_per_step": 4, "group_size": 4, "mini_batches": 4, "checkpoint_every": 1}
 CLIPPED = {
     "name": "dapo",
     "zero_variance": "keep",
@@ -263,7 +263,7 @@ class Poisoning(LocalLearner):
                 for group in terms[0].groups
                 for reply in group.replies
             ]
-            terms = [replace(terms[0], groups=with_logprobs(terms[0].groups, "proximal", nothing))]
+            terms = [replace(terms[0], groups=with_logprobs(terms[0].groups, "old", nothing))]
         return await super().step_terms(terms, plan)
 
 
@@ -419,8 +419,8 @@ def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp
                 await terms.begin_window()
             began = await learner.score(terms.credit(groups).groups, 1.0)
             (only,) = await terms.build(step, terms.credit(groups), groups, [])
-            proximal = [reply.proximal_logprobs for group in only[0].groups for reply in group.replies]
-            is_own = all(a is not None and np.array_equal(a, b) for a, b in zip(proximal, began, strict=True))
+            old = [reply.old_logprobs for group in only[0].groups for reply in group.replies]
+            is_own = all(a is not None and np.array_equal(a, b) for a, b in zip(old, began, strict=True))
             assert is_own == (step % 2 == 0)
             reports.append(await learner.step_terms(only))
         return reports
@@ -468,9 +468,9 @@ def test_penalties_in_the_reward_by_hand() -> None:
             replace(reply, advantage=reward) for reply, reward in zip(group.replies, rewards, strict=True)
         ),
     )
-    proximal = [np.array([-1.0, -2.0], np.float32), np.array([-1.0], np.float32)]
+    old = [np.array([-1.0, -2.0], np.float32), np.array([-1.0], np.float32)]
     reference = [np.array([-1.5, -1.8], np.float32), np.array([-2.0], np.float32)]
-    sided = with_logprobs(with_logprobs([group], "proximal", proximal), "reference", reference)
+    sided = with_logprobs(with_logprobs([group], "old", old), "reference", reference)
     # 1 - 0.1 x 0.3, 1 + 0.1 x 0.2, 0 - 0.1 x 1
     plain = penalize_rewards(replace(algorithm, over_batch="none"), sided)
     found = [reply.token_advantages for reply in plain[0].replies]

@@ -139,7 +139,7 @@ def test_a_step_whose_rollouts_say_nothing_still_imitates(tmp_path: Path, tiny_m
                 raise ValueError("no judgement")
             return super().verify(example, text)
 
-    made = compose(tmp_path, tiny_model_dir, "rl+sft", steps=2, rollouts_per_prompt=2, prompts_per_step=1)
+    made = compose(tmp_path, tiny_model_dir, "rl+sft", steps=2, group_size=2, prompts_per_step=1)
     made.task = HalfBroken()
     made.run()
     for line in made.run_dir.metrics.read():

@@ -32,7 +32,7 @@ max_reply_tokens = 40
 [train]
 steps = {steps}
 prompts_per_step = 4
-rollouts_per_prompt = 4
+group_size = 4
 checkpoint_every = 100
 accept = "weights: a random model for a test; audit: it earns something"
 [eval]

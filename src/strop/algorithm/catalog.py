@@ -129,16 +129,16 @@ class Algorithm:
         if self.teacher_weight != 0.0:
             # Where a batch takes several optimizer steps, its advantages are those of the first.
             is_fixed = self.mode == "decoupled"
-            own_M = tokens.proximal_logprob_M if is_fixed else tokens.logprob_M.detach()
+            own_M = tokens.old_logprob_M if is_fixed else tokens.logprob_M.detach()
             advantage_M = advantage_M + self.teacher_weight * (tokens.teacher_logprob_M - own_M)
-        proximal_M = tokens.engine_logprob_M if self.mode == "bypass" else None
+        old_M = tokens.engine_logprob_M if self.mode == "bypass" else None
         if self.mode == "decoupled":
-            proximal_M = tokens.proximal_logprob_M
+            old_M = tokens.old_logprob_M
         terms = self.token_terms(
             tokens.logprob_M,
             tokens.engine_logprob_M,
             advantage_M,
-            proximal_M,
+            old_M,
             sequence_N=tokens.reply_M,
         )
         if not self.needs_reference:
@@ -157,14 +157,14 @@ class Algorithm:
         logp_N: Tensor,
         engine_logp_N: Tensor,
         advantage_N: Tensor,
-        proximal_logp_N: Tensor | None = None,
+        old_logp_N: Tensor | None = None,
         *,
         sequence_N: Tensor | None = None,
     ) -> TokenTerms:
         """Compute loss and gradient of each token in closed form; nothing is differentiated.
 
         Shapes: N scored tokens; N may be 0.
-        `proximal_logp_N` is the trainer's own log-probability at the start of the first optimizer
+        `old_logp_N` is the trainer's own log-probability at the start of the first optimizer
         step on rollouts of the same weights. None means there is one such step: it is then `logp_N`
         itself, so the ratio is 1, clipping never acts and the correction alone covers the gap to the
         engine.
@@ -173,7 +173,7 @@ class Algorithm:
         current_N = logp_N.detach()
         if sequence_N is None:
             sequence_N = current_N.new_zeros(current_N.shape).long()
-        old_N = current_N if proximal_logp_N is None else proximal_logp_N.detach()
+        old_N = current_N if old_logp_N is None else old_logp_N.detach()
         log_ratio_N = old_N - engine_logp_N
         correction_N = self.correction(log_ratio_N, advantage_N, self.correction_cap, sequence_N)
         if self.has_sequence_ratio:
@@ -187,10 +187,10 @@ class Algorithm:
             correction_N=correction_N,
             log_ratio_N=log_ratio_N,
         )
-        if proximal_logp_N is None:
+        if old_logp_N is None:
             return terms
         # Of samples of the old policy: its divergence from the new one, never below 0.
-        moved_N = clamp_log_ratio(current_N - proximal_logp_N)
+        moved_N = clamp_log_ratio(current_N - old_logp_N)
         means = {APPROX_KL: moved_N.expm1() - moved_N}
         if self.loss.bounded is not None:
             is_low_N, is_high_N = self.loss.bounded(*given)

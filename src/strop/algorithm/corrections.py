@@ -1,6 +1,6 @@
 """Weights that correct for tokens sampled by another distribution than the trained one.
 
-The ratio is exp(proximal - engine): between the trainer's log-probability at the start of the
+The ratio is exp(old - engine): between the trainer's log-probability at the start of the
 step and the one the engine recorded when it sampled the token. It covers both gaps, differing
 numerics and older weights. A correction multiplies the policy term of a token. It is a constant:
 no gradient flows through it, and it does not change the aggregation weight.

@@ -160,8 +160,8 @@ class EngineProcess:
         args += ["--model", str(self._model_dir), "--dtype", self._spec.model.dtype]
         args += ["--key-file", str(self._key_path), "--ready-file", str(self._ready_path)]
         args += ["--host", self._host, "--version", str(self._version)]
-        if engine.max_rows is not None:
-            args += ["--max-rows", str(engine.max_rows)]
+        if engine.max_num_seqs is not None:
+            args += ["--max-num-seqs", str(engine.max_num_seqs)]
         if can_swap_adapters(self._spec):
             # The smallest rank that vLLM makes room for and the adapters fit in.
             rank = self._spec.lora.rank or 0

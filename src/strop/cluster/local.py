@@ -59,7 +59,7 @@ class InlinePlacement:
         """Load the model once and build both roles on it."""
         learner = LocalLearner(build_learner(self._spec, self._source))
         tokenizer = Tokenizer.load(self._source.path)
-        engine = NativeEngine(learner.local.model, tokenizer, max_rows=self._spec.engine.max_rows)
+        engine = NativeEngine(learner.local.model, tokenizer, max_num_seqs=self._spec.engine.max_num_seqs)
         self._roles = Roles(
             learner=learner, engine=engine, publisher=SharedPublisher(learner), tokenizer=tokenizer
         )

@@ -21,7 +21,7 @@ DEFAULT_GPU_ROWS = 512
 
 
 def default_rows(*, is_gpu: bool) -> int:
-    """Return how many replies an engine decodes at once where `engine.max_rows` does not say it."""
+    """Return how many replies an engine decodes at once where `engine.max_num_seqs` does not say it."""
     return DEFAULT_GPU_ROWS if is_gpu else DEFAULT_MAX_ROWS
 
 

@@ -75,7 +75,7 @@ class DecodeBatch:
         model: LanguageModel,
         tokenizer: Tokenizer,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         requests: Sequence[GenerationRequest],
         products: Products | None = None,
         is_static: bool = False,
@@ -85,14 +85,14 @@ class DecodeBatch:
         self._tokenizer = tokenizer
         self._max_tokens = max(_num_tokens(request) for request in requests)
         self._is_static = is_static
-        rows, slots = _plan_cache(requests, max_rows, is_static=is_static)
+        rows, slots = _plan_cache(requests, max_num_seqs, is_static=is_static)
         self._states: Rows
         self._static: StaticStep | None = None
         if is_static:
-            cached = CachedRows(model, max_rows=rows, num_slots=slots, may_use_kernels=False)
+            cached = CachedRows(model, max_num_seqs=rows, num_slots=slots, may_use_kernels=False)
             self._states, self._static = cached, StaticStep(model, cached.cache)
         else:
-            self._states = open_rows(model, max_rows=rows, num_slots=slots, products=products)
+            self._states = open_rows(model, max_num_seqs=rows, num_slots=slots, products=products)
         self._rows: list[_Row] = []
         self._next_ticket = 0
         self._prefilled: list[tuple[_Row, torch.Tensor]] = []
@@ -106,20 +106,20 @@ class DecodeBatch:
         """Whether the cache has slots for this request."""
         return _num_tokens(request) <= self._max_tokens
 
-    def is_made_for(self, requests: Sequence[GenerationRequest], max_rows: int) -> bool:
+    def is_made_for(self, requests: Sequence[GenerationRequest], max_num_seqs: int) -> bool:
         """Whether a new batch for these requests would have the very same cache.
 
         Only then may the cache be used again: kernels may round differently on other strides, and a
         resumed run, whose cache is new, has to see the values of the uninterrupted one.
         """
-        planned = _plan_cache(requests, max_rows, is_static=self._is_static)
-        return planned == (self._states.max_rows, self._states.num_slots)
+        planned = _plan_cache(requests, max_num_seqs, is_static=self._is_static)
+        return planned == (self._states.max_num_seqs, self._states.num_slots)
 
     def num_admissible(self, num_waiting: int) -> int:
         """How many waiting requests to admit now; 0 while too few rows are free to be worth it."""
-        free = self._states.max_rows - len(self._rows)
+        free = self._states.max_num_seqs - len(self._rows)
         wanted = min(free, num_waiting)
-        worthwhile = max(1, int(self._states.max_rows * _ADMIT_FRAC))
+        worthwhile = max(1, int(self._states.max_num_seqs * _ADMIT_FRAC))
         return wanted if wanted >= min(worthwhile, num_waiting) else 0
 
     def admit(self, requests: Sequence[GenerationRequest]) -> list[int]:
@@ -238,7 +238,9 @@ def _num_tokens(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_tokens
 
 
-def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int, *, is_static: bool) -> tuple[int, int]:
+def _plan_cache(
+    requests: Sequence[GenerationRequest], max_num_seqs: int, *, is_static: bool
+) -> tuple[int, int]:
     """Return (rows, time slots) of the cache for a batch that these requests start.
 
     Static steps round slots up, so that the next batch finds the same cache and its graphs.
@@ -246,7 +248,7 @@ def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int, *, is_stat
     longest = max(_num_tokens(request) for request in requests)
     if is_static:
         longest = -(-longest // (2 * SLOT_STEP)) * 2 * SLOT_STEP
-    return min(max_rows, len(requests)), longest
+    return min(max_num_seqs, len(requests)), longest
 
 
 def _fill_holes(num_rows: int, live: Sequence[int], holes: Sequence[int]) -> list[int]:
@@ -302,12 +304,12 @@ class StaticStep:
         self._graphs: dict[_Form, torch.cuda.CUDAGraph] = {}
         # In fp64, which holds ids, lengths and log-probabilities exactly.
         sizes = {"dtype": torch.float64, "device": model.device}
-        self._inputs = torch.zeros(4, cache.max_rows, **sizes)  # type: ignore[call-overload]
+        self._inputs = torch.zeros(4, cache.max_num_seqs, **sizes)  # type: ignore[call-overload]
         """Newest token, tokens stored, uniform and temperature of each row."""
-        self._outputs = torch.zeros(2, cache.max_rows, **sizes)  # type: ignore[call-overload]
+        self._outputs = torch.zeros(2, cache.max_num_seqs, **sizes)  # type: ignore[call-overload]
         """Token drawn and its log-probability."""
-        self._sent = torch.zeros(4, cache.max_rows, dtype=torch.float64, pin_memory=self._captures)
-        self._received = torch.zeros(2, cache.max_rows, dtype=torch.float64, pin_memory=self._captures)
+        self._sent = torch.zeros(4, cache.max_num_seqs, dtype=torch.float64, pin_memory=self._captures)
+        self._received = torch.zeros(2, cache.max_num_seqs, dtype=torch.float64, pin_memory=self._captures)
 
     @property
     def num_graphs(self) -> int:
@@ -325,7 +327,7 @@ class StaticStep:
         num_rows = len(token_ids_n)
         width = -(-(int(lengths_n.max()) + 1) // SLOT_STEP) * SLOT_STEP
         form = _Form(
-            num_rows=min(next((c for c in _ROW_COUNTS if c >= num_rows), num_rows), self._cache.max_rows),
+            num_rows=min(next((c for c in _ROW_COUNTS if c >= num_rows), num_rows), self._cache.max_num_seqs),
             width=min(width, self._cache.num_slots),
             kinds=temperature_kinds(np.unique(temperatures_n).tolist()),
         )

@@ -68,7 +68,7 @@ class NativeEngine:
         model: LanguageModel,
         tokenizer: Tokenizer,
         *,
-        max_rows: int | None = None,
+        max_num_seqs: int | None = None,
         version: int = 0,
         is_static: bool | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class NativeEngine:
         self._tokenizer = tokenizer
         is_static = model.device.type == "cuda" if is_static is None else is_static
         self._is_static = is_static and not model.is_alone
-        self._max_rows = max_rows or default_rows(is_gpu=model.device.type == "cuda")
+        self._max_num_seqs = max_num_seqs or default_rows(is_gpu=model.device.type == "cuda")
         self._version = version
         self._inbox: deque[Waiting] = deque()
         self._runner: asyncio.Task[None] | None = None
@@ -245,13 +245,13 @@ class NativeEngine:
 
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
         """Return a batch for these requests, the previous one where its cache is the same."""
-        max_rows = min(self._max_rows, self._rows_in_memory(requests))
-        if self._batch is None or not self._batch.is_made_for(requests, max_rows):
+        max_num_seqs = min(self._max_num_seqs, self._rows_in_memory(requests))
+        if self._batch is None or not self._batch.is_made_for(requests, max_num_seqs):
             self._batch = None  # Freed before its successor is allocated.
             self._batch = DecodeBatch(
                 self._model,
                 self._tokenizer,
-                max_rows=max_rows,
+                max_num_seqs=max_num_seqs,
                 requests=requests,
                 products=self._products,
                 is_static=self._is_static,
@@ -261,7 +261,7 @@ class NativeEngine:
     def _rows_in_memory(self, requests: Sequence[GenerationRequest]) -> int:
         """Return how many rows of the longest request a GPU's share for caches holds; no limit elsewhere."""
         if self._model.device.type != "cuda":
-            return self._max_rows
+            return self._max_num_seqs
         total_bytes = torch.cuda.get_device_properties(self._model.device).total_memory
         longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
         per_row = longest * KVCache.bytes_per_slot(self._model.shape, self._model.dtype)

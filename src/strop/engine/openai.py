@@ -47,7 +47,7 @@ class OpenAiEngine:
     """
 
     def __init__(
-        self, url: str, tokenizer: Tokenizer, *, model: str, version: int = 0, max_rows: int | None = None
+        self, url: str, tokenizer: Tokenizer, *, model: str, version: int = 0, max_num_seqs: int | None = None
     ) -> None:
         """`url` ends before `/completions`; `model` is preferred among the models that the server has."""
         require_server_part("httpx")
@@ -60,7 +60,7 @@ class OpenAiEngine:
         self._version = version
         self._is_vllm = False
         self._found: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(max_rows or DEFAULT_MAX_ROWS)
+        self._places = asyncio.Semaphore(max_num_seqs or DEFAULT_MAX_ROWS)
         self._is_closed = False
         self._client = httpx.AsyncClient(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},

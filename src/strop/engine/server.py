@@ -382,7 +382,7 @@ def server_parser(program: str, description: str | None) -> argparse.ArgumentPar
     parser.add_argument("--ready-file", type=Path, required=True, help="gets the address once it listens")
     parser.add_argument("--host", default=LOOPBACK, help="address of this machine that it listens on")
     parser.add_argument("--version", type=int, default=0, help="of the weights in the model directory")
-    parser.add_argument("--max-rows", type=int, help="replies decoded at the same time")
+    parser.add_argument("--max-num-seqs", type=int, help="replies decoded at the same time")
     return parser
 
 
@@ -430,7 +430,7 @@ async def _load(options: argparse.Namespace) -> Loaded:
     torch.set_num_threads(options.threads)
     model = LanguageModel.load(options.model, dtype=DTYPES[options.dtype], device=options.device)
     tokenizer = Tokenizer.load(options.model)
-    engine = NativeEngine(model, tokenizer, max_rows=options.max_rows, version=options.version)
+    engine = NativeEngine(model, tokenizer, max_num_seqs=options.max_num_seqs, version=options.version)
     return Loaded(engine=engine, model_digest=weights_digest(model), tokenizer=tokenizer)
 
 

@@ -239,7 +239,7 @@ def start_detached(
 _PR_SET_CHILD_SUBREAPER = 36  # From <linux/prctl.h>.
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing is done.
 
     For a process that is responsible for others. Process 1 of a container must reap them itself.

@@ -32,7 +32,7 @@ from strop.spec.site import SageMakerSite, Site, SlurmSite, find_site
 from strop.user_code import list_sources
 
 COMMANDS = ("train", "sft")
-COMPANION = "companion"
+SIDECAR = "sidecar"
 EVALUATOR = "evaluator"
 RAY_NODE_MODULE = "strop.cluster.ray.node"
 """Joins a node to the Ray cluster of the run."""
@@ -294,7 +294,7 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
         )
     if job.cpu_command is not None:
         words = tuple(shlex.split(job.cpu_command))
-        roles.append(RolePlan(name=COMPANION, argv=words, nodes="cpu", must_succeed=False))
+        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", must_succeed=False))
     return roles
 
 

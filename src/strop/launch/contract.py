@@ -101,7 +101,7 @@ class RolePlan:
     """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `cpu`: the
     nodes of the CPU part."""
     must_succeed: bool = True
-    """Whether its end with 0 is a success of the job. An early end of a companion is always a failure."""
+    """Whether its end with 0 is a success of the job. An early end of a sidecar is always a failure."""
     is_awaited: bool = False
     """Whether the job ends only after it, and does not fail with it: an evaluator. Its refusal (2, 76) still
     ends the job, which would lack its evaluation from the start."""
@@ -140,7 +140,7 @@ class Resources:
     gpu_type: str | None = None
     time_limit_s: float | None = None
     num_cpu_nodes: int = 0
-    """Nodes without GPUs beside them, for companions."""
+    """Nodes without GPUs beside them, for sidecars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

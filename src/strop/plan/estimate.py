@@ -208,14 +208,14 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     spec, train = work.spec, work.spec.train
     layout = work.layout or read_layout(spec, is_processor=speeds.is_processor)
     num_prompts = train.prompts_per_step if train.has_rl else 0
-    num_rollouts: float = num_prompts * train.rollouts_per_prompt
+    num_rollouts: float = num_prompts * train.group_size
     prompt_tokens = num_prompts * work.prompt_tokens_mean
     generate_s, limit = _generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
     # From here on of the mean step: not every one samples.
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
     reply_tokens = num_rollouts * work.reply_tokens
     # A family whose sequences are computed by themselves reads a prompt once for each reply.
-    reads = 1 if work.size.alone_because is None else train.rollouts_per_prompt
+    reads = 1 if work.size.alone_because is None else train.group_size
     positions = work.signal_frac * (reads * prompt_tokens + reply_tokens) + work.given_tokens
     scored = work.signal_frac * reply_tokens + work.given_scored
     seconds = {

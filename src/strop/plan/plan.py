@@ -139,8 +139,8 @@ def list_limits(
         ),
         _effective(
             resolved,
-            "engine.max_rows",
-            spec.engine.max_rows or count_rows(spec, is_gpu=is_gpu),
+            "engine.max_num_seqs",
+            spec.engine.max_num_seqs or count_rows(spec, is_gpu=is_gpu),
             "rollouts of a step",
         ),
         _effective(
@@ -247,7 +247,7 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
     prompts = spec.train.prompts_per_step // spec.train.mini_batches
     normalizer = _NORMALIZERS[algorithm.aggregation].format(
         part=_part_of_step(spec.train),
-        rollouts=prompts * spec.train.rollouts_per_prompt,
+        rollouts=prompts * spec.train.group_size,
         limit=limit,
         prompts=prompts,
     )

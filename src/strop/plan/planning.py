@@ -326,7 +326,7 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
         steps=train.steps,
         steps_per_batch=train.steps_per_batch,
         prompts_per_step=num_prompts,
-        rollouts_per_step=num_prompts * train.rollouts_per_prompt,
+        rollouts_per_step=num_prompts * train.group_size,
         num_train_examples=num_train,
         num_epochs=sampling_frac * train.steps * num_prompts / num_train
         if num_train and num_prompts

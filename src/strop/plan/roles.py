@@ -95,8 +95,8 @@ def read_layout(spec: RunSpec, *, is_processor: bool) -> Layout:
 
 def count_rows(spec: RunSpec, num_engines: int = 1, *, is_gpu: bool = False) -> int:
     """Return how many replies one engine decodes at once."""
-    wanted = -(-spec.train.prompts_per_step * spec.train.rollouts_per_prompt // num_engines)
-    return min(wanted, spec.engine.max_rows or default_rows(is_gpu=is_gpu))
+    wanted = -(-spec.train.prompts_per_step * spec.train.group_size // num_engines)
+    return min(wanted, spec.engine.max_num_seqs or default_rows(is_gpu=is_gpu))
 
 
 def split_memory(
@@ -250,7 +250,7 @@ def micro_batch(
     return micro_batch_positions(
         budget=budget,
         num_prompts=-(-spec.train.prompts_per_step // layout.num_learners),
-        num_rollouts=spec.train.rollouts_per_prompt,
+        num_rollouts=spec.train.group_size,
         prompt_tokens=max_prompt_tokens,
         reply_tokens=max_reply_tokens,
     )

@@ -32,7 +32,7 @@ _TYPES = ("<i4", "<f4", "<f8", "|u1")
 _ABSENT = -1
 """Length of an array that is None."""
 
-SIDE_STREAMS = tuple(one.name for one in fields(PackedReply) if one.default is None)
+AUX_STREAMS = tuple(one.name for one in fields(PackedReply) if one.default is None)
 """Values of scored tokens that a reply may have beside the engine's."""
 OTHER_PROMPTS = tuple(one.name for one in fields(PackedGroup) if one.default is None)
 """Prompts that a group may have beside its own."""
@@ -54,7 +54,7 @@ def encode_groups(groups: Sequence[PackedGroup]) -> bytes:
     }
     for name in OTHER_PROMPTS:
         columns |= _write_ragged(name, [getattr(group, name) for group in groups], "<i4")
-    for name in SIDE_STREAMS:
+    for name in AUX_STREAMS:
         columns |= _write_ragged(name, [getattr(reply, name) for reply in replies], "<f4")
     return _write_columns(columns)
 
@@ -78,7 +78,7 @@ def _build_groups(columns: Columns) -> tuple[PackedGroup, ...]:
     num_scored = np.concatenate(([0], np.cumsum(marks_T, dtype=np.int64)))[edges]
     if len(marks_T) != edges[-1] or (len(marks_T) and marks_T.max() > 1):
         raise ValueError(f"{len(marks_T)} marks of {edges[-1]} tokens")
-    streams = {name: _read_ragged(columns, name) for name in SIDE_STREAMS}
+    streams = {name: _read_ragged(columns, name) for name in AUX_STREAMS}
     replies = [
         PackedReply(
             token_ids=ids,
@@ -126,8 +126,8 @@ def _write_ragged(name: str, parts: Sequence[NDArray[Any] | None], dtype: str) -
 
 def _read_ragged(columns: Columns, name: str) -> list[NDArray[Any] | None]:
     """Return the arrays of `_write_ragged`."""
-    if name not in columns and name in SIDE_STREAMS + OTHER_PROMPTS:
-        count = len(columns["advantage_S" if name in SIDE_STREAMS else "num_replies_P"])
+    if name not in columns and name in AUX_STREAMS + OTHER_PROMPTS:
+        count = len(columns["advantage_S" if name in AUX_STREAMS else "num_replies_P"])
         return [None] * count
     values, lengths = columns[name], columns[f"{name}.len"]
     ends = np.cumsum(np.maximum(lengths, 0), dtype=np.int64).tolist()

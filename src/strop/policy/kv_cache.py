@@ -27,19 +27,19 @@ from strop.policy.packing import to_device
 
 
 class KVCache:
-    """Keys and values of all layers for up to `max_rows` sequences of up to `num_slots` tokens."""
+    """Keys and values of all layers for up to `max_num_seqs` sequences of up to `num_slots` tokens."""
 
     def __init__(
         self,
         shape: ModelShape,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
         may_use_kernels: bool = True,
     ) -> None:
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.num_slots = num_slots
         self.num_rows = 0
         self._shape = shape
@@ -47,11 +47,11 @@ class KVCache:
         is_tiled = is_tiled and shape.head_width % calls.LANES == 0
         tile = calls.LANES if is_tiled else num_slots
         num_tiles = -(-num_slots // tile)
-        rows = (shape.num_layers, max_rows, shape.num_kv_heads)
+        rows = (shape.num_layers, max_num_seqs, shape.num_kv_heads)
         # Zeros, not empty: a masked slot is multiplied by 0, and 0 times a stray NaN is NaN.
         self._keys = torch.zeros(*rows, num_tiles, shape.head_width, tile, dtype=dtype, device=device)
         self._values = torch.zeros(*rows, num_tiles * tile, shape.value_width, dtype=dtype, device=device)
-        places = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        places = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
         self._rows = calls.CacheRows(lengths=places[0], owners=places[1], shared=places[2])
         self._prompts: list[int] = []
         """Per live row the number of its prompt, which rows of one group share."""

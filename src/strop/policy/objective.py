@@ -41,7 +41,7 @@ class ScoredTokens:
     logprob_M: Tensor
     """Under the weights being trained. Constants: a loss returns its gradient in closed form."""
     engine_logprob_M: Tensor
-    proximal_logprob_M: Tensor
+    old_logprob_M: Tensor
     reference_logprob_M: Tensor
     teacher_logprob_M: Tensor
     advantage_M: Tensor
@@ -65,7 +65,7 @@ class TokenTerms:
     correction_N: Tensor | None = None
     """The off-policy correction; None where the loss has none."""
     log_ratio_N: Tensor | None = None
-    """What it was computed from, proximal minus engine (nats)."""
+    """What it was computed from, old minus engine (nats)."""
     ratio_N: Tensor | None = None
     """The probability ratio as the loss sees it; None where it is 1 by construction."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)

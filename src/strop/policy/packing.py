@@ -23,7 +23,7 @@ from strop.errors import LengthMismatch, UnfitRecord
 from strop.policy.objective import ScoredTokens
 from strop.rollout import BoolArray, FloatArray, IntArray
 
-SIDE_STREAMS = ("proximal", "reference", "teacher")
+AUX_STREAMS = ("old", "reference", "teacher")
 """Log-probabilities that may travel beside the engine's, each as `<name>_logprobs` of a reply."""
 
 
@@ -48,7 +48,7 @@ class PackedReply:
     advantage: float
     weight: float
     """Aggregation weight of each scored token."""
-    proximal_logprobs: FloatArray | None = None
+    old_logprobs: FloatArray | None = None
     """Of the scored tokens under the weights that ratios start from."""
     reference_logprobs: FloatArray | None = None
     """Of the scored tokens under the reference model."""
@@ -59,7 +59,7 @@ class PackedReply:
 
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
-        streams = {f"{name} log-probabilities": getattr(self, f"{name}_logprobs") for name in SIDE_STREAMS}
+        streams = {f"{name} log-probabilities": getattr(self, f"{name}_logprobs") for name in AUX_STREAMS}
         for name, stream in {**streams, "advantages": self.token_advantages}.items():
             if stream is not None and len(stream) != num_scored:
                 raise LengthMismatch(f"a reply has {num_scored} scored tokens and {len(stream)} {name}")
@@ -171,7 +171,7 @@ class PackedBatch:
     host_row_M: NDArray[np.int64]
     """`row_M` on the host: cutting the batch must not wait for a GPU."""
     side_logprob_M: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """By name of `SIDE_STREAMS`; NaN where a reply has none. A stream that no reply has is absent."""
+    """By name of `AUX_STREAMS`; NaN where a reply has none. A stream that no reply has is absent."""
 
     @classmethod
     def of_groups(cls, groups: Sequence[PackedGroup], device: torch.device) -> PackedBatch:
@@ -199,7 +199,7 @@ class PackedBatch:
             reply_M=columns["reply"],
             host_row_M=row_M,
             side_logprob_M={
-                name: tensor(columns[name], torch.float32) for name in SIDE_STREAMS if name in columns
+                name: tensor(columns[name], torch.float32) for name in AUX_STREAMS if name in columns
             },
         )
 
@@ -211,7 +211,7 @@ class PackedBatch:
         return ScoredTokens(
             logprob_M=logprob_M,
             engine_logprob_M=self.engine_logprob_M,
-            proximal_logprob_M=side.get("proximal", unknown_M),
+            old_logprob_M=side.get("old", unknown_M),
             reference_logprob_M=side.get("reference", unknown_M),
             teacher_logprob_M=side.get("teacher", unknown_M),
             advantage_M=self.advantage_M,
@@ -263,7 +263,7 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
     }
     if any(reply.token_advantages is not None for reply in replies):
         columns["advantage"] = arrange(_join([_spread_advantage(reply) for reply in replies], np.float32))
-    for name in SIDE_STREAMS:
+    for name in AUX_STREAMS:
         streams = [getattr(reply, f"{name}_logprobs") for reply in replies]
         if any(stream is not None for stream in streams):
             unknown = [np.full(num, np.nan, np.float32) for num in num_scored_S.tolist()]

@@ -122,7 +122,7 @@ def ask_engine(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Ten
     """Ask as an engine does: prefill, and a step per token over rows that end one after the other."""
     pairs = _sequences(groups)
     longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
-    rows = open_rows(model, max_rows=len(pairs), num_slots=longest)
+    rows = open_rows(model, max_num_seqs=len(pairs), num_slots=longest)
     counts = [len(group.replies) for group in groups]
     first = rows.begin([group.prompt_ids for group in groups], counts)
     logits = first.repeat_interleave(torch.tensor(counts, device=model.device), dim=0)

@@ -28,7 +28,7 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 class Rows(Protocol):
     """The sequences of a batch being decoded."""
 
-    max_rows: int
+    max_num_seqs: int
     num_slots: int
     """Tokens that a sequence may have."""
 
@@ -46,13 +46,13 @@ class Rows(Protocol):
 
 
 def open_rows(
-    model: LanguageModel, *, max_rows: int, num_slots: int, products: Products | None = None
+    model: LanguageModel, *, max_num_seqs: int, num_slots: int, products: Products | None = None
 ) -> CachedRows | AloneRows | AnewRows:
     """Return empty rows of the kind that a model needs."""
     if not model.is_alone:
-        return CachedRows(model, max_rows=max_rows, num_slots=num_slots, products=products)
+        return CachedRows(model, max_num_seqs=max_num_seqs, num_slots=num_slots, products=products)
     kind = AloneRows if model.keeps_states else AnewRows
-    return kind(model, max_rows=max_rows, num_slots=num_slots)
+    return kind(model, max_num_seqs=max_num_seqs, num_slots=num_slots)
 
 
 class CachedRows:
@@ -62,18 +62,18 @@ class CachedRows:
         self,
         model: LanguageModel,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         num_slots: int,
         products: Products | None = None,
         may_use_kernels: bool = True,
     ) -> None:
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.num_slots = num_slots
         self._model = model
         self._products = products
         self.cache = KVCache(
             model.shape,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             num_slots=num_slots,
             dtype=model.dtype,
             device=model.device,
@@ -119,8 +119,8 @@ class _Cohort:
 class AloneRows:
     """Sequences that a model continues from its own states. See `Rows`."""
 
-    def __init__(self, model: LanguageModel, *, max_rows: int, num_slots: int) -> None:
-        self.max_rows = max_rows
+    def __init__(self, model: LanguageModel, *, max_num_seqs: int, num_slots: int) -> None:
+        self.max_num_seqs = max_num_seqs
         self.num_slots = num_slots
         self._model = model
         self._cohorts: list[_Cohort] = []
@@ -175,8 +175,8 @@ class AloneRows:
 class AnewRows:
     """Sequences that a model computes anew at every token, for want of states. See `Rows`."""
 
-    def __init__(self, model: LanguageModel, *, max_rows: int, num_slots: int) -> None:
-        self.max_rows = max_rows
+    def __init__(self, model: LanguageModel, *, max_num_seqs: int, num_slots: int) -> None:
+        self.max_num_seqs = max_num_seqs
         self.num_slots = num_slots
         self._model = model
         self._sequences: list[torch.Tensor] = []

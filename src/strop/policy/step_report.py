@@ -62,7 +62,7 @@ class StepReport:
     correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """Off-policy correction of every token whose loss has one."""
     log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """What it was computed from, proximal minus engine (nats)."""
+    """What it was computed from, old minus engine (nats)."""
     sums: Mapping[str, float] = field(default_factory=dict)
     """What else the losses report, by metric."""
     totals: Mapping[str, Total] = field(default_factory=dict)

@@ -91,6 +91,6 @@ ROLES_FOLDER = "roles"
 """Of a run's directory: what its roles keep there."""
 
 
-def meeting_path(work_dir: Path, attempt: str) -> Path:
+def rendezvous_path(work_dir: Path, attempt: str) -> Path:
     """Return the head's file of an attempt, in a folder of that attempt alone. `work_dir`: `<run>/roles`."""
     return work_dir / f"ray-{attempt}" / "head.json"

@@ -278,7 +278,7 @@ def time_work(spec: RunSpec, model_dir: Path) -> Timings:
     from strop.tokenizer import Tokenizer
 
     model = LanguageModel.load(model_dir, dtype=DTYPES[spec.model.dtype])
-    engine = NativeEngine(model, Tokenizer.load(model_dir), max_rows=MANY_ROWS)
+    engine = NativeEngine(model, Tokenizer.load(model_dir), max_num_seqs=MANY_ROWS)
     # So small a rate that no weight moves: the measurement must not change what it measures.
     learner = Learner(model, OptimizerSpec(lr=1e-12))
     full = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS

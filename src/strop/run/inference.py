@@ -356,7 +356,7 @@ async def _engine_here(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engin
     device = "cuda" if torch.cuda.is_available() else "cpu"
     language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
     engine = NativeEngine(
-        language_model, Tokenizer.load(model.path), max_rows=spec.engine.max_rows, version=model.step
+        language_model, Tokenizer.load(model.path), max_num_seqs=spec.engine.max_num_seqs, version=model.step
     )
     try:
         yield engine
@@ -374,7 +374,7 @@ async def _engine_elsewhere(spec: RunSpec, model: OpenedModel) -> AsyncIterator[
         Tokenizer.load(model.path),
         model=model.served_name,
         version=model.step,
-        max_rows=spec.engine.max_rows,
+        max_num_seqs=spec.engine.max_num_seqs,
     )
     try:
         yield engine

@@ -51,7 +51,7 @@ max_reply_tokens = 32
 [train]
 steps = 10
 prompts_per_step = 4
-rollouts_per_prompt = 8
+group_size = 8
 """
 _NUM_ROWS = 10
 _MAX_NAME = 40

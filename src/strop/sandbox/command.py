@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 from strop.sandbox.family import find_descendants, kill_biggest, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.inside import measure_self, run_builtin
 from strop.sandbox.linux import (
-    adopt_orphans,
     become,
+    become_subreaper,
     close_all_but,
     drop_capabilities,
     forbid_privileges,
@@ -245,7 +245,7 @@ def _become_runner(program: _Program, control: socket.socket) -> NoReturn:
         program.prepare(control)
         if program.place.has_own_pids and os.fork() != 0:
             os._exit(0)
-        adopt_orphans()
+        become_subreaper()
         _Runner(program, control).run()
     finally:
         os._exit(1)

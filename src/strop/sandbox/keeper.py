@@ -35,7 +35,7 @@ from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.inside import read_namespaces
 from strop.sandbox.linux import (
-    adopt_orphans,
+    become_subreaper,
     bind,
     can_reach,
     detach_mount,
@@ -67,7 +67,7 @@ def main(descriptor: int, parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         return
     hide_from_tracers()
-    adopt_orphans()
+    become_subreaper()
     _Keeper(socket.socket(fileno=descriptor), parent).serve()
 
 
@@ -206,7 +206,7 @@ def _become_supervisor(
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        adopt_orphans()
+        become_subreaper()
         uid, is_private_uid = sandbox_uid(os.getpid())
         place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
         if place is not None:

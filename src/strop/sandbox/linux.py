@@ -105,7 +105,7 @@ def close_all_but(kept: Collection[int]) -> None:
                 os.close(int(name))
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of descendants whose parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

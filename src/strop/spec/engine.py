@@ -22,7 +22,7 @@ class EngineSpec(Section):
         description="'native' generates with the policy's own code; 'vllm' with vLLM, which runs in a process"
         " and a Python environment of its own.",
     )
-    max_rows: int | None = Field(
+    max_num_seqs: int | None = Field(
         default=None,
         ge=1,
         le=10**6,

@@ -135,7 +135,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_companion(self) -> JobSpec:
+    def _check_sidecar(self) -> JobSpec:
         if bool(self.cpu_nodes) != (self.cpu_command is not None):
             raise SpecConflict(
                 {"job.cpu_nodes": self.cpu_nodes, "job.cpu_command": self.cpu_command},

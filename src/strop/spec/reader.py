@@ -218,7 +218,7 @@ def _advice(path: KeyPath, value: Any, task: str | None) -> str:
 
 
 # Settings that were given and play no part, because the run's terms do not ask for them.
-_SIZES_OF_RL: tuple[KeyPath, ...] = (("train", "prompts_per_step"), ("train", "rollouts_per_prompt"))
+_SIZES_OF_RL: tuple[KeyPath, ...] = (("train", "prompts_per_step"), ("train", "group_size"))
 _TERMS_OF: Mapping[str, set[str]] = {
     "algorithm": {"rl", "rl+sft"},
     "dpo": {"dpo"},

@@ -121,27 +121,27 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:
         is_compared = self.train.terms in ("rl", "rl+sft") and not self.algorithm.takes_single_rollouts
-        if is_compared and self.train.rollouts_per_prompt < 2:
+        if is_compared and self.train.group_size < 2:
             raise SpecConflict(
                 {
-                    "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
+                    "train.group_size": self.train.group_size,
                     "algorithm.name": self.algorithm.name,
                 },
                 "every advantage would be zero, because a rollout is compared with the others of its prompt",
                 allowed="2 rollouts per prompt or more, or algorithm.advantage = 'rpp'",
-                next_step="set train.rollouts_per_prompt to 8",
+                next_step="set train.group_size to 8",
             )
         return self
 
     @model_validator(mode="after")
     def _check_single_rollouts(self) -> RunSpec:
         wanted = self.algorithm.zero_variance
-        is_alone = self.train.has_rl and self.train.rollouts_per_prompt < 2
+        is_alone = self.train.has_rl and self.train.group_size < 2
         if is_alone and self.algorithm.takes_single_rollouts and wanted in ("drop", "resample"):
             raise SpecConflict(
                 {
                     "algorithm.zero_variance": wanted,
-                    "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
+                    "train.group_size": self.train.group_size,
                 },
                 "every group would be left out, because a single rollout differs from no other",
                 allowed="algorithm.zero_variance = 'keep' where prompts have one rollout each",

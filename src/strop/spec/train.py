@@ -24,7 +24,7 @@ class TrainSpec(Section):
     prompts_per_step: int = Field(
         default=8, ge=1, le=10**6, description="Examples drawn per step; each makes one group."
     )
-    rollouts_per_prompt: int = Field(
+    group_size: int = Field(
         default=8,
         ge=1,
         le=10**5,

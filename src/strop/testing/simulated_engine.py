@@ -56,7 +56,7 @@ class SimulatedSpeed:
     """Of a decode step of few rows: the weights are read once, whatever the rows."""
     step_row_s: float = 0.00005
     """More for each row."""
-    max_rows: int = 256
+    max_num_seqs: int = 256
     max_cache_tokens: int = 500_000
     """Tokens of prompts and replies that the cache holds."""
     update_s: float = 0.5
@@ -247,7 +247,7 @@ class SimulatedEngine:
             row = self._waiting[0]
             num_tokens = len(row.request.prompt_ids) + row.num_tokens
             is_full = self._cache_tokens + num_tokens > self._speed.max_cache_tokens
-            if len(self._rows) >= self._speed.max_rows or (is_full and self._rows):
+            if len(self._rows) >= self._speed.max_num_seqs or (is_full and self._rows):
                 break
             self._begin(self._waiting.popleft(), num_tokens)
         if self._rows:

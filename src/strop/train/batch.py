@@ -134,9 +134,9 @@ def penalize_rewards(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> tup
     """
     returns = []
     for reply in (reply for group in groups for reply in group.replies):
-        assert reply.proximal_logprobs is not None
+        assert reply.old_logprobs is not None
         assert reply.reference_logprobs is not None
-        gap_T = reply.proximal_logprobs.astype(np.float64) - reply.reference_logprobs
+        gap_T = reply.old_logprobs.astype(np.float64) - reply.reference_logprobs
         gap_T = np.clip(gap_T, -MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
         to_come_T = np.cumsum(gap_T[::-1])[::-1]
         returns.append(reply.advantage - algorithm.reward_kl_beta * to_come_T)

@@ -248,7 +248,7 @@ def check_room(gate: GateInput) -> GateCheck:
     task, answered = gate.task, _answered_positions(gate)
     offline = count_offline_positions(spec, gate.demonstrations or gate.preferences)
     positions = max(answered if spec.train.has_rl else 0, offline)
-    rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
+    rows = spec.train.prompts_per_step * spec.train.group_size
     num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
     memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
     memory_bytes += held_bytes(spec, size, num_trained)
@@ -284,7 +284,7 @@ def _answered_positions(gate: GateInput) -> int:
     return micro_batch_positions(
         budget=spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
         num_prompts=spec.train.prompts_per_step,
-        num_rollouts=spec.train.rollouts_per_prompt,
+        num_rollouts=spec.train.group_size,
         prompt_tokens=min(longest, gate.max_positions),
         reply_tokens=gate.task.limits.max_reply_tokens,
     )

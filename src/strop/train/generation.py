@@ -80,7 +80,7 @@ class Collector:
             example,
             # Of the group, not of the loop: a stream's name depends on no timing.
             step=number // spec.train.prompts_per_step,
-            num_attempts=spec.train.rollouts_per_prompt,
+            num_attempts=spec.train.group_size,
             max_positions=self._roles.learner.shape.max_positions,
         )
         if self._roles.run_group is not None:

@@ -300,7 +300,7 @@ class TrainLoop:
         asked = [
             (example.example_id, index)
             for example in map(schedule.numbered, batch.numbers)
-            for index in range(self._spec.train.rollouts_per_prompt)
+            for index in range(self._spec.train.group_size)
         ]
         self._raise_alarms(
             find_fate_leak(step, asked, batch.groups) + find_impossible_rollouts(step, sampled)

@@ -195,7 +195,7 @@ def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:
     if len(correction_M):
         log_ratio_M = np.concatenate([step.log_ratio_M for step in steps]).astype(np.float64)
         described = describe_mismatch(log_ratio_M, correction_M)
-        # The ratios themselves are the gap of learner and engine, unless a proximal policy stands between.
+        # The ratios are the gap of learner and engine, unless the old log-probabilities stand between.
         metrics |= {name: value for name, value in described.items() if not name.startswith("mismatch")}
     return metrics
 

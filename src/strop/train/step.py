@@ -151,7 +151,7 @@ class StepTerms:
         groups = tuple(groups)
         if algorithm.mode == "decoupled" or algorithm.reward_kl_beta:
             scores = await self.roles.learner.score(groups, temperature, is_held=self._asks_held)
-            groups = with_logprobs(groups, "proximal", scores)
+            groups = with_logprobs(groups, "old", scores)
         if algorithm.needs_reference:
             assert self.roles.reference is not None
             scores = await self.roles.reference.score(groups, temperature)

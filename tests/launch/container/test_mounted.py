@@ -44,7 +44,7 @@ dtype = "float32"
 {task}[train]
 steps = {num_steps}
 prompts_per_step = 2
-rollouts_per_prompt = 3
+group_size = 3
 checkpoint_every = 1
 [eval]
 num_examples = 2

@@ -117,20 +117,20 @@ def test_an_altered_bundle_is_refused(project: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_early_end_of_a_companion_ends_the_run_and_names_it(project: Path, code: int) -> None:
+def test_the_early_end_of_a_sidecar_ends_the_run_and_names_it(project: Path, code: int) -> None:
     """Incident PRC-5: an engine that ends with 0 unnoticed."""
-    companion = role("engine", f"print('bye'); raise SystemExit({code})", must_succeed=False)
-    node = a_node(project, [saver(10_000), companion])
+    sidecar = role("engine", f"print('bye'); raise SystemExit({code})", must_succeed=False)
+    node = a_node(project, [saver(10_000), sidecar])
     assert node.run() == (code or 1)
     cause = node.end()["cause"]
     assert f"role engine ended while the run went on with exit code {code}" in cause
     assert cause.endswith("its last lines:\nbye")
 
 
-def test_a_companion_ends_with_the_run(project: Path) -> None:
-    marker = f"companion-{os.getpid()}"
-    companion = role("engine", "import time; time.sleep(600)", marker, must_succeed=False)
-    node = a_node(project, [saver(3), companion])
+def test_a_sidecar_ends_with_the_run(project: Path) -> None:
+    marker = f"sidecar-{os.getpid()}"
+    sidecar = role("engine", "import time; time.sleep(600)", marker, must_succeed=False)
+    node = a_node(project, [saver(3), sidecar])
     assert node.run() == 0
     assert not is_running(marker)
 
@@ -229,14 +229,14 @@ def test_a_failing_node_ends_the_others_and_the_first_cause_is_kept(
     assert any("role shard ended with exit code 9" in node.end(index)["cause"] for index in (0, 1))
 
 
-def test_a_companion_node_ends_when_the_main_part_has(
+def test_a_sidecar_node_ends_when_the_main_part_has(
     project: Path, running: list[subprocess.Popen[str]]
 ) -> None:
     """Incident PRC-5: a partner idle for twelve hours."""
-    companion = role("companion", "import time; time.sleep(600)", nodes="cpu", must_succeed=False)
-    node = a_node(project, [saver(20), companion])
+    sidecar = role("sidecar", "import time; time.sleep(600)", nodes="cpu", must_succeed=False)
+    node = a_node(project, [saver(20), sidecar])
     plan_roles = json.loads((node.home / "job" / "plan.json").read_text())["roles"]
-    # This machine has one node: its plan gives the companion to the first. Two parts, as on a cluster.
+    # This machine has one node: its plan gives the sidecar to the first. Two parts, as on a cluster.
     plan_roles[1]["nodes"] = "cpu"
     content = json.loads((node.home / "job" / "plan.json").read_text()) | {"roles": plan_roles}
     (node.home / "job" / "plan.json").write_text(json.dumps(content))
@@ -245,7 +245,7 @@ def test_a_companion_node_ends_when_the_main_part_has(
     running += [main, beside]
     assert main.wait(LIMIT_S) == 0
     assert beside.wait(LIMIT_S) == 0
-    assert "companion" in json.loads((node.home / "attempts/a-0/agent-1.json").read_text())["roles"]
+    assert "sidecar" in json.loads((node.home / "attempts/a-0/agent-1.json").read_text())["roles"]
 
 
 def test_a_later_attempt_cuts_the_earlier_one_off(

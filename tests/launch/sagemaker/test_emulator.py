@@ -367,7 +367,7 @@ def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch
         roles=(
             RolePlan(name="train", argv=PROGRAM),
             RolePlan(
-                name="companion",
+                name="sidecar",
                 argv=("python3", "-c", probe, str(rehearsal.root / "probed")),
                 must_succeed=False,
             ),
@@ -379,7 +379,7 @@ def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch
     log = emulator.log_of(HOST)
     assert "train| secret is here" in log
     assert "train| the value is <redacted>" in log
-    assert "companion| None" in log
+    assert "sidecar| None" in log
     found = subprocess.run(
         ["grep", "-rl", "canary-value-1", str(emulator.root), str(rehearsal.root / "s3")],
         capture_output=True,

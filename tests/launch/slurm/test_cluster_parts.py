@@ -71,13 +71,13 @@ def test_one_member_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> No
     assert [len(login.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
 
 
-def _submit_with_companion(login: LoginNode, companion_steps: int, *words: str) -> JobRef:
-    companion = a_role("--steps", str(companion_steps), name="companion", nodes="cpu", must_succeed=False)
-    return login.submit(a_role(*words, gpus=2), companion, resources=gpus(2, num_cpu_nodes=1))
+def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:
+    sidecar = a_role("--steps", str(sidecar_steps), name="sidecar", nodes="cpu", must_succeed=False)
+    return login.submit(a_role(*words, gpus=2), sidecar, resources=gpus(2, num_cpu_nodes=1))
 
 
-def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> None:
-    ref = _submit_with_companion(login, 5000, "--steps", "10")
+def test_a_sidecar_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> None:
+    ref = _submit_with_sidecar(login, 5000, "--steps", "10")
     assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     attempt = f"{ref.job_id}-0"
     assert [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0,1", ""]
@@ -87,15 +87,15 @@ def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> 
     assert (agent["host"], agent["part"]) == ("c1", "cpu")
 
 
-def test_a_companion_that_ends_early_ends_the_run(login: LoginNode) -> None:
-    ref = _submit_with_companion(login, 3, "--steps", "5000")
+def test_a_sidecar_that_ends_early_ends_the_run(login: LoginNode) -> None:
+    ref = _submit_with_sidecar(login, 3, "--steps", "5000")
     status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
-    assert "role companion ended while the run went on" in status.reason
+    assert "role sidecar ended while the run went on" in status.reason
 
 
 def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: Cluster) -> None:
-    ref = _submit_with_companion(login, 5000, "--held")
+    ref = _submit_with_sidecar(login, 5000, "--held")
     login.wait_for_step(ref)
     login.backend.preempt(ref, 0)
 

@@ -39,7 +39,7 @@ async def ask(server: RunningServer, tokenizer: Tokenizer, question: str) -> str
 def test_a_small_model_gives_a_score_or_none_and_repeats_itself(tmp_path: Path, smollm2_dir: Path) -> None:
     tokenizer = Tokenizer.load(smollm2_dir)
     with (
-        engine_server(smollm2_dir, tmp_path / "engine", dtype="float32", max_rows=4) as engine,
+        engine_server(smollm2_dir, tmp_path / "engine", dtype="float32", max_num_seqs=4) as engine,
         judge_server(lambda question: asyncio.run(ask(engine, tokenizer, question))) as server,
     ):
         task = judge_task(tmp_path, server.url)

@@ -33,7 +33,7 @@ from strop.hardware.leftovers import own_dir
 from strop.hardware.process import (
     TAIL_BYTES,
     ChildProcess,
-    adopt_orphans,
+    become_subreaper,
     end_descendants,
     reap_orphans,
     spawn,
@@ -56,7 +56,7 @@ class Order:
         self._owner_pid = os.getppid()
         # The kernel's kill at the owner's death would come before anything is cleared. 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
-        adopt_orphans()
+        become_subreaper()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 

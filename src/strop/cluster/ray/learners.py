@@ -71,7 +71,7 @@ class LearnerRank(RayRole):
         super().__init__(start)
         self._staged = StagedState()
 
-    def open_meeting(self, host: str, num_ranks: int) -> int:
+    def open_rendezvous(self, host: str, num_ranks: int) -> int:
         """Listen where all ranks meet; return the port. Only the first rank does this."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -86,9 +86,9 @@ class LearnerRank(RayRole):
         return int(self._store.port)
 
     def load(
-        self, spec: RunSpec, source: ModelSource, rank: int, num_ranks: int, meeting: tuple[str, int]
+        self, spec: RunSpec, source: ModelSource, rank: int, num_ranks: int, rendezvous: tuple[str, int]
     ) -> LearnerFacts:
-        """Load the model, or this rank's rows of it. `meeting`: where the ranks meet.
+        """Load the model, or this rank's rows of it. `rendezvous`: where the ranks meet.
 
         Raises: ConfigError if the model cannot be loaded.
         """
@@ -99,7 +99,7 @@ class LearnerRank(RayRole):
         if num_ranks == 1:
             self._learner = build_learner(spec, source)
         else:
-            self._join_ranks(rank, num_ranks, meeting)
+            self._join_ranks(rank, num_ranks, rendezvous)
             self._learner = build_rank(spec, source, num_ranks=num_ranks)
         model = self._learner.model
         return LearnerFacts(
@@ -110,14 +110,14 @@ class LearnerRank(RayRole):
             max_positions=self._learner.max_positions,
         )
 
-    def _join_ranks(self, rank: int, num_ranks: int, meeting: tuple[str, int]) -> None:
+    def _join_ranks(self, rank: int, num_ranks: int, rendezvous: tuple[str, int]) -> None:
         """Become one of the ranks that meet there."""
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=GROUP_LIMIT_S)
-        store = self._store if rank == 0 else TCPStore(*meeting, num_ranks, timeout=limit)
+        store = self._store if rank == 0 else TCPStore(*rendezvous, num_ranks, timeout=limit)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",

@@ -2,7 +2,7 @@
 
 A role like any other, started by the node's agent with the run's environment, which all roles that Ray
 places here inherit. It waits for the head's file (`record.fence`), joins, and ends its Ray processes when
-that file goes; then it waits for the agent's order, since a companion does not leave a run by itself.
+that file goes; then it waits for the agent's order, since a sidecar does not leave a run by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from strop.errors import EXIT_DONE, CheckRefused, StropError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
-from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, meeting_path
+from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
 
 NODE_MODULE = "strop.cluster.ray.node"
 _POLL_S = 0.2
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_path = parser.parse_args(arguments).run.absolute()
     try:
         require_ray()
-        head_path = meeting_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
+        head_path = rendezvous_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
         head = await_head(head_path, order.find)
         require_same_python(head)
         settings = _choose_settings(head, run_path)

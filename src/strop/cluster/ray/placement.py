@@ -46,7 +46,7 @@ from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE, count_nodes
-from strop.record.fence import ATTEMPT_VARIABLE, meeting_path
+from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
@@ -149,8 +149,8 @@ class RayPlacement:
         slots = plan_slots(count_roles(self._spec, offers), offers)
         settings = self._choose_settings(host)
         self._weights_dir = self._choose_weights_dir(settings)
-        meeting = meeting_path(self._work_dir, self._attempt)
-        self._head = RayHead(settings, meeting, temp_parent=self._spec.ray.temp_dir)
+        rendezvous = rendezvous_path(self._work_dir, self._attempt)
+        self._head = RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
         self._head.launch()
         await self._head.connect()
         await self._head.await_nodes(range(self._num_nodes), self._spec.ray.join_limit_s)
@@ -248,7 +248,7 @@ class RayPlacement:
         is_gpu = bool(self._spec.job.gpu_roles)
         router = Router(
             {f"engine-{index}": engine for index, engine in enumerate(self._engines)},
-            limits=RouterLimits.for_rows(self._spec.engine.max_rows or default_rows(is_gpu=is_gpu)),
+            limits=RouterLimits.for_rows(self._spec.engine.max_num_seqs or default_rows(is_gpu=is_gpu)),
         )
         self._watch.report_to(lambda name, message: router.condemn(name, message, ReplicaCause.LOST))
         return router
@@ -360,13 +360,13 @@ class RayPlacement:
 
     async def _load_learners(self, host: str) -> LearnerFacts:
         ranks = self._of(RoleKind.LEARNER)
-        meeting = (host, 0)
+        rendezvous = (host, 0)
         if len(ranks) > 1:
             # The first rank is on the head's node.
-            port = await self._guard(ranks[0].actor.open_meeting.remote(host, len(ranks)), START_LIMIT_S)
-            meeting = (host, port)
+            port = await self._guard(ranks[0].actor.open_rendezvous.remote(host, len(ranks)), START_LIMIT_S)
+            rendezvous = (host, port)
         calls = [
-            role.actor.load.remote(self._spec, role.source, index, len(ranks), meeting)
+            role.actor.load.remote(self._spec, role.source, index, len(ranks), rendezvous)
             for index, role in enumerate(ranks)
         ]
         found: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
@@ -429,7 +429,7 @@ class RayPlacement:
 
     def _find_own_dir(self) -> Path:
         """Return where keys lie for a while: not the attempt's folder, all of which is sent to a store."""
-        return meeting_path(self._work_dir, self._attempt).parent
+        return rendezvous_path(self._work_dir, self._attempt).parent
 
     def _find_logs_dir(self) -> Path:
         """Return where roles write: the attempt's folder, where the run has begun one."""

@@ -52,14 +52,16 @@ class JoinedNode:
 class RayHead:
     """Ray on this machine, which other nodes may join, and this process connected to it."""
 
-    def __init__(self, settings: NodeSettings, meeting_path: Path, *, temp_parent: str | None = None) -> None:
-        """`meeting_path`: where other nodes find what they need to join, in a folder of this attempt alone.
+    def __init__(
+        self, settings: NodeSettings, rendezvous_path: Path, *, temp_parent: str | None = None
+    ) -> None:
+        """`rendezvous_path`: the file by which other nodes join, in a folder of this attempt alone.
 
         `temp_parent`: the folder that the run file names for Ray's directories on every node.
         """
         self._settings = settings
         self._temp_parent = temp_parent
-        self._meeting_path = meeting_path
+        self._rendezvous_path = rendezvous_path
         self._token = ""
         self._keeper: ChildProcess | None = None
         self._variables: dict[str, str | None] = {}
@@ -68,7 +70,7 @@ class RayHead:
     @property
     def settings_path(self) -> Path:
         """The head's own settings: a file of this machine's disk, which no other node is sent."""
-        return self._meeting_path.with_name("node-0.json")
+        return self._rendezvous_path.with_name("node-0.json")
 
     @property
     def keeper_pid(self) -> int | None:
@@ -78,7 +80,7 @@ class RayHead:
     def launch(self) -> None:
         """Start the head's processes and do not wait for them.
 
-        Raises: StoreError if the folder of `meeting_path` cannot be written.
+        Raises: StoreError if the folder of `rendezvous_path` cannot be written.
         """
         self._clear_handover()
         settings_path = self.settings_path
@@ -178,7 +180,7 @@ class RayHead:
             "last_port": self._settings.last_port,
         }
         head = {"address": address, "token": self._token, "settings": settings} | describe_here()
-        path = self._meeting_path
+        path = self._rendezvous_path
         partial = path.with_suffix(".partial")
         try:
             partial.unlink(missing_ok=True)
@@ -209,7 +211,7 @@ class RayHead:
 
     def _clear_handover(self) -> None:
         """Remove what only this life needs; left ones are of a life that was killed."""
-        for path in (self._meeting_path, Path(self._settings.token_path)):
+        for path in (self._rendezvous_path, Path(self._settings.token_path)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

@@ -110,7 +110,7 @@ def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu
         "enable_prefix_caching": True,
         "worker_extension_cls": "strop.engine.vllm.weights.WeightWorker",
         "disable_log_stats": True,
-        "max_num_seqs": options.max_rows or default_rows(is_gpu=is_gpu),
+        "max_num_seqs": options.max_num_seqs or default_rows(is_gpu=is_gpu),
         # Settings of the model's own generation_config.json would change the distribution.
         "generation_config": "vllm",
         "seed": 0,

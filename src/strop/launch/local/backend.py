@@ -33,7 +33,7 @@ class LocalBackend:
     name = "local"
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the supervisor's command. Companions have no nodes of their own here."""
+        """Add the supervisor's command. Sidecars have no nodes of their own here."""
         roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
         argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
         return replace(plan, argv=argv, roles=roles)

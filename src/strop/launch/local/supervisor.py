@@ -22,7 +22,7 @@ from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
 from strop.hardware import ChildProcess, clear_leftovers, spawn
-from strop.hardware.process import adopt_orphans, reap_orphans
+from strop.hardware.process import become_subreaper, reap_orphans
 from strop.launch.attempts import combine_exit_files, from_wait, write_verdict
 from strop.launch.contract import JobPlan, MemberPlan
 from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
@@ -94,7 +94,7 @@ def supervise(job_path: Path, job_id: str) -> int:
     plan = read_plan(job_path)
     # Before its identity is written: process 1 ignores signals without a handler.
     orders = _Orders(job_path)
-    adopt_orphans()
+    become_subreaper()
     write_identity(job_path, job_id)
     result = EXIT_DONE
     try:

@@ -26,7 +26,7 @@ from strop.hardware import HeldLease, clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
 from strop.hardware.leftovers import clear_shared_memory, end_processes
-from strop.hardware.process import adopt_orphans, reap_orphans
+from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.environment import read_environment
@@ -124,7 +124,7 @@ class _EndRecord:
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
     node = _Node(task=task, plan=plan, roles=_choose_roles(plan, task), log=log)
-    adopt_orphans()
+    become_subreaper()
     if task.node == 0:
         raise_fence(task.member_path, task.number, task.attempt)
         point_latest(task.member_path, task.attempt)
@@ -207,11 +207,11 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
-    is_companion = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
+    is_sidecar = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
     names = [role.name for role in roles]
-    # Companions may be silent while the run goes on, and this node may not even see the run's record.
-    stall = None if is_companion else StallWatch(node.plan, node.task, names)
-    with PeerWatch(node.task, is_companion=is_companion) as peers:
+    # Sidecars may be silent while the run goes on, and this node may not even see the run's record.
+    stall = None if is_sidecar else StallWatch(node.plan, node.task, names)
+    with PeerWatch(node.task, is_sidecar=is_sidecar) as peers:
 
         def check() -> NodeEnd | None:
             reap_orphans([role.child.pid for role in roles])
@@ -221,7 +221,7 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
 
 
 def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
-    with PeerWatch(task, is_companion=True) as peers:
+    with PeerWatch(task, is_sidecar=True) as peers:
         while time.monotonic() < stop.deadline:
             end = peers.check()
             if end is not None:

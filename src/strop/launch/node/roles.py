@@ -1,7 +1,7 @@
 """The processes of a job on one node: started together, watched together, ended together.
 
 All end together: with success once every role that must succeed has ended with 0, else with the code, the
-name and the last lines of the first one that ended otherwise. A companion must not end while the run goes
+name and the last lines of the first one that ended otherwise. A sidecar must not end while the run goes
 on. A role that is awaited may end before the others or after them: its end is reported, and does not end
 the job.
 """
@@ -192,7 +192,7 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
             return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
         if exit_code == EXIT_INTERRUPTED:
             return NodeEnd(exit_code=exit_code, cause="", role=role.name)
-        # A companion that ends with 0 has left the run: that is no success.
+        # A sidecar that ends with 0 has left the run: that is no success.
         failure = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
         return NodeEnd(exit_code=failure, cause=_describe_end(role), role=role.name)
     return None

@@ -28,9 +28,9 @@ class PeerWatch:
     also writes a heartbeat, so that its loss without an exit file is noticed too.
     """
 
-    def __init__(self, task: NodeTask, *, is_companion: bool) -> None:
+    def __init__(self, task: NodeTask, *, is_sidecar: bool) -> None:
         self._task = task
-        self._is_companion = is_companion
+        self._is_sidecar = is_sidecar
         self._looked_at = 0.0
         self._heartbeat_path = task.attempt_path / "alive"
         self._seen: tuple[float | None, float] = (None, time.monotonic())
@@ -62,20 +62,20 @@ class PeerWatch:
         return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
 
     def _find_ended(self) -> NodeEnd | None:
-        """Return the end that another node's exit causes. After node 0's success only companions end."""
+        """Return the end that another node's exit causes. After node 0's success only sidecars end."""
         for path in sorted((self._task.attempt_path / "exit").glob("[0-9]*")):
             if not path.name.isdigit() or int(path.name) == self._task.node:
                 continue
             code = read_exit_code(path)
-            if code is None or (code == EXIT_DONE and not (path.name == "0" and self._is_companion)):
+            if code is None or (code == EXIT_DONE and not (path.name == "0" and self._is_sidecar)):
                 continue
-            if self._is_companion and path.name == "0":
+            if self._is_sidecar and path.name == "0":
                 return NodeEnd(exit_code=EXIT_DONE, cause="")
             if code == EXIT_INTERRUPTED:
                 # It was told to end, and so was this one, or will be.
                 continue
             cause = f"node {path.name} ended with {describe_exit(code)}"
-            return NodeEnd(exit_code=EXIT_DONE if self._is_companion else EXIT_FAILED, cause=cause)
+            return NodeEnd(exit_code=EXIT_DONE if self._is_sidecar else EXIT_FAILED, cause=cause)
         return None
 
     def _find_lost(self) -> NodeEnd | None:

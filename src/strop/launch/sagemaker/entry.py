@@ -69,7 +69,7 @@ from strop.launch.sagemaker.rendezvous import (
     read_key,
 )
 from strop.launch.secrets import remove_secrets
-from strop.record.fence import ROLES_FOLDER, meeting_path
+from strop.record.fence import ROLES_FOLDER, rendezvous_path
 from strop.store.policy import URI_VARIABLE
 
 JOIN_LIMIT_S = 900.0
@@ -187,7 +187,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag, read_secr
         is_stopped=lambda: stop.is_asked,
     )
     rendezvous.start(
-        shared_path=meeting_path(start.home / ROLES_FOLDER, start.attempt),
+        shared_path=rendezvous_path(start.home / ROLES_FOLDER, start.attempt),
         may_be_lost=_find_optional_nodes(start),
     )
     try:

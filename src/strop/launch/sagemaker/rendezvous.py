@@ -3,7 +3,7 @@
 The first host listens; the others connect, name themselves, and wait until all are there. Each reports its
 exit code and cause; the first host decides and tells the others. What other hosts report is written where
 the agent looks for it on a shared file system (`exit/<node>`, `alive`), so an agent behaves the same
-everywhere. The first host's rendezvous file of the roles (`record.meeting`) is copied to all hosts; it holds
+everywhere. The first host's rendezvous file of the roles (`record.fence`) is copied to all hosts; it holds
 a token, so both sides first prove in a handshake that they know the job's shared key.
 
 A lost connection is a lost host: no host waits for ever. The loss of a host whose roles may be lost ends no
