@@ -81,8 +81,8 @@ NEEDLESS_FOR_A_PLAN = {
     "torch", "transformers", "ray", "vllm", "pyarrow", "huggingface_hub", "asyncio", "http.client", "ssl",
     "multiprocessing", "fastapi", "httpx", "strop.testing",
     "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
-    "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture", "strop.launch.container",
-    "strop.launch.sagemaker", "strop.view.report",
+    "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture",
+    "strop.launch.container.backend", "strop.launch.sagemaker.backend", "strop.view.report",
 }  # fmt: skip
 NEEDLESS_FOR_A_LIST = NEEDLESS_FOR_A_PLAN | {"numpy", "jinja2", "tokenizers", "strop.tasks"}
 

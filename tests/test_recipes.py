@@ -17,13 +17,13 @@ import pytest
 from strop.cluster.ray.roles import NodeOffer, RoleCounts, plan_slots
 from strop.errors import ConfigError
 from strop.hardware.accelerators import find_accelerator
+from strop.launch.sites import PROJECT_FILE
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
 from strop.spec import RunSpec, load_spec, num_train_examples, write_spec
-from strop.spec.site import PROJECT_FILE
 from strop.store import get_model, open_store
 from strop.tasks import build_task
 from strop.tasks.mathematics.boxed_math import _SUBJECTS as HENDRYCKS_SUBJECTS

@@ -12,12 +12,13 @@ import typer
 
 from strop import __version__
 from strop.cli.output import Output
-from strop.cli.sagemaker import _push, sagemaker_commands
+from strop.cli.sagemaker import sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage, ImagePlan
 from strop.launch.sagemaker.client import AwsClients
-from strop.spec.site import SageMakerSite
+from strop.launch.sagemaker.options import SageMakerSite
+from strop.launch.sagemaker.prepare import push_for
 from tests.fixtures.object_store import use_store
 from tests.launch.sagemaker.aws import prepare_account
 from tests.launch.sagemaker.building import PROFILE, make_request
@@ -82,8 +83,10 @@ def test_the_rights_are_printed_as_documents(folder: Path, capsys: pytest.Captur
     [
         (("--job-name", "a", "--name-prefix", "b"), "--job-name together with --name-prefix"),
         (("--local", "--push"), "--local together with --push"),
+        (("--local", "--wait"), "--local together with --wait"),
+        (("--image", "a", "--build"), "--image together with --build"),
         (("--image", "a", "--image-tag", "b"), "--image together with --image-tag"),
-        (("--gpus", "0,1"), "--gpus 0,1 without --local"),
+        (("--gpus", "0,1"), "--gpus .0,1. without --local"),
         (("--job-name", "a.b", "--dry-run"), "job name='a.b'"),
         (
             ("--spot", "--max-runtime", "2h", "--max-wait", "1h", "--dry-run"),
@@ -98,7 +101,9 @@ def test_what_contradicts_itself_is_refused(folder: Path, words: tuple[str, ...]
 
 def test_a_site_of_another_backend_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--on local is a site of backend local"):
-        run("submit", "qwen3-1.7B.toml", "--on", "local", "--dry-run")
+        run("policy", "--on", "local")
+    with pytest.raises(ConfigError, match="--spot given for a site of backend local"):
+        run("submit", "qwen3-1.7B.toml", "--on", "local", "--spot", "--dry-run")
 
 
 def test_an_image_that_is_not_here_is_said_before_gpus_are_used(
@@ -122,7 +127,8 @@ def test_what_is_pushed_is_submitted_by_digest(
     program.chmod(0o755)
     engine = Engine(kind="podman", program=str(program), version="0")
     request = make_request(image_tag="x")
-    pushed = _push(Output(), request, profile, engine, "localhost/strop:0123456789abcdef")
+    said: list[str] = []
+    pushed = push_for(request, profile, engine, "localhost/strop:0123456789abcdef", said.append)
     assert pushed.options["image"].startswith(f"{PROFILE['repository']}@sha256:")
     assert "image_tag" not in pushed.options
     words = (tmp_path / "words").read_text()
@@ -130,7 +136,7 @@ def test_what_is_pushed_is_submitted_by_digest(
     assert f"push {PROFILE['repository']}:0123456789abcdef" in words
     assert f"push {PROFILE['repository']}:v{__version__}" in words
     with pytest.raises(ConfigError, match="--push with image=None"):
-        _push(Output(), request, profile, engine, None)
+        push_for(request, profile, engine, None, said.append)
 
 
 def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
@@ -160,9 +166,9 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
         built.touch()
         return BuiltImage(name=plan.name, image_id="sha256:abc", size_bytes=1, wall_s=0.0)
 
-    monkeypatch.setattr("strop.launch.container.engine.locate_engine", lambda: engine)
-    monkeypatch.setattr("strop.launch.container.engine.prove_engine", lambda found: found)
-    monkeypatch.setattr("strop.launch.container.image.build_image", build)
+    monkeypatch.setattr("strop.launch.sagemaker.prepare.locate_engine", lambda: engine)
+    monkeypatch.setattr("strop.launch.sagemaker.prepare.prove_engine", lambda found: found)
+    monkeypatch.setattr("strop.launch.sagemaker.prepare.build_image", build)
     # What `check` finds in this account is not this test's matter, and asking takes half a minute.
     monkeypatch.setattr("strop.launch.sagemaker.backend.probe_site", lambda *parts: [])
     for _ in range(2):

@@ -13,7 +13,7 @@ from strop.hardware.findings import Finding, Severity
 from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import JobPlan, JobRef, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
-from strop.spec.site import Site
+from strop.launch.options import Site
 from tests.fixtures.commands import Ended, Run
 from tests.fixtures.scripted_jobs import World, make_world
 
@@ -54,14 +54,19 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "--command", "eval"), 2, ("--command 'eval'", "train or sft")),
     (("submit", "run.toml", "--command", "sft"), 2, ("train.terms",)),
     (("submit", "run.toml", "--project-dir", "absent"), 2, ("absent is no folder",)),
-    (("submit", "run.toml", "--gpus", "9"), 2, ("'--gpus'",)),
-    (("submit", "run.toml", "--train-gpus", "0"), 2, ("'--train-gpus'",)),
-    (("submit", "run.toml", "--infer-gpus", "8"), 2, ("'--infer-gpus'",)),
+    (("submit", "run.toml", "--gpus", "9"), 2, ("job.gpus=9 (--gpus)",)),
+    (
+        ("submit", "run.toml", "--gpus", "0,1"),
+        2,
+        ("--gpus '0,1' is no number of GPUs", "Allowed: a whole number"),
+    ),
+    (("submit", "run.toml", "--train-gpus", "0"), 2, ("job.train_gpus=0 (--train-gpus)",)),
+    (("submit", "run.toml", "--infer-gpus", "8"), 2, ("job.infer_gpus=8 (--infer-gpus)",)),
     (("submit", "run.toml", "--train-gpus", "4", "--infer-gpus", "7"), 2, ("11 GPUs", "(--train-gpus)")),
     (("submit", "run.toml", "--single-gpu", "--train-gpus", "2"), 2, ("one GPU cannot be several",)),
     (("submit", "run.toml", "--gpus", "2", "--infer-gpus", "1"), 2, ("shared out in two ways",)),
     (("submit", "run.toml", "--eval-gpus", "2"), 2, ("job.eval_gpus=2 (--eval-gpus)", "(--eval-config)")),
-    (("submit", "run.toml", "--eval-gpus", "8", "--eval-config", "x"), 2, ("'--eval-gpus'",)),
+    (("submit", "run.toml", "--eval-gpus", "8", "--eval-config", "x"), 2, ("job.eval_gpus=8 (--eval-gpus)",)),
     (("submit", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("slurm", "rl", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
@@ -85,6 +90,30 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     ),
     (("submit", "run.toml", "--resume", "nope"), 2, ("'nope' names no job",)),
     (("submit", "run.toml", "--partitoin", "x"), 2, ("No such option",)),
+    (
+        ("submit", "run.toml", "--partition", "x", "--spot"),
+        2,
+        ("--partition, --spot given for a site of backend local", "no option of its own", "--on"),
+    ),
+    (
+        ("submit", "run.toml", "--on", "container", "--partition", "x"),
+        2,
+        (
+            "--partition given for a site of backend container",
+            "Allowed: --container-image, --devices, --image",
+        ),
+    ),
+    (
+        ("submit", "run.toml", "--on", "sagemaker", "--instance-count", "0"),
+        2,
+        ("--instance-count=0 is not allowed", "Allowed: Number of instances", "correct --instance-count"),
+    ),
+    (
+        ("submit", "run.toml", "--on", "sagemaker", "--entrypoint", "a 'b"),
+        2,
+        ("--entrypoint=", "No closing quotation"),
+    ),
+    (("slurm", "rl", "run.toml", "--spot"), 2, ("--spot given for a site of backend slurm", "--partition")),
     (("check", "absent.toml"), 2, ("run file absent.toml does not exist",)),
     (("check", "run.toml", "--on", "lab"), 2, ("there is no site 'lab'",)),
     (("check", "run.toml", "job.gpus=9"), 2, ("job.gpus=9 (override)",)),
@@ -445,7 +474,16 @@ def test_a_drill_that_fails_names_the_first_missing_proof(
 
 def test_a_sweep_is_one_job_of_many_members(here: World, run: Run) -> None:
     ended = run(
-        "submit", "run.toml", "--sweep", "optimizer.lr=1e-5,2e-5", "--sweep", "seed=1,2", "--array", "2"
+        "submit",
+        "run.toml",
+        "--on",
+        "slurm",
+        "--sweep",
+        "optimizer.lr=1e-5,2e-5",
+        "--sweep",
+        "seed=1,2",
+        "--array",
+        "2",
     )
     assert ended.code == 0, ended.err
     told = json.loads(run("status", "run", "--json").out)
@@ -501,3 +539,15 @@ def test_a_row_that_could_not_be_written_is_told_and_has_a_code(
     # The job runs: the same again is that one, and nothing is left to do.
     assert run("submit", "run.toml").code == 0
     assert here.backend.count("submit") == 1
+
+
+def test_the_other_names_of_submit_have_its_options_and_other_defaults(here: World, run: Run) -> None:
+    (here.project / "My.Run_File.toml").write_text((here.project / "run.toml").read_text())
+    words = ("My.Run_File.toml", "--dry-run", "--no-snapshot", "--json", "--partition", "debug")
+    plan = json.loads(run("slurm", "rl", *words).out)
+    assert (plan["site"], plan["command"], plan["name"]) == ("slurm", "train", "my-run-file-rl")
+    assert json.loads(run("slurm", "rl", *words, "--job-name", "x").out)["name"] == "x"
+    assert plan["roles"] == json.loads(run("submit", *words, "--on", "slurm").out)["roles"]
+    helped = run("slurm", "sft", "--help").out
+    assert "Usage: strop slurm sft" in helped
+    assert "--partition" in helped

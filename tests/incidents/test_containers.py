@@ -12,10 +12,10 @@ from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
 from strop.launch.build_request import make_plan
 from strop.launch.container.command import complete_plan
+from strop.launch.container.options import ContainerSite
 from strop.launch.environment import read_environment
 from strop.launch.job_dir import write_job_dir
 from strop.launch.launcher import Launcher
-from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 

@@ -22,8 +22,10 @@ from strop.launch.environment import (
     read_environment,
     write_environment,
 )
+from strop.launch.local.options import LocalSite
+from strop.launch.options import Site
 from strop.launch.secrets import redact, remove_secrets, secret_values
-from strop.spec.site import LocalSite, Site, SlurmSite
+from strop.launch.slurm.options import SlurmSite
 
 CANARY = "canary-7f3a,'\"$HOME `id`\nsecond line"
 # What breaks exports, job scripts and command lines, each for its own reason.
@@ -319,7 +321,7 @@ def test_a_directory_that_submit_did_not_fill(tmp_path: Path) -> None:
 
 
 def test_the_model_cache_of_this_machine_is_no_business_of_a_cloud() -> None:
-    from strop.spec.site import SageMakerSite
+    from strop.launch.sagemaker.options import SageMakerSite
 
     cloud = Site(name="cloud", profile=SageMakerSite())
     assert "HF_HOME" not in gather(cloud, environ={"HF_HOME": "/mine"})[0].variables

@@ -109,14 +109,3 @@ def test_near_matches_by_hand(key: str, near: str) -> None:
 def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         explain(key)
-
-
-def test_settings_of_sites_are_explained_by_kind() -> None:
-    found = explain("sites.slurm.partition")
-    assert (found.type, found.default) == ("text or none", '"none"')
-    assert found.description == "Partition of the main part."
-    assert explain("sites.slurm.secrets").type == "list of texts"
-    assert "sites.container.image" in explain("sites.container").keys
-    assert {"sites.local.python", "sites.sagemaker.role"} <= set(explain("sites").keys)
-    with pytest.raises(ConfigError, match=r"did you mean sites\.slurm\.partition"):
-        explain("sites.slurm.partitoin")

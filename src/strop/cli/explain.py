@@ -22,14 +22,23 @@ def explain(
 ) -> None:
     """Explain a setting: meaning, allowed values, origin of its value. Without KEY: list all."""
     from strop.spec import Explanation, all_keys, load_spec
-    from strop.spec import explain as explain_key
+    from strop.spec import explain as explain_setting
     from strop.spec.display import show_value
 
     output: Output = context.obj
+
+    def explain_key(name: str) -> Explanation:
+        path = tuple(name.split("."))
+        if path[0] != "sites":
+            return explain_setting(name, resolved)
+        from strop.launch.sites import explain_site
+
+        return explain_site(path)
+
     resolved = load_spec(run_file, overrides or ()) if run_file is not None else None
-    known = explain_key(key, resolved) if key is not None else None
+    known = explain_key(key) if key is not None else None
     if known is None or known.keys:
-        listed = [explain_key(name, resolved) for name in (known.keys if known else all_keys())]
+        listed = [explain_key(name) for name in (known.keys if known else all_keys())]
         columns = ("setting", "type", "default") + (("value", "origin") if resolved else ())
 
         def row(one: Explanation) -> tuple[str, ...]:

@@ -23,12 +23,17 @@ _SETTINGS = {
 """Option to setting."""
 _PATHS = {"output_dir": "output.dir", "eval_config": "job.eval_config"}
 """Relative to where the command was given."""
+_GPUS = ("gpus", "train_gpus", "infer_gpus", "eval_gpus")
+"""A text where a backend may take a list of GPUs instead of a number."""
 
 
 def to_flags(args: object) -> tuple[Flag, ...]:
     """Return the settings that a command's arguments give; an option that it does not have gives none."""
     settings = _SETTINGS | _PATHS
     named = {name: getattr(args, name, None) for name in settings}
+    for name in _GPUS:
+        if isinstance(text := named[name], str) and text.isdecimal():
+            named[name] = int(text)
     flags = [
         Flag(
             key=settings[name],

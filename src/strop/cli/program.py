@@ -24,7 +24,7 @@ from strop.cli.rescore import rescore
 from strop.cli.sagemaker import sagemaker_commands
 from strop.cli.sample import sample
 from strop.cli.stage import stage
-from strop.cli.submit import check, slurm_commands, submit
+from strop.cli.submit import SubmitCommand, check, slurm_commands, submit
 from strop.cli.tasks import task_commands
 from strop.cli.train import sft, train
 from strop.cli.view import view
@@ -48,7 +48,6 @@ for _name, _command in (
     ("plan", plan),
     ("check", check),
     ("stage", stage),
-    ("submit", submit),
     ("status", status),
     ("logs", logs),
     ("cancel", cancel),
@@ -62,6 +61,7 @@ for _name, _command in (
     ("doctor", doctor),
 ):
     app.command(_name)(_command)
+app.command("submit", cls=SubmitCommand)(submit)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(slurm_commands, name="slurm")

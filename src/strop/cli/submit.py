@@ -1,25 +1,23 @@
-"""`strop submit RUN.toml --on SITE [key=value ...]`."""
+"""`strop submit RUN.toml --on SITE [key=value ...]`, and other names for it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperCommand
 
 from strop.cli.arguments import (
     EvalConfig,
-    EvalGpus,
-    Gpus,
-    InferGpus,
     Json,
     NewRun,
     OutputDir,
     Overrides,
     RunFile,
     SingleGpu,
-    TrainGpus,
     takes,
 )
 from strop.cli.brief import brief, lasting
@@ -29,7 +27,9 @@ from strop.errors import EXIT_FAILED
 if TYPE_CHECKING:
     from strop.launch.build_request import SubmitOptions
     from strop.launch.contract import JobPlan, JobRequest, RolePlan
+    from strop.launch.launcher import Launcher
     from strop.launch.submit import Submitted
+    from strop.spec.reader import Flag
 
 Site = Annotated[
     str,
@@ -38,18 +38,19 @@ Site = Annotated[
     ),
 ]
 Text = str | None
-Wait = Annotated[
-    bool,
-    typer.Option(
-        "--wait",
-        help="Wait for the job to end; resubmit where the site does not requeue. Stopped is no success.",
-    ),
+GpuNumber = Annotated[Text, typer.Option(metavar="N", help="GPUs per node, all for the learner.")]
+TrainGpuNumber = Annotated[
+    Text, typer.Option(metavar="N", help="GPUs for the learner; on SageMaker also a list, such as 0-5.")
+]
+EvalGpuNumber = Annotated[
+    Text,
+    typer.Option(metavar="N", help="GPUs for --eval-config, or a list as above. Default: CPUs only."),
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubmitArguments:
-    """Arguments of `strop submit`: the run, its resources, the site's own options, how to submit."""
+    """Arguments of `strop submit` on every site: the run, its resources, its code, what to do."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -57,14 +58,18 @@ class SubmitArguments:
     command: Annotated[str, typer.Option(help="Command of the job: train or sft.")] = "train"
     output_dir: OutputDir = None
     job_name: Annotated[
-        Text, typer.Option(help="Name of the run and the job. Default: from the run file.")
+        Text,
+        typer.Option(
+            help="Name of the run and the job; on SageMaker of the job alone. {stem} stands for the name of"
+            " the run file. Default: from the run file."
+        ),
     ] = None
-    gpus: Gpus = None
-    train_gpus: TrainGpus = None
-    infer_gpus: InferGpus = None
+    gpus: GpuNumber = None
+    train_gpus: TrainGpuNumber = None
+    infer_gpus: Annotated[Text, typer.Option(metavar="N", help="GPUs for generation.")] = None
     single_gpu: SingleGpu = False
     eval_config: EvalConfig = None
-    eval_gpus: EvalGpus = None
+    eval_gpus: EvalGpuNumber = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
     cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="CPU cores per GPU.")] = None
     cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of a job without GPUs.")] = None
@@ -75,28 +80,9 @@ class SubmitArguments:
     grace: Annotated[
         float | None, typer.Option(min=1, help="Seconds of warning before the job is stopped.")
     ] = None
-    gpu_type: Annotated[Text, typer.Option(help="SLURM: GPU type.")] = None
-    partition: Annotated[Text, typer.Option(help="SLURM: partition.")] = None
-    account: Annotated[Text, typer.Option(help="SLURM: account to charge.")] = None
-    qos: Annotated[Text, typer.Option(help="SLURM: quality of service.")] = None
-    constraint: Annotated[Text, typer.Option(help="SLURM: required node features.")] = None
-    reservation: Annotated[Text, typer.Option(help="SLURM: reservation.")] = None
-    nodelist: Annotated[Text, typer.Option(help="SLURM: nodes that must be included.")] = None
-    exclude: Annotated[Text, typer.Option(help="SLURM: nodes to exclude.")] = None
-    dependency: Annotated[Text, typer.Option(help="SLURM: job dependency, such as afterok:123.")] = None
-    comment: Annotated[Text, typer.Option(help="SLURM: job comment.")] = None
-    container_image: Annotated[Text, typer.Option(help="Container image of the job.")] = None
-    devices: Annotated[
-        Text, typer.Option(metavar="0,1", help="Container: GPUs of this machine, by index or UUID.")
-    ] = None
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=V,V", help="Run one trial per value; repeatable.")
     ] = None
-    array: Annotated[int | None, typer.Option(min=1, help="Max trials of a sweep that run at once.")] = None
-    instance_type: Annotated[Text, typer.Option(help="SageMaker: instance type.")] = None
-    instance_count: Annotated[int | None, typer.Option(min=1, help="SageMaker: number of instances.")] = None
-    spot: Annotated[bool | None, typer.Option(help="SageMaker: use spot instances.")] = None
-    description: Annotated[Text, typer.Option(help="SageMaker: description in the job log.")] = None
     project_dir: Annotated[Path | None, typer.Option(help="Project directory. Default: the current one.")] = (
         None
     )
@@ -117,23 +103,106 @@ class SubmitArguments:
         Text, typer.Option(metavar="REF", help="Resume in the directory of a job that ended.")
     ] = None
     strict: Annotated[bool, typer.Option("--strict", help="Refuse flags that override other values.")] = False
-    wait: Wait = False
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Wait for the job to end; resubmit where the site does not requeue. Stopped is no success.",
+        ),
+    ] = False
     new: NewRun = False
     json: Json = False
 
 
-_OF_BACKEND = (
-    *("gpu_type", "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude"),
-    *("dependency", "comment", "container_image", "devices", "array"),
-    *("instance_type", "instance_count", "spot", "description"),
-)
+_FLAGS = "strop.flags"
+
+
+def flag_params() -> dict[tuple[str, ...], list[Any]]:
+    """Return the options that backends' models ask for, by the kinds of sites that have them."""
+    from inspect import Parameter, Signature
+    from typing import get_args
+
+    from strop.launch.backends import BACKENDS
+
+    kinds: dict[str, tuple[str, ...]] = {}
+    parameters: dict[str, Parameter] = {}
+    for kind, section in BACKENDS.items():
+        for field, mark in section.flags().items():
+            name = mark.names[0]
+            kinds[name] = (*kinds.get(name, ()), kind)
+            info = section.model_fields[field]
+            allowed = {info.annotation, *get_args(info.annotation)}
+            # The model checks the rest, with a message that says what is allowed.
+            value: Any = next((one for one in (bool, int, float) if one in allowed), str)
+            is_pair = value is bool and not mark.is_switch
+            option = typer.Option(
+                *(f"{one}/--no-{one[2:]}" if is_pair else one for one in mark.names),
+                metavar=mark.metavar,
+                help=(info.description or "").partition(". ")[0].rstrip(".") + ".",
+            )
+            parameters.setdefault(
+                name,
+                Parameter(
+                    name[2:].replace("-", "_"),
+                    Parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=Annotated[value | None, option],
+                ),
+            )
+
+    def take() -> None: ...
+
+    take.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
+    alone = typer.Typer(add_completion=False)
+    alone.command()(take)
+    made: dict[tuple[str, ...], list[Any]] = {}
+    for name, param in zip(parameters, typer.main.get_command(alone).params, strict=True):
+        made.setdefault(kinds[name], []).append(param)
+    return made
+
+
+class SubmitCommand(TyperCommand):
+    """`strop submit`. Options of backends are made when it is used: other commands do not load the models."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options of every site and those of backends."""
+        return [*super().get_params(ctx), *(one for made in self._of_backends(ctx).values() for one in made)]
+
+    def _of_backends(self, ctx: Any) -> dict[tuple[str, ...], list[Any]]:
+        """Return the options of backends without those that have the name of a common one, as --job-name."""
+        common = {name for one in super().get_params(ctx) for name in one.opts}
+        return {
+            kinds: [one for one in made if one.opts[0] not in common] for kinds, made in flag_params().items()
+        }
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of each kind of site below a title of their own."""
+        common = super().get_params(ctx)
+        sections = {
+            "Arguments": [one for one in common if one.param_type_name == "argument"],
+            "Options": [one for one in common if one.param_type_name == "option"],
+        }
+        for kinds, made in self._of_backends(ctx).items():
+            sections[f"Options where the backend is {' or '.join(kinds)}"] = made
+        for title, params in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([row for one in params if (row := one.get_help_record(ctx)) is not None])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Hand the options of backends over as flags that are no settings of the run file."""
+        from strop.spec.reader import Flag
+
+        made = [one for some in self._of_backends(ctx).values() for one in some]
+        given = [Flag(key="", name=one.opts[0], value=ctx.params.pop(one.name)) for one in made]
+        ctx.meta[_FLAGS] = tuple(flag for flag in given if flag.value is not None)
+        return super().invoke(ctx)
 
 
 @takes(SubmitArguments)
 @brief
 def submit(context: typer.Context, args: SubmitArguments) -> None:
     """Submit a run to a site: this machine, a container, SLURM, SageMaker. Idempotent."""
-    send(context.obj, args)
+    send(context.obj, args, context.meta.get(_FLAGS, ()))
 
 
 @brief
@@ -151,27 +220,37 @@ def check(
     )
 
 
-def send(output: Output, args: SubmitArguments) -> None:
-    """Do what the arguments ask for. Raises: as `read_request` and `Launcher.submit` do."""
+def send(output: Output, args: SubmitArguments, flags: Sequence[Flag] = ()) -> None:
+    """Do what the arguments ask for. `flags`: those of the site's backend.
+
+    Raises: as `read_request`, `Preparing.prepare` and `Launcher.submit` do.
+    """
     import os
     import time
 
+    from strop.launch.backends import open_backend
     from strop.launch.build_request import read_request
+    from strop.launch.contract import Preparing
+    from strop.launch.launcher import Launcher
 
-    request = read_request(args.run_file, to_options(args), environ=os.environ, now=time.time())
-    submit_request(output, request, args)
+    request = read_request(args.run_file, to_options(args, flags), environ=os.environ, now=time.time())
+    backend = open_backend(request.site)
+    if isinstance(backend, Preparing):
+        prepared = backend.prepare(request, output.say, is_dry_run=args.dry_run, is_awaited=args.wait)
+        if isinstance(prepared, int):
+            raise typer.Exit(prepared)
+        request = prepared
+    submit_request(output, Launcher(backend), request, args)
 
 
-def submit_request(output: Output, request: JobRequest, args: SubmitArguments) -> None:
+def submit_request(output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments) -> None:
     """Plan, and do with the plan what the arguments ask for."""
     import os
 
-    from strop.launch.backends import open_backend
     from strop.launch.environment import describe_auth
     from strop.launch.index import find_job_dir
-    from strop.launch.launcher import Launcher, watch
+    from strop.launch.launcher import watch
 
-    launcher = Launcher(open_backend(request.site))
     plan = launcher.plan(request)
     for conflict in plan.conflicts:
         output.say(conflict)
@@ -217,7 +296,7 @@ def _describe_place(role: RolePlan) -> str:
     return f"{nodes}, {gpus}"
 
 
-def to_options(args: SubmitArguments) -> SubmitOptions:
+def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
     """Return the options as the launcher reads them."""
     from strop.cli.flags import to_flags
     from strop.errors import ConfigError
@@ -230,12 +309,14 @@ def to_options(args: SubmitArguments) -> SubmitOptions:
             allowed="one of them",
             next_step="remove the other one",
         )
-    backend = {name: getattr(args, name) for name in _OF_BACKEND if getattr(args, name) is not None}
+    if args.job_name is not None and "{stem}" in args.job_name:
+        stem = "".join(one if one.isalnum() else "-" for one in Path(args.run_file).stem.lower())
+        args = replace(args, job_name=args.job_name.replace("{stem}", stem.strip("-")[:36] or "run"))
     return SubmitOptions(
         site=args.on,
         command=args.command,
         overrides=tuple(args.overrides or ()),
-        flags=to_flags(args),
+        flags=(*to_flags(args), *flags),
         project_path=args.project_dir,
         sweep=tuple(args.sweep or ()),
         has_snapshot=args.snapshot,
@@ -245,7 +326,6 @@ def to_options(args: SubmitArguments) -> SubmitOptions:
             hf_cache_dir=args.hf_cache_dir, hf_hub_offline=args.hf_hub_offline, auto_auth=args.auto_auth
         ),
         is_strict=args.strict,
-        backend=backend,
     )
 
 
@@ -307,42 +387,32 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     output.give(f"  strop cancel   {name}")
 
 
-# `strop slurm sft|rl RUN.toml`: `strop submit --on slurm` for those who know it by these names.
+class Alias(TyperCommand):
+    """Another name of `strop submit`, with other defaults."""
 
-slurm_commands = typer.Typer(
-    no_args_is_help=True, help="Submit a run to a SLURM cluster: `strop submit --on slurm`."
-)
+    defaults: ClassVar[Mapping[str, str]]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmArguments(SubmitArguments):
-    """As for `strop submit`; the site is a SLURM cluster unless another one is named."""
-
-    on: Site = "slurm"
-
-
-@slurm_commands.command("sft")
-@takes(SlurmArguments)
-def slurm_sft(context: typer.Context, args: SlurmArguments) -> None:
-    """Submit fine-tuning on demonstrations (SFT) to a SLURM cluster; overrides follow after --."""
-    send(context.obj, _named(replace(args, command="sft")))
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Return the context of `strop submit`, which then runs."""
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cls=SubmitCommand)(submit)
+        command = typer.main.get_command(alone)
+        return command.make_context(info_name, args, parent, default_map=dict(self.defaults), **extra)
 
 
-@slurm_commands.command("rl")
-@takes(SlurmArguments)
-def slurm_rl(context: typer.Context, args: SlurmArguments) -> None:
-    """Submit reinforcement learning to a SLURM cluster; overrides follow after --."""
-    send(context.obj, _named(replace(args, command="train")))
+def alias(**defaults: str) -> type[Alias]:
+    """Return the class of a command that is `strop submit` with these defaults."""
+    return type("Alias", (Alias,), {"defaults": defaults})
 
 
-def _named(args: SlurmArguments) -> SlurmArguments:
-    """Return the arguments with the name that this launcher gives jobs."""
-    if args.job_name is not None:
-        return args
-    from pathlib import Path
+slurm_commands = typer.Typer(no_args_is_help=True, help="Other names of `strop submit --on slurm`.")
 
-    kind = "sft" if args.command == "sft" else "rl"
-    stem = "".join(
-        character if character.isalnum() else "-" for character in Path(args.run_file).stem.lower()
-    )
-    return replace(args, job_name=f"{stem.strip('-')[:36] or 'run'}-{kind}")
+
+@slurm_commands.command("sft", cls=alias(on="slurm", command="sft", job_name="{stem}-sft"))
+def slurm_sft() -> None:
+    """Submit an SFT run to a SLURM cluster."""
+
+
+@slurm_commands.command("rl", cls=alias(on="slurm", command="train", job_name="{stem}-rl"))
+def slurm_rl() -> None:
+    """Submit an RL run to a SLURM cluster."""

@@ -1,35 +1,29 @@
-"""The backend of a site. Imports that one alone."""
+"""The table of backends: a new one is its folder and one line here."""
 
 from __future__ import annotations
 
-from pydantic import TypeAdapter
-
+from strop.launch.container.options import ContainerSite
 from strop.launch.contract import Backend, JobPlan
-from strop.spec.site import ContainerSite, LocalSite, SageMakerSite, Site, SiteProfile, SlurmSite
+from strop.launch.local.options import LocalSite
+from strop.launch.options import Site, SiteOptions
+from strop.launch.sagemaker.options import SageMakerSite
+from strop.launch.slurm.options import SlurmSite
+
+BACKENDS: dict[str, type[SiteOptions]] = {
+    "local": LocalSite,
+    "container": ContainerSite,
+    "slurm": SlurmSite,
+    "sagemaker": SageMakerSite,
+}
+"""Kind of site to the model of its options. Each kind is also the name of a site without a profile."""
 
 
 def open_backend(site: Site) -> Backend:
-    """Return the backend of a site. No scheduler is queried yet."""
-    match site.profile:
-        case LocalSite():
-            from strop.launch.local.backend import LocalBackend
-
-            return LocalBackend()
-        case ContainerSite():
-            from strop.launch.container.backend import ContainerBackend
-
-            return ContainerBackend(site.profile)
-        case SlurmSite():
-            from strop.launch.slurm.backend import SlurmBackend
-
-            return SlurmBackend(site.profile, site=site.name)
-        case SageMakerSite():
-            from strop.launch.sagemaker.backend import SageMakerBackend
-
-            return SageMakerBackend(site.profile)
+    """Return the backend of a site, whose code is imported now. No scheduler is asked yet."""
+    return site.profile.open(site.name)
 
 
 def backend_of(plan: JobPlan) -> Backend:
     """Return the backend that a plan was made for, by the profile that it was made with."""
-    adapter: TypeAdapter[SiteProfile] = TypeAdapter(SiteProfile)
-    return open_backend(Site(name=plan.site, profile=adapter.validate_python(dict(plan.profile))))
+    section = BACKENDS[str(plan.profile["backend"])]
+    return open_backend(Site(name=plan.site, profile=section.model_validate(dict(plan.profile))))

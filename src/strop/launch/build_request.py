@@ -21,6 +21,8 @@ from strop.hardware.identity import find_user_name
 from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, MemberPlan, Resources, RolePlan
 from strop.launch.environment import EnvironmentFlags, gather_environment
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
+from strop.launch.options import Site, SiteOptions
+from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
 from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
@@ -28,7 +30,6 @@ from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.job import parse_duration_s
 from strop.spec.reader import Flag
 from strop.spec.run import code_of
-from strop.spec.site import SageMakerSite, Site, SlurmSite, find_site
 from strop.user_code import list_sources
 
 COMMANDS = ("train", "sft")
@@ -51,6 +52,7 @@ class SubmitOptions:
     command: str = "train"
     overrides: tuple[str, ...] = ()
     flags: tuple[Flag, ...] = ()
+    """Those of a backend alone have no key."""
     project_path: Path | None = None
     """None: the current folder."""
     sweep: tuple[str, ...] = ()
@@ -62,8 +64,6 @@ class SubmitOptions:
     environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
     is_strict: bool = False
     """Refuse where a flag beats another value."""
-    backend: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this one backend: partition, dependency, instance type, ..."""
 
 
 def read_request(
@@ -80,12 +80,14 @@ def read_request(
             allowed="the folder of the project whose code the job runs",
             next_step="correct it, or leave it out for the current folder",
         )
-    resolved = load_spec(run_file, options.overrides, options.flags)
+    site = find_site(options.site, project_path, environ)
+    flags, given = site.profile.read_flags(options.flags)
+    profile = site.profile.with_options(given)
+    resolved = load_spec(run_file, options.overrides, flags)
     _check_command(options.command, resolved)
     sweep = expand_sweep(options.sweep)
-    members = _check_members(run_file, options, sweep)
+    members = _check_members(run_file, options, flags, sweep)
     evaluation = read_evaluation(members or [resolved.spec])
-    site = find_site(options.site, project_path, environ)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
@@ -99,7 +101,7 @@ def read_request(
         resolved=resolved,
         site=site,
         command=options.command,
-        resources=_count_resources(resolved, site, options),
+        resources=_count_resources(resolved, site.name, profile),
         roles=tuple(_list_roles(options.command, resolved, python, site)),
         environment=environment,
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
@@ -109,10 +111,11 @@ def read_request(
         user=find_user_name(),
         submitted_at=now,
         sweep=sweep,
-        options=options.backend,
+        options=given,
         conflicts=conflicts,
         env_file=options.env_file,
         evaluation=evaluation,
+        run_file=run_file,
     )
 
 
@@ -192,7 +195,9 @@ def _check_command(command: str, resolved: ResolvedSpec) -> None:
         require_sft(resolved)
 
 
-def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[str, ...]]) -> list[RunSpec]:
+def _check_members(
+    run_file: str, options: SubmitOptions, flags: Sequence[Flag], sweep: Sequence[tuple[str, ...]]
+) -> list[RunSpec]:
     """Return the spec of every member, so that a mistake shows before anything is written."""
     keys = [text.partition("=")[0].strip() for text in options.sweep]
     fixed = [key for key in keys if key.partition(".")[0] in {"name", "job", "output", "store"}]
@@ -202,7 +207,7 @@ def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[
             allowed="settings of what is trained; name, job, output and store are the whole job's",
             next_step="submit a job for each value",
         )
-    return [load_spec(run_file, [*options.overrides, *overrides], options.flags).spec for overrides in sweep]
+    return [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
 
 
 def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
@@ -220,14 +225,6 @@ def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
     return path
 
 
-def _job_log_files(site: Site, project_path: Path) -> list[Path]:
-    """Return the files that a submission writes into the project: as code they would change every plan."""
-    if not isinstance(site.profile, SageMakerSite):
-        return []
-    path = project_path / site.profile.job_log
-    return [path, path.with_suffix(".jsonl"), path.with_suffix(".lock")]
-
-
 def _take_code(
     project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions, site: Site
 ) -> CodeSnapshot:
@@ -236,7 +233,7 @@ def _take_code(
     excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
     # Runs that are in the project itself, beside its code.
     excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
-    excluded += _job_log_files(site, project_path)
+    excluded += site.profile.files_written(project_path)
     snapshot = take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
     _require_code(resolved, snapshot)
     return snapshot
@@ -262,7 +259,7 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
     if resolved.spec.placement.kind == "ray" and job.nodes > 1:
-        if isinstance(site.profile, SageMakerSite) and resolved.spec.engine.transport == "file":
+        if not site.profile.has_shared_disk and resolved.spec.engine.transport == "file":
             raise ConfigError(
                 f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
                 " common disk",
@@ -298,20 +295,13 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
     return roles
 
 
-def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions) -> Resources:
-    job, profile = resolved.spec.job, site.profile
-    limit = job.time_limit
-    gpu_type, cpus_per_gpu, memory = None, job.cpus_per_gpu, job.memory
-    if isinstance(profile, SlurmSite):
-        limit = limit or profile.time_limit
-        gpu_type = options.backend.get("gpu_type") or profile.gpu_type
-        cpus_per_gpu, memory = cpus_per_gpu or profile.cpus_per_gpu, memory or profile.memory
-    if isinstance(profile, SageMakerSite):
-        limit = limit or profile.max_runtime
+def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) -> Resources:
+    job, defaults = resolved.spec.job, profile.resource_defaults()
+    limit = job.time_limit or defaults.get("time_limit")
     if job.gpus_per_node > profile.gpus_per_node:
         raise ConfigError(
             f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
-            f" and nodes of {site.name} have {profile.gpus_per_node}",
+            f" and nodes of {site} have {profile.gpus_per_node}",
             allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
             next_step="ask for fewer, or correct gpus_per_node in the site profile",
         )
@@ -319,10 +309,10 @@ def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions)
         num_nodes=job.nodes,
         gpus_per_node=job.gpus_per_node,
         is_whole_node=0 < profile.gpus_per_node == job.gpus_per_node,
-        cpus_per_gpu=cpus_per_gpu,
+        cpus_per_gpu=job.cpus_per_gpu or defaults.get("cpus_per_gpu"),
         cpus=job.cpus,
-        memory=memory,
-        gpu_type=gpu_type,
+        memory=job.memory or defaults.get("memory"),
+        gpu_type=defaults.get("gpu_type"),
         time_limit_s=None if limit is None else parse_duration_s(limit),
         num_cpu_nodes=job.cpu_nodes,
     )
@@ -396,7 +386,7 @@ def hash_request(request: JobRequest) -> str:
         # The content of the evaluation's file counts below, not its path.
         "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
         "store": request.resolved.spec.store.model_dump(mode="json"),
-        "site": request.site.model_dump(mode="json"),
+        "site": {"name": request.site.name, "profile": request.site.profile.model_dump(mode="json")},
         "command": request.command,
         "resources": asdict(request.resources),
         "roles": [asdict(role) for role in request.roles],

@@ -8,17 +8,17 @@ the *roles*. The job directory is the field `home`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from strop.hardware.findings import Finding
+from strop.launch.options import Site
 from strop.record.files import LogSource, RecordFiles
 from strop.spec import ResolvedSpec
 from strop.spec.eval_file import EvalFile
-from strop.spec.site import Site
 
 
 class JobState(StrEnum):
@@ -166,7 +166,7 @@ class JobRequest:
     sweep: tuple[tuple[str, ...], ...] = ()
     """One tuple of overrides for each member; () for a single run."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this one backend: partition, dependency, instance type, ..."""
+    """Options of this one backend, by field of its model: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
     """Values that others override, as sentences."""
     env_file: Path | None = None
@@ -175,6 +175,8 @@ class JobRequest:
     """Number of attempts of earlier jobs in this directory, which this one goes on in."""
     evaluation: EvalFile | None = None
     """The file of `job.eval_config` with what it extends; None where there is none."""
+    run_file: str = ""
+    """As the user named it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,4 +368,17 @@ class Renewable(Protocol):
         """Return the newest whole checkpoint that a next job would go on from, None if there is none.
 
         Raises: StoreError if its place does not answer.
+        """
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """Optional capability: options ask for work before a plan, as building an image, or for a run here."""
+
+    def prepare(
+        self, request: JobRequest, say: Callable[[str], None], *, is_dry_run: bool, is_awaited: bool
+    ) -> JobRequest | int:
+        """Return the request to plan and submit; or the exit code of a job that ran here instead.
+
+        Raises: ConfigError for options that contradict each other; what the work itself raises.
         """

@@ -26,6 +26,7 @@ from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.launch.contract import JobEnvironment, VariableSource
 from strop.launch.dotenv import is_variable_name, parse_dotenv
+from strop.launch.options import Site, SiteOptions
 from strop.launch.secrets import (
     REDACTED,
     SECRETS_NAME,
@@ -36,7 +37,6 @@ from strop.launch.secrets import (
     write_private,
 )
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
-from strop.spec.site import Site, SiteSection
 
 ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
@@ -44,8 +44,6 @@ HUB_LOGIN = "login of the model hub on this machine"
 """Source of a hub token that no variable holds."""
 
 _LAUNCHER_VALUES = {"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-# Backends on whose machines a model cache of this machine may exist.
-_NEAR_BACKENDS = ("local", "container", "slurm")
 _OF_RANKS = frozenset(
     {
         *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -178,7 +176,7 @@ def describe_auth(environment: JobEnvironment) -> str | None:
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
 
 
-def _site_variables(profile: SiteSection) -> dict[str, str]:
+def _site_variables(profile: SiteOptions) -> dict[str, str]:
     found: dict[str, str] = {}
     if profile.hf_home is not None:
         found["HF_HOME"] = profile.hf_home
@@ -202,7 +200,7 @@ def _flag_variables(flags: EnvironmentFlags) -> dict[str, str]:
 def _take_named(
     names: Sequence[str],
     environ: Mapping[str, str],
-    profile: SiteSection,
+    profile: SiteOptions,
     dotenv: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the submitter's values of the named variables, and HF_HOME where no other place sets it."""
@@ -217,9 +215,8 @@ def _take_named(
         if name not in environ:
             raise explain_unset(name, "named for the job")
     found = {name: environ[name] for name in names}
-    is_near = getattr(profile, "backend", "") in _NEAR_BACKENDS
     is_said = profile.hf_home is not None or "HF_HOME" in {*profile.env, *dotenv, *found}
-    if is_near and not is_said and environ.get("HF_HOME"):
+    if profile.has_shared_disk and not is_said and environ.get("HF_HOME"):
         found["HF_HOME"] = environ["HF_HOME"]
     return found
 

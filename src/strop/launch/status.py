@@ -18,7 +18,7 @@ from typing import Any
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE, StoreError, StropError
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import describe_exit, read_attempts
-from strop.launch.backends import backend_of, open_backend
+from strop.launch.backends import BACKENDS, backend_of, open_backend
 from strop.launch.contract import (
     AttemptRecord,
     Backend,
@@ -31,7 +31,7 @@ from strop.launch.contract import (
 )
 from strop.launch.index import list_job_dirs, list_job_names
 from strop.launch.job_dir import STATE_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
-from strop.spec.site import BACKENDS, KnownSite, find_site, list_sites
+from strop.launch.sites import KnownSite, find_site, list_sites
 
 RECORD_LAG_S = 60.0
 """How long a shared file system may hide a record that was written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from strop.spec.schema import (
     settings_of,
     valid_names,
 )
-from strop.spec.site import SECTIONS, SITES_TABLE
 from strop.spec.sources import parse_override
 from strop.spec.writer import value_of
 
@@ -59,8 +57,8 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         return Explanation(
             key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
         )
-    if path[0] == SITES_TABLE or (len(path) == 1 and path[0] in section_names()):
-        return _explain_site(path) if path[0] == SITES_TABLE else _explain_section(path[0], resolved)
+    if len(path) == 1 and path[0] in section_names():
+        return _explain_section(path[0], resolved)
     if free_table(path) is not None:
         return _explain_free_key(path, resolved)
     own = own_settings(resolved.spec.task) if resolved is not None else ()
@@ -68,12 +66,12 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
     if not found:
         raise _unknown(path)
     if resolved is None:
-        return _describe(found)
+        return describe_settings(found)
     mine = tuple(setting for setting in settings_of(resolved.spec) if setting.path == path)
     if not mine:
-        return _describe(found)
+        return describe_settings(found)
     value, origin = value_of(resolved.spec, mine[0]), resolved.origins.get(mine[0].key, DEFAULT)
-    return _describe(mine, value, origin)
+    return describe_settings(mine, value, origin)
 
 
 def _parse(key: str) -> KeyPath:
@@ -93,7 +91,10 @@ def _unknown(path: KeyPath) -> ConfigError:
     )
 
 
-def _describe(found: tuple[Setting, ...], value: Any = None, origin: str | None = None) -> Explanation:
+def describe_settings(
+    found: tuple[Setting, ...], value: Any = None, origin: str | None = None
+) -> Explanation:
+    """Return what is known about a setting: one, or one per task that has it."""
     return Explanation(
         key=found[0].key,
         type=_join([(setting.type_text, setting.variant) for setting in found]),
@@ -126,37 +127,6 @@ def _explain_section(name: str, resolved: ResolvedSpec | None) -> Explanation:
         allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
         description=section_description(name),
         keys=keys,
-    )
-
-
-def _explain_site(path: KeyPath) -> Explanation:
-    """Explain `sites`, `sites.BACKEND` or `sites.BACKEND.SETTING`: what a site profile may say."""
-    found = {
-        (SITES_TABLE, backend, name): Setting(path=(SITES_TABLE, backend, name), variant=None, info=info)
-        for backend, section in SECTIONS.items()
-        for name, info in section.model_fields.items()
-    }
-    if path in found:
-        return _describe((found[path],))
-    inside = [dotted(one) for one in found if one[: len(path)] == path]
-    if not inside:
-        names = {dotted(one) for one in found}
-        near = difflib.get_close_matches(dotted(path), names, n=3)
-        raise ConfigError(
-            f"unknown key {show_text(dotted(path))}",
-            allowed=f"{SITES_TABLE}.KIND.SETTING with a KIND of {', '.join(SECTIONS)}",
-            next_step=f"did you mean {' or '.join(near)}?" if near else f"`strop explain {SITES_TABLE}`",
-        )
-    description = "Profiles of sites, in strop-sites.toml as [sites.NAME]; told apart by `backend`."
-    if len(path) > 1:
-        description = SECTIONS[path[1]].__doc__ or ""
-    return Explanation(
-        key=dotted(path),
-        type="section",
-        default="every setting its own",
-        allowed="a table of settings",
-        description=description,
-        keys=tuple(inside),
     )
 
 

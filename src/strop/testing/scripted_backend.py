@@ -17,16 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.findings import Finding
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import write_verdict
 from strop.launch.build_request import tag_of
-from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.contract import Backend, JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.job_dir import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
+from strop.launch.options import KIND_HELP, CliFlag, SiteOptions
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles, find_checkpoints
 
 _REF = TypeAdapter(JobRef)
@@ -38,6 +40,21 @@ class Call:
 
     verb: str
     detail: str = ""
+
+
+class FakeSite(SiteOptions):
+    """Sites of the scripted scheduler, as the options of a backend of one's own may look."""
+
+    backend: Literal["fake"] = Field(default="fake", description=KIND_HELP)
+    folder: str = Field(description="Folder of its jobs.")
+    lane: Annotated[str | None, CliFlag()] = Field(default=None, description="Lane to wait in.")
+    bid: Annotated[int | None, CliFlag()] = Field(
+        default=None, ge=1, exclude=True, description="Bid for a place."
+    )
+
+    def open(self, site: str) -> Backend:
+        """Return the backend."""
+        return FakeBackend(Path(self.folder))
 
 
 class FakeBackend:
@@ -75,9 +92,11 @@ class FakeBackend:
                 allowed=f"0 to {has}",
                 next_step="ask for fewer",
             )
-        words = (plan.python, "-m", "strop.launch.node", "--job", str(job_path_of(plan.home)))
-        script = f"#!/bin/sh\nexec {shlex.join(words)}\n"
-        argv = ("fake-submit", tag_of(plan.plan_hash), str(job_path_of(plan.home) / "job.sh"))
+        agent = (plan.python, "-m", "strop.launch.node", "--job", str(job_path_of(plan.home)))
+        script = f"#!/bin/sh\nexec {shlex.join(agent)}\n"
+        lane = getattr(request.site.profile.with_options(request.options), "lane", None)
+        words = (f"--lane={lane}",) if lane else ()
+        argv = ("fake-submit", tag_of(plan.plan_hash), *words, str(job_path_of(plan.home) / "job.sh"))
         return replace(plan, files={"job.sh": script}, argv=argv)
 
     def probe(self, plan: JobPlan) -> list[Finding]:

@@ -12,8 +12,8 @@ from strop.launch.backends import open_backend
 from strop.launch.build_request import make_plan
 from strop.launch.container.backend import ContainerBackend, remove_leftovers
 from strop.launch.container.engine import locate_engine
+from strop.launch.container.options import ContainerSite
 from strop.launch.container.probing import probe_plan
-from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 from tests.launch.container.test_engine import install
@@ -135,7 +135,7 @@ def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podm
         (finding,) = probe_plan(plan, own)
         assert finding.given.startswith("podman has no image 'localhost/strop:")
         assert finding.next_step == f"build it: python -m strop.launch.container --variant {variant}"
-    named = replace(request, options={"container_image": "another:2"})
+    named = replace(request, options={"image": "another:2"})
     (finding,) = probe_plan(make_plan(named, ContainerBackend(profile)), profile)
     assert finding.given == "podman has no image 'another:2'"
 

@@ -13,8 +13,8 @@ from strop.launch.contract import JobPlan
 from strop.launch.job_dir import job_path_of, write_plan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, SiteObjects
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.probe import trust_policy
-from strop.spec.site import SageMakerSite
 from strop.store.s3_client import RetryRules
 from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.object_store import use_store

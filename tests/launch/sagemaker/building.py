@@ -15,9 +15,10 @@ from strop.launch.contract import (
     Resources,
     RolePlan,
 )
+from strop.launch.options import Site
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.request import complete_plan
 from strop.spec import load_spec
-from strop.spec.site import SageMakerSite, Site
 
 NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC.
 PROFILE: Mapping[str, Any] = {
@@ -37,6 +38,7 @@ def make_request(
     overrides: tuple[str, ...] = (),
     environment: JobEnvironment | None = None,
     resources: Resources | None = None,
+    run_file: str = "",
     **options: Any,
 ) -> JobRequest:
     task = () if any(text.startswith("task.name=") for text in overrides) else ("task.name=arithmetic",)
@@ -55,6 +57,7 @@ def make_request(
         user="ann",
         submitted_at=NOON,
         options=options,
+        run_file=run_file,
     )
 
 

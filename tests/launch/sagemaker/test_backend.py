@@ -43,7 +43,7 @@ def test_a_submission_sends_code_and_config_and_creates_one_job(site: Site) -> N
 def test_the_original_run_file_keeps_its_name(site: Site) -> None:
     path = site.project / "qwen3-1.7B gsm8k.toml"
     path.write_text("name = 'x'\n")
-    ref = site.backend.submit(site.plan(config=str(path)))
+    ref = site.backend.submit(site.plan(run_file=str(path)))
     uri = f"{ref.details['jobs'][0]['config_uri']}/original/qwen3-1.7B gsm8k.toml"
     assert site.objects.read(uri) == b"name = 'x'\n"
 
@@ -73,7 +73,7 @@ def test_sec_4_several_hosts_get_a_key_of_their_own_which_no_request_holds(site:
 
 
 def test_the_job_log_says_what_a_job_was(site: Site) -> None:
-    plan = site.plan(description="first | try", config="runs/qwen3-1.7B.toml")
+    plan = site.plan(description="first | try", run_file="runs/qwen3-1.7B.toml")
     ref = site.backend.submit(plan)
     log = JobLog(site.project / "docs/job_log.md")
     assert "| job-20261121-120000 | runs/qwen3-1.7B.toml | first \\| try | 2026-11-21 12:00 |  |" in (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.probe import actions_of, execution_policy, submitter_policy, trust_policy
-from strop.spec.site import SageMakerSite
 from tests.launch.sagemaker.building import PROFILE
 
 SITE = SageMakerSite(**PROFILE)

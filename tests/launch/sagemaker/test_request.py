@@ -177,7 +177,7 @@ def test_state_is_kept_by_run_and_a_continued_run_finds_it() -> None:
 
 
 def test_the_request_says_nothing_about_the_run() -> None:
-    plan = plan_of(overrides=("model.uri=Qwen/Qwen3-1.7B",), config="runs/qwen3-1.7B-gsm8k.toml")
+    plan = plan_of(overrides=("model.uri=Qwen/Qwen3-1.7B",), run_file="runs/qwen3-1.7B-gsm8k.toml")
     text = json.dumps(plan.details["jobs"]).lower()
     for word in ("small-try", "qwen", "arithmetic", "gsm8k"):
         assert word not in text
@@ -192,7 +192,7 @@ def test_a_telling_prefix_is_noticed() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a dotted name", {"job_name": "qwen3-1.7B"}, "job name='qwen3-1.7B' .* no dot"),
     ("64 characters", {"job_name": "a" * 64}, r"\(64 characters\)"),
-    ("a long prefix", {"name_prefix": "a" * 48}, "name_prefix='a{48}'"),
+    ("a long prefix", {"name_prefix": "a" * 48}, "--name-prefix='a{48}' is not allowed: .* at most 47"),
     ("an underscore", {"name_prefix": "a_b"}, "name_prefix='a_b'"),
     ("no instance type", {"instance_type": "ml.none.large"}, "ResourceConfig.InstanceType='ml.none.large'"),
     (
@@ -212,15 +212,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "MaxWaitTimeInSeconds=3600. Allowed: at least MaxRuntimeInSeconds=7200",
     ),
     ("29 days", {"max_runtime": "29d"}, "MaxRuntimeInSeconds=2505600. Allowed: 2419200"),
-    ("a bad length of time", {"max_runtime": "soon"}, "max_runtime: 'soon' is no length of time"),
+    (
+        "a bad length of time",
+        {"max_runtime": "soon"},
+        "--max-runtime='soon' is not allowed.*90s, 30m, 2h, 5d",
+    ),
     ("spot and a warm pool", {"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
-    ("a warm pool too long", {"keep_alive_s": 21_601}, "KeepAlivePeriodInSeconds=21601"),
+    ("a warm pool too long", {"keep_alive_s": 21_601}, "--keep-alive=21601 is not allowed: .* 21600"),
     ("60 tags", {"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
-    ("an unknown option", {"partition": "gpu"}, "partition is no option of SageMaker"),
+    ("an unknown option", {"partition": "gpu"}, "partition is no option of backend sagemaker"),
     ("no role", {"profile": {"role": None}}, "has no role: the role that the job acts with"),
     ("no region", {"profile": {"region": None}}, "has no region"),
     ("no image", {"profile": {"repository": None}}, "has no image or repository"),
-    ("a long image", {"image": "i" * 256}, "TrainingImage=.* has 256 characters. Allowed: 255"),
+    ("a long image", {"image": "i" * 256}, "--image='i+...' is not allowed: .* at most 255 characters"),
     (
         "a secret's value",
         {"environment": JobEnvironment(secrets=("HF_TOKEN",))},

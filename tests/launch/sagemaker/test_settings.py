@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.errors import ConfigError
-from strop.launch.sagemaker.settings import read_gpu_shares
+from strop.launch.sagemaker.options import read_gpu_shares
 
 
 @pytest.mark.parametrize(

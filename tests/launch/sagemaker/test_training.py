@@ -13,8 +13,8 @@ from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import RolePlan
 from strop.launch.sagemaker.checkpoint_sync import restore_newest
 from strop.launch.sagemaker.client import SiteObjects
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
-from strop.spec.site import SageMakerSite
 from strop.store.opening import open_record_store
 from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.mirrored import PlayedRun
@@ -65,7 +65,7 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
         overrides=(f"model.uri={tiny_model_dir}", *SETTINGS, *own_settings(rehearsal.project)),
         profile={"prefix": prefix, "endpoint_url": store_address},
         roles=(TRAIN,),
-        is_local=True,
+        local=True,
     )
     remove_own_code(rehearsal.project)
     environment = {

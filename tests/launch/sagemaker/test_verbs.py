@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.launch.build_request import _job_log_files
 from strop.launch.contract import JobRequest, JobState, StatusSource
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.launcher import Launcher, watch
@@ -29,7 +28,7 @@ def request_of(site: Site, **changes: Any) -> JobRequest:
         profile=site.profile.model_dump(exclude_defaults=True),
         **{"image": "elsewhere.example/strop:1", **changes},
     )
-    excluded = [site.project / "runs", *_job_log_files(request.site, site.project)]
+    excluded = [site.project / "runs", *request.site.profile.files_written(site.project)]
     return replace(request, snapshot=take_snapshot(site.project, excluded=excluded))
 
 

@@ -27,9 +27,9 @@ from strop.launch.sagemaker.ecr import (
     push_image,
     require_repository_name,
 )
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LOG_GROUP
 from strop.launch.sagemaker.status import CloudWatchLogs
-from strop.spec.site import SageMakerSite
 from strop.testing.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import HASTY, Site, prepare_account
 from tests.launch.sagemaker.building import NOON, PROFILE
@@ -265,7 +265,7 @@ def test_without_boto3_the_message_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['boto3'] = None\n"
         "from strop.launch.sagemaker.client import AwsClients\n"
-        "from strop.spec.site import SageMakerSite\n"
+        "from strop.launch.sagemaker.options import SageMakerSite\n"
         "try: AwsClients(profile=SageMakerSite()).client('sts')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

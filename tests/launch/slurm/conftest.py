@@ -13,8 +13,8 @@ import pytest
 import strop
 from strop.launch.contract import JobRef, Resources
 from strop.launch.launcher import Launcher
-from strop.launch.slurm import SlurmBackend
-from strop.spec.site import SlurmSite
+from strop.launch.slurm.backend import SlurmBackend
+from strop.launch.slurm.options import SlurmSite
 from tests.conftest import require_system_part
 from tests.launch.slurm.plans import LoginNode, a_role
 from tools.slurm_cluster import Cluster, ClusterOptions, is_installed, slurm_cluster

@@ -20,9 +20,10 @@ from strop.launch.contract import (
     RolePlan,
 )
 from strop.launch.launcher import Launcher
-from strop.launch.slurm import SlurmBackend
+from strop.launch.options import Site
+from strop.launch.slurm.backend import SlurmBackend
+from strop.launch.slurm.options import SlurmSite
 from strop.spec import load_spec
-from strop.spec.site import Site, SlurmSite
 
 ROLE = Path(__file__).with_name("role.py")
 LIMIT_S = 150.0

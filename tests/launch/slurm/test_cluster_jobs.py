@@ -13,7 +13,7 @@ from strop.hardware.findings import Severity
 from strop.launch.contract import JobEnvironment, JobState
 from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
-from strop.spec.site import SlurmSite
+from strop.launch.slurm.options import SlurmSite
 from tests.launch.slurm.conftest import log_in
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster

@@ -21,7 +21,7 @@ RATES = tuple((f"optimizer.lr={rate}",) for rate in ("1e-5", "2e-5", "3e-5", "4e
 def test_a_sweep_is_an_array_whose_members_live_apart(login: LoginNode, cluster: Cluster) -> None:
     """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
     role = a_role("--held", "--special", "3=75,0")
-    ref = login.submit(role, sweep=RATES, options={"array": "%2"})
+    ref = login.submit(role, sweep=RATES, options={"array": 2})
     login.wait_for(ref, JobState.RUNNING)
     login.wait_for(ref, JobState.RUNNING, member=1)
     states = [status.state for status in login.launcher.status([ref])]

@@ -50,6 +50,7 @@ from strop.launch.container.image import (
     plan_image,
     strop_folder,
 )
+from strop.launch.container.options import ContainerSite
 from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import (
     END_NAME,
@@ -70,7 +71,6 @@ from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, Schedul
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.local.supervisor_files import answer_members, forget_orders, order_end, read_identity
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
-from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0
 """How long process 1 may take to write its identity."""

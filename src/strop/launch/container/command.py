@@ -19,10 +19,10 @@ from typing import Any
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware import Gpu, GpuUser
 from strop.hardware.leases import find_living
+from strop.launch.container.options import ContainerSite
 from strop.launch.contract import JobPlan, JobRequest
 from strop.launch.job_dir import job_path_of
 from strop.spec.display import dotted, walk_values
-from strop.spec.site import ContainerSite
 from strop.spec.task_base import PROMPTING
 
 LABEL = "strop"
@@ -65,6 +65,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
 
     Raises: ConfigError for several nodes, and for a mount or a memory limit that is not understood.
     """
+    profile = profile.with_options(request.options)
     if plan.resources.num_nodes > 1 or plan.resources.num_cpu_nodes:
         raise ConfigError(
             f"job.nodes={plan.resources.num_nodes} and job.cpu_nodes={plan.resources.num_cpu_nodes} at"
@@ -78,18 +79,15 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
         replace(role, argv=(python, *role.argv[1:])) if role.argv[:1] == (request.python,) else role
         for role in plan.roles
     )
-    devices: Any = request.options.get("devices") or ()
-    if isinstance(devices, str):
-        devices = devices.split(",")
     mounts = list_mounts(plan, request, profile)
     plan = replace(plan, python=python, roles=roles)
     argv = build_argv(plan, profile, mounts)
     details = {
         **plan.details,
         "container": name_container(plan),
-        "image": str(request.options.get("container_image") or profile.image or ""),
+        "image": profile.image or "",
         "mounts": [[mount.source, mount.target, mount.is_read_only, mount.is_optional] for mount in mounts],
-        "devices": [text for word in devices if (text := str(word).strip())],
+        "devices": list(profile.devices),
         "paths": list(_find_paths(request, plan)),
     }
     return replace(plan, argv=argv, details=details)

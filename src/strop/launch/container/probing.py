@@ -15,8 +15,8 @@ from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.container.command import count_cpus, mounts_of, parse_memory_bytes
 from strop.launch.container.engine import Engine, locate_engine, prove_engine, quote_words
 from strop.launch.container.image import Variant, find_image, list_images, plan_image
+from strop.launch.container.options import ContainerSite
 from strop.launch.contract import JobPlan
-from strop.spec.site import ContainerSite
 
 _MIN_STORAGE_BYTES = 1 << 30
 _IMPORT_CHECK = "import strop.launch.local.supervisor"

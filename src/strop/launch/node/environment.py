@@ -21,7 +21,9 @@ from strop.hardware.ports import (
 )
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io import user_cache_dir
+from strop.launch.backends import BACKENDS
 from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.options import SiteOptions
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.user_code import MOVED_VARIABLE
 
@@ -30,10 +32,6 @@ TERM_GRACE_S = 25.0
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Never inherited: a job may be submitted from inside another job."""
-GRANTING = ("slurm", "sagemaker")
-"""Backends that give a job its GPUs: a role that requested none must not see any."""
-NAMING = ("slurm",)
-"""Those of them that name the GPUs in CUDA_VISIBLE_DEVICES. A SageMaker job has all of its instance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +78,9 @@ def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[s
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
     ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
     return GpuRequest(
-        wanted=ordered, inherited=environ.get(VISIBLE_DEVICES), is_granted=plan.backend in NAMING
+        wanted=ordered,
+        inherited=environ.get(VISIBLE_DEVICES),
+        is_granted=_kind_of(plan).device_grant == "named",
     )
 
 
@@ -150,11 +150,16 @@ def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[
         )
 
 
+def _kind_of(plan: JobPlan) -> type[SiteOptions]:
+    return BACKENDS.get(plan.backend, SiteOptions)
+
+
 def _device_variables(role: RolePlan, place: Workplace) -> dict[str, str]:
     found = place.allocation.roles
     mine = {part: found[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in found}
     if not mine:
-        is_fenced = place.plan.backend in GRANTING or place.allocation.uuids
+        # Where the job is given its GPUs, a role that requested none must not see any.
+        is_fenced = _kind_of(place.plan).device_grant != "none" or place.allocation.uuids
         return {VISIBLE_DEVICES: "", DEVICE_ORDER: PCI_BUS_ID} if is_fenced else {}
     # A learner's process must not see its engine's devices, unless both share one.
     own = mine.get("train") or next(iter(mine.values()))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError
+from strop.errors import CheckRefused, ConfigError, RemoteMissing, StoreError, StropError
 from strop.hardware.findings import Finding
 from strop.launch.contract import JobPlan, JobRef, JobRequest, SchedulerStatus
 from strop.launch.environment import ENVIRONMENT_NAME
@@ -23,6 +23,7 @@ from strop.launch.job_dir import CANCELLED_NAME, has_plan, has_ref, job_path_of,
 from strop.launch.sagemaker.client import AwsClients, JobObjects, SiteObjects, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LINK_KEY, MEMBER_TAG, PLAN_TAG, RUN_TAG, suffixed_name
 from strop.launch.sagemaker.probe import probe_site
 from strop.launch.sagemaker.rendezvous import make_key
@@ -30,7 +31,6 @@ from strop.launch.sagemaker.request import complete_plan, count_hosts, renew_pla
 from strop.launch.sagemaker.status import CloudWatchLogs, read_answer
 from strop.launch.secrets import SECRETS_NAME
 from strop.record.files import LogSource, RecordFiles, StoreRecord, find_checkpoints
-from strop.spec.site import SageMakerSite
 
 LOOK_BACK_S = 30 * 86_400.0
 """How far back jobs are looked for by their tags."""
@@ -62,6 +62,24 @@ class SageMakerBackend:
         if self._given_objects is None:
             self._given_objects = SiteObjects(self._profile)
         return self._given_objects
+
+    def prepare(
+        self, request: JobRequest, say: Callable[[str], None], *, is_dry_run: bool, is_awaited: bool
+    ) -> JobRequest | int:
+        """Build and push the job's image, or run the job here, where options ask for it.
+
+        Raises: as `prepare_image`; ConfigError for waiting for a job that runs here.
+        """
+        options = self._profile.with_options(request.options)
+        if options.local and is_awaited:
+            raise ConfigError(
+                "--local together with --wait", allowed="one of them", next_step="leave --wait out"
+            )
+        if not (options.build or options.push or options.local):
+            return request
+        from strop.launch.sagemaker.prepare import prepare_image
+
+        return prepare_image(request, options, self, say, is_dry_run=is_dry_run)
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the requests of all members. Raises: ConfigError with everything that would be refused."""

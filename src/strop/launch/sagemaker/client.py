@@ -23,7 +23,7 @@ from strop.errors import (
     StropError,
 )
 from strop.io.variables import set_variables
-from strop.spec.site import SageMakerSite
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.contract import StoredObject
 from strop.store.s3_client import RetryRules, retry
 

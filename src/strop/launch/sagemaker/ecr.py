@@ -16,7 +16,7 @@ from typing import Any
 from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError
 from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
-from strop.spec.site import SageMakerSite
+from strop.launch.sagemaker.options import SageMakerSite
 
 LOGIN_LIMIT_S = 60.0
 PUSH_LIMIT_S = 3600.0

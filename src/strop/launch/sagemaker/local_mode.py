@@ -1,6 +1,6 @@
 """Local mode: a training job on this machine, started and stopped as the platform would, without AWS.
 
-`run_here` is `strop sagemaker submit --local`; `Emulator` runs one start of a job, either in containers
+`run_here` is `strop submit --local` on such a site; `Emulator` runs one start of a job, either in containers
 (podman or docker; an image, or `--rootfs DIR:O` without one), where the entry is process 1, or as plain
 processes with a root of their own. `FakeSageMaker` can use it as the instances of a job. The buckets are
 folders in the job's home, `local/s3`; models and data that a run fetches itself come from where the run file
@@ -36,9 +36,9 @@ from strop.launch.sagemaker import places
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import JobObjects
 from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree, checkpoint_path
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
 from strop.launch.sagemaker.request import count_hosts
-from strop.spec.site import SageMakerSite
 from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
 MARK = "STROP_EMULATOR"

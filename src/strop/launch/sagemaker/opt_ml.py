@@ -201,7 +201,7 @@ def fetch_secret(arn: str) -> str:
     """Return the text of a secret, with the job's role. Raises: CheckRefused naming the ARN."""
     from strop.errors import StropError
     from strop.launch.sagemaker.client import AwsClients
-    from strop.spec.site import SageMakerSite
+    from strop.launch.sagemaker.options import SageMakerSite
 
     region = arn.split(":")[3] if arn.count(":") > 3 else None
     try:

@@ -17,9 +17,9 @@ from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.contract import JobPlan
 from strop.launch.sagemaker.client import AwsClients, JobObjects, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LOG_GROUP
 from strop.launch.sagemaker.settings import find_unstaged
-from strop.spec.site import SageMakerSite
 
 _SERVICE = "sagemaker.amazonaws.com"
 _POLICY_HINT = "`strop sagemaker policy` prints the rights that are needed"

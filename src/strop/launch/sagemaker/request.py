@@ -49,13 +49,13 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     """
     settings = read_settings(request)
     assets = list_assets(request.resolved.spec, request.evaluation)
-    if not request.options.get("is_local"):
+    if not settings.profile.local:
         refuse_local(assets)
     _refuse_impossible(plan, request, settings)
     plan = replace(plan, environment=_with_variables(plan, settings))
-    base = settings.option("job_name") or base_name(settings.option("name_prefix"), plan.submitted_at)
+    base = settings.profile.job_name or base_name(settings.profile.name_prefix, plan.submitted_at)
     require_name(base)
-    key = settings.option("run_key") or run_key(plan.name, plan.home)
+    key = settings.profile.run_key or run_key(plan.name, plan.home)
     jobs = [_build_job(plan, request, settings, member, base, key) for member in plan.members]
     notices = (*plan.notices, *_notices(plan, request, settings), *_check_all(jobs))
     config = _config_name(request)
@@ -66,10 +66,10 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
         "region": settings.profile.region,
         "image": settings.image,
         "store": settings.store,
-        "description": settings.option("description") or "",
+        "description": settings.profile.description or "",
         "config": config,
         "job_log": str(request.project_path / settings.profile.job_log),
-        "parent": settings.option("parent"),
+        "parent": settings.profile.parent,
         "secrets": dict(settings.secrets),
         "secret_roles": {name: list(roles) for name, roles in settings.secret_roles.items()},
         "assets": _asset_places(request, settings),
@@ -118,9 +118,9 @@ def build_request(
     """Return the request for one member. Pure; equal plans give equal requests."""
     profile = settings.profile
     # An image of our own is made from this environment: its interpreter has the same path there.
-    is_own = profile.base_image is None and not settings.option("image")
+    is_own = profile.base_image is None and not profile.image
     python = profile.python or (request.python if is_own else ENTRY_PYTHON)
-    entry = settings.option("entrypoint") or [python, "-m", places.ENTRY_MODULE]
+    entry = list(profile.entrypoint or (python, "-m", places.ENTRY_MODULE))
     output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
     if profile.kms_key:
         output["KmsKeyId"] = profile.kms_key
@@ -151,7 +151,7 @@ def build_request(
         "Environment": dict(plan.environment.variables),
         "Tags": _tags(plan, settings, member, run_key),
     }
-    subnets, groups = settings.option("subnets"), settings.option("security_groups")
+    subnets, groups = profile.subnets, profile.security_groups
     if subnets or groups:
         built["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": list(groups)}
     if profile.internal_retries:
@@ -197,14 +197,14 @@ def _asset_places(request: JobRequest, settings: SageMakerSettings) -> dict[str,
     """Return the channels of a job without network, by name, with their places in the store."""
     if not settings.has_isolation:
         return {}
-    named = settings.option("assets")
+    named = settings.profile.assets
     uri = request.resolved.spec.model.uri
     found = list(named) if named else [f"models/{uri}"] if HUB_PATTERN.fullmatch(uri) else []
     return {places.ASSET_CHANNEL.format(index=index): place for index, place in enumerate(found)}
 
 
 def _resources(settings: SageMakerSettings) -> dict[str, Any]:
-    resources: dict[str, Any] = {"VolumeSizeInGB": settings.option("volume_gb")}
+    resources: dict[str, Any] = {"VolumeSizeInGB": settings.profile.volume_gb}
     if settings.num_cpu_nodes:
         resources["InstanceGroups"] = [
             {
@@ -213,16 +213,16 @@ def _resources(settings: SageMakerSettings) -> dict[str, Any]:
                 "InstanceCount": count,
             }
             for group, instance_type, count in (
-                ("main", settings.instance_type, settings.instance_count),
+                ("main", settings.profile.instance_type, settings.instance_count),
                 ("cpu", settings.profile.cpu_instance_type, settings.num_cpu_nodes),
             )
         ]
     else:
-        resources["InstanceType"] = settings.instance_type
+        resources["InstanceType"] = settings.profile.instance_type
         resources["InstanceCount"] = settings.instance_count
     if settings.profile.kms_key:
         resources["VolumeKmsKeyId"] = settings.profile.kms_key
-    keep_alive_s = settings.option("keep_alive_s")
+    keep_alive_s = settings.profile.keep_alive_s
     if keep_alive_s:
         resources["KeepAlivePeriodInSeconds"] = keep_alive_s
     return resources
@@ -262,9 +262,9 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
             next_step="name their ARNs in secret_arns of the site profile, and take them out of `secrets`"
             " and `.env`",
         )
-    if settings.is_spot and settings.option("keep_alive_s"):
+    if settings.is_spot and settings.profile.keep_alive_s:
         raise ConfigError(
-            f"keep_alive_s={settings.option('keep_alive_s')} together with spot instances",
+            f"keep_alive_s={settings.profile.keep_alive_s} together with spot instances",
             allowed="a warm pool, or spot instances",
             next_step="leave out one of them",
         )
@@ -302,7 +302,7 @@ def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings)
 def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> list[str]:
     spec = request.resolved.spec
     public: Mapping[str, str] = {
-        "name_prefix": settings.option("name_prefix"),
+        "name_prefix": settings.profile.name_prefix,
         "prefix": settings.profile.prefix,
         "image": settings.image,
         **{f"tags.{key}": value for key, value in settings.profile.tags.items()},
@@ -331,9 +331,8 @@ def _check_all(jobs: list[dict[str, Any]]) -> list[str]:
 
 def _config_name(request: JobRequest) -> str:
     """Return the run file as the user named it, else the first file that a setting came from."""
-    given = request.options.get("config")
-    if given:
-        return str(given)
+    if request.run_file:
+        return request.run_file
     origins = (origin.rpartition(":")[0] for origin in request.resolved.origins.values() if ":" in origin)
     return next((origin for origin in origins if origin), "")
 

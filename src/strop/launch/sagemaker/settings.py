@@ -1,12 +1,7 @@
-"""What one job asks of SageMaker: site profile and options, GPUs of each role, models and data it names.
-
-A job gets whole instances, so lists of GPU indices (as other launchers take them) say only how many GPUs each
-role has, and that no two roles share one: they become numbers, and the agent on the node hands GPUs out.
-"""
+"""What one job asks of SageMaker: site profile and options together, and the models and data it names."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +12,16 @@ from strop.hardware.findings import Finding, Severity
 from strop.launch.contract import JobRequest
 from strop.launch.dotenv import is_variable_name
 from strop.launch.sagemaker.client import JobObjects
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.spec import RunSpec
-from strop.spec.display import dotted, show_value, walk_values
+from strop.spec.display import dotted, walk_values
 from strop.spec.eval_file import EvalFile
-from strop.spec.job import MAX_SPLIT_GPUS, parse_duration_s
-from strop.spec.site import SageMakerSite
+from strop.spec.job import parse_duration_s
 from strop.spec.task import role_judges
 from strop.store.models import HUB_PATTERN
 from strop.store.uris import parse_s3
 
-OPTIONS = frozenset(
-    {
-        *("image", "image_tag", "instance_type", "instance_count", "job_name", "name_prefix", "description"),
-        *("spot", "max_wait", "max_runtime", "volume_gb", "keep_alive_s", "network_isolation", "subnets"),
-        *("security_groups", "entrypoint", "config", "run_key", "parent", "assets", "container_image"),
-        "is_local",
-    }
-)
-"""Keys of `JobRequest.options` for this backend: the names of its flags."""
 _WAIT_FACTOR = 2
-_LIST = re.compile(r"\d{1,2}(-\d{1,2})?(,\d{1,2}(-\d{1,2})?)*")
-_TRAIN, _EVAL = "--train-gpus", "--eval-gpus"
 _MODEL_KEYS = ("uri",)
 _FROZEN_KEYS = (("reference", "model"), ("teacher", "model"))
 _DATA_KEYS = ("source", "dataset", "order_file", "data", "calibration")
@@ -49,8 +33,7 @@ class SageMakerSettings:
     """Everything that decides a request besides the job's plan."""
 
     profile: SageMakerSite
-    options: Mapping[str, Any]
-    instance_type: str
+    """With the job's options over it."""
     instance_count: int
     num_cpu_nodes: int
     max_runtime_s: int
@@ -80,27 +63,20 @@ class SageMakerSettings:
     @property
     def image(self) -> str:
         """The image as the request names it before its digest is known."""
-        given = self.option("image") or self.option("container_image")
-        if given:
-            return str(given)
+        if self.profile.image:
+            return self.profile.image
         if self.profile.repository is None:
             raise _lacks("image or repository", "the image that the job runs in")
-        return f"{self.profile.repository}:{self.option('image_tag') or f'v{__version__}'}"
-
-    def option(self, name: str) -> Any:
-        """Return the value of a flag, else of the profile."""
-        value = self.options.get(name)
-        return getattr(self.profile, name, None) if value is None else value
+        return f"{self.profile.repository}:{self.profile.image_tag or f'v{__version__}'}"
 
 
 def read_settings(request: JobRequest) -> SageMakerSettings:
-    """Merge the options of a submission with the site profile. Pure.
+    """Lay the options of a submission over the site profile. Pure.
 
     Raises: ConfigError for an unknown option, and for what the profile lacks.
     """
-    profile, options = request.site.profile, request.options
+    profile, options = request.site.profile.with_options(request.options), request.options
     assert isinstance(profile, SageMakerSite)  # The launcher chooses the backend by this very class.
-    _check_options(options)
     for name, why in (
         ("region", "where the job runs"),
         ("role", "the role that the job acts with"),
@@ -110,15 +86,11 @@ def read_settings(request: JobRequest) -> SageMakerSettings:
             raise _lacks(name, why)
     parse_s3(f"s3://{profile.bucket}/{profile.prefix}")
 
-    def option(name: str) -> Any:
-        return getattr(profile, name, None) if options.get(name) is None else options[name]
-
     limit_s = request.resources.time_limit_s
-    runtime_s = _seconds(option("max_runtime"), "max_runtime")
+    runtime_s = _seconds(profile.max_runtime, "max_runtime")
     if limit_s is not None and options.get("max_runtime") is None:
         runtime_s = int(limit_s)
-    max_wait = option("max_wait")
-    wait_s = _seconds(max_wait, "max_wait") if max_wait else runtime_s * _WAIT_FACTOR
+    wait_s = _seconds(profile.max_wait, "max_wait") if profile.max_wait else runtime_s * _WAIT_FACTOR
     num_nodes = request.resources.num_nodes
     count = options.get("instance_count")
     if count is None:
@@ -126,13 +98,11 @@ def read_settings(request: JobRequest) -> SageMakerSettings:
     secrets, roles = _split_roles(profile.secret_arns)
     return SageMakerSettings(
         profile=profile,
-        options=options,
-        instance_type=str(option("instance_type")),
         instance_count=int(count),
         num_cpu_nodes=request.resources.num_cpu_nodes,
         max_runtime_s=runtime_s,
-        max_wait_s=wait_s if option("spot") else None,
-        has_isolation=bool(option("network_isolation")),
+        max_wait_s=wait_s if profile.spot else None,
+        has_isolation=profile.network_isolation,
         secrets=secrets,
         secret_roles=roles,
     )
@@ -165,77 +135,11 @@ def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tup
     return secrets, roles
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(unknown)} is no option of SageMaker",
-            allowed=", ".join(sorted(OPTIONS)),
-            next_step="leave it out, or send the job to another site",
-        )
-
-
 def _lacks(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"the site profile has no {name}: {why}",
         allowed="a profile with region, role, bucket, and repository or image",
         next_step=f"set {name.split(' ', maxsplit=1)[0]} in strop-sites.toml",
-    )
-
-
-def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: bool) -> dict[str, int]:
-    """Return the settings `gpus` or `train_gpus`, and `eval_gpus`, that two flags ask for.
-
-    A list has a comma or a hyphen; beside a list, a single number is an index too. `has_split`: generation
-    has GPUs of its own, so that a list for training is the learner's; else it is the whole training's.
-    Raises: ConfigError for what is neither a number nor a list, an index that is named twice, by one role or
-        by both, or that no instance has.
-    """
-    given = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
-    for flag, text in given.items():
-        if _LIST.fullmatch(text) is None:
-            raise _wrong(f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices")
-    if not any(mark in text for text in given.values() for mark in ",-"):
-        numbers = {flag: int(text) for flag, text in given.items()}
-        return _name(numbers, "train_gpus")
-    lists = {flag: _read_list(flag, text) for flag, text in given.items()}
-    shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
-    if shared:
-        raise _wrong(
-            f"{_TRAIN} {train} and {_EVAL} {evaluation}",
-            f"both name GPU {', '.join(map(str, shared))}, and two roles cannot share one",
-        )
-    counts = {flag: len(indices) for flag, indices in lists.items()}
-    return _name(counts, "train_gpus" if has_split else "gpus")
-
-
-def _name(numbers: dict[str, int], train_name: str) -> dict[str, int]:
-    names = {_TRAIN: train_name, _EVAL: "eval_gpus"}
-    return {names[flag]: number for flag, number in numbers.items()}
-
-
-def _read_list(flag: str, text: str) -> list[int]:
-    indices: list[int] = []
-    for part in text.split(","):
-        first, hyphen, last = part.partition("-")
-        found = range(int(first), int(last if hyphen else first) + 1)
-        if not found:
-            raise _wrong(f"{flag} {text}", f"{part} runs backwards")
-        indices += found
-    twice = sorted({index for index in indices if indices.count(index) > 1})
-    if twice:
-        raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
-    if max(indices) >= MAX_SPLIT_GPUS:
-        raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {MAX_SPLIT_GPUS - 1}")
-    return indices
-
-
-def _wrong(given: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{given}: {why}",
-        allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
-        f" {_EVAL} 6,7)",
-        next_step="correct it",
     )
 
 

@@ -19,18 +19,18 @@ from strop.errors import CheckRefused, StoreError
 from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.job_dir import has_ref, job_path_of, read_ref
+from strop.launch.slurm.options import SlurmSite
 from strop.launch.slurm.queries import ClientReply, answer_for, ask_client, clean_environment, list_jobs
 from strop.launch.slurm.script import (
     SCRIPT_NAME,
-    fit_plan,
     is_array,
     plan_hash_in,
     read_options,
+    require_fit,
     write_script,
 )
 from strop.launch.slurm.states import SeenJob, read_state
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
-from strop.spec.site import SlurmSite
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)
 _ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
@@ -76,9 +76,9 @@ class SlurmBackend:
 
         Raises: ConfigError for a setting that is none, or that Slurm could not be given.
         """
-        options = read_options(request, self.profile)
-        plan = fit_plan(plan, options)
-        script = write_script(plan, options, self.profile)
+        options = read_options(self.profile, request.options)
+        require_fit(plan)
+        script = write_script(plan, options)
         array = is_array(plan)
         notices = list(plan.notices)
         if plan.resources.time_limit_s is None:

@@ -1,4 +1,4 @@
-"""The batch script of a plan, and the settings it is made from: flags over the site profile. Pure.
+"""The batch script of a plan. Pure.
 
 The script is short, and the agents do the work: it starts one on each node, waits, combines their exit codes
 into one verdict, writes it, and requeues the job where that helps. The header holds the options. The job's
@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import replace
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from pydantic import Field, ValidationError
-
 from strop.errors import ConfigError
 from strop.launch.build_request import TAG_PREFIX, tag_of
-from strop.launch.contract import JobPlan, JobRequest, Resources
-from strop.spec.base import Section
+from strop.launch.contract import JobPlan
+from strop.launch.slurm.options import SlurmSite
 from strop.spec.job import format_duration
-from strop.spec.site import SlurmSite
 
 # Options that the launcher decides itself, and strop's own option to use instead, if there is one.
 _OWNED_ARGS = {
@@ -56,61 +52,46 @@ _OWNED_ARGS = {
 }
 SCRIPT_NAME = "job.sh"
 _MAX_NAME = 200
-_ARRAY = re.compile(r"(?P<tasks>\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*)?(%(?P<limit>[1-9]\d*))?")
+_WRITTEN = (
+    *("partition", "cpu_partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude"),
+    *("gpu_type", "dependency", "comment", "container_image", "sbatch_args"),
+)
+"""Options that stand in the script's header."""
 
 
-class SlurmOptions(Section):
-    """Settings of one job, named as the flags. None = the profile's value, or Slurm's own default."""
-
-    partition: str | None = Field(default=None, min_length=1)
-    cpu_partition: str | None = Field(default=None, min_length=1)
-    account: str | None = Field(default=None, min_length=1)
-    qos: str | None = Field(default=None, min_length=1)
-    constraint: str | None = Field(default=None, min_length=1)
-    reservation: str | None = Field(default=None, min_length=1)
-    nodelist: str | None = Field(default=None, min_length=1)
-    exclude: str | None = Field(default=None, min_length=1)
-    gpu_type: str | None = Field(default=None, min_length=1)
-    dependency: str | None = Field(default=None, min_length=1)
-    array: str | int | None = None
-    """Tasks and limit as Slurm writes them, `0-3%2`; or the limit alone, `%2` or 2."""
-    comment: str | None = Field(default=None, min_length=1)
-    requeue: bool = True
-    container_image: str | None = Field(default=None, min_length=1)
-    sbatch_args: tuple[str, ...] = Field(default=(), strict=False)
-
-
-def read_options(request: JobRequest, profile: SlurmSite) -> SlurmOptions:
-    """Return a job's settings: flags over the profile.
+def read_options(profile: SlurmSite, options: Mapping[str, Any]) -> SlurmSite:
+    """Return what holds for a job: its options over the profile.
 
     Raises: ConfigError for an unknown name, or a value that Slurm cannot take.
     """
-    given = {name: value for name, value in request.options.items() if value is not None}
-    known = sorted(SlurmOptions.model_fields)
-    unknown = sorted(given.keys() - set(known))
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        next_step = f"did you mean {near[0]}?" if near else "leave it out"
-        raise _refusal(f"unknown SLURM setting {unknown[0]}", ", ".join(known), next_step)
-    try:
-        options = SlurmOptions.model_validate({**_from_profile(profile, request.resources), **given})
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        message = f"{name}={first['input']!r}: {first['msg']}"
-        raise _refusal(message, "a value of that kind", f"change {name}") from error
-    for name, value in options:
+    merged = profile.with_options(options)
+    for name in _WRITTEN:
+        value = getattr(merged, name)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
                 _require_one_line(f"{name}={text!r}", text)
-    _check_forms(options)
-    return options
+    if merged.gpu_type and re.search(r"[:,\s]", merged.gpu_type):
+        raise _refusal(
+            f"gpu_type={merged.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
+        )
+    for argument in merged.sbatch_args:
+        name = argument.split("=", 1)[0]
+        if not re.match(r"--?[A-Za-z]", argument):
+            raise _refusal(
+                f"sbatch_args has {argument!r}", "options such as --mail-type=END", "write NAME=VALUE as one"
+            )
+        if name in _OWNED_ARGS:
+            instead = _OWNED_ARGS[name]
+            raise _refusal(
+                f"sbatch_args has {argument!r}, which the launcher itself decides",
+                "options that strop has no setting for",
+                f"use {instead}" if instead else "leave it out",
+            )
+    return merged
 
 
-def fit_plan(plan: JobPlan, options: SlurmOptions) -> JobPlan:
-    """Return the plan with the settings' requeues. Raises: ConfigError for what Slurm cannot take."""
-    if not options.requeue:
-        plan = replace(plan, max_requeue=0)
+def require_fit(plan: JobPlan) -> None:
+    """Refuse a plan that Slurm cannot take. Raises: ConfigError."""
     _require_one_line(f"job name {plan.name!r}", plan.name)
     if not plan.name.strip() or len(plan.name) > _MAX_NAME:
         raise _refusal(
@@ -125,7 +106,6 @@ def fit_plan(plan: JobPlan, options: SlurmOptions) -> JobPlan:
             "a sweep of jobs without a CPU part, or one job with it: Slurm has no arrays of such jobs",
             "submit the combinations one by one",
         )
-    return plan
 
 
 def is_array(plan: JobPlan) -> bool:
@@ -133,30 +113,17 @@ def is_array(plan: JobPlan) -> bool:
     return [member.path for member in plan.members] != [plan.home]
 
 
-def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
-    """Return the value of `--array`, None for a single run. Raises: ConfigError for an unknown task."""
+def read_array(plan: JobPlan, options: SlurmSite) -> str | None:
+    """Return the value of `--array`, None for a single run. Raises: ConfigError without a sweep."""
     members = [member.index for member in plan.members]
-    if not is_array(plan):
-        if options.array is None:
-            return None
-        raise _refusal(
-            f"array={options.array!r} without a sweep", "a sweep of two or more runs", "leave it out"
-        )
-    wanted = f"%{options.array}" if isinstance(options.array, int) else options.array or ""
-    found = _ARRAY.fullmatch(wanted)
-    if found is None:
-        raise _bad_array(wanted, members)
-    limit = f"%{found['limit']}" if found["limit"] else ""
-    if not found["tasks"]:
+    limit = f"%{options.array}" if options.array else ""
+    if is_array(plan):
         return _list_numbers(members) + limit
-    tasks = {
-        number
-        for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", found["tasks"])
-        for number in range(int(first), int(last or first) + 1, int(step or 1) or 1)
-    }
-    if not tasks <= set(members):
-        raise _bad_array(wanted, members)
-    return found["tasks"] + limit
+    if limit:
+        raise _refusal(
+            f"--array {options.array} without a sweep", "a sweep of two or more runs", "leave it out"
+        )
+    return None
 
 
 def plan_hash_in(comment: str) -> str | None:
@@ -165,52 +132,10 @@ def plan_hash_in(comment: str) -> str | None:
     return word.removeprefix(TAG_PREFIX) if word.startswith(TAG_PREFIX) and word != TAG_PREFIX else None
 
 
-def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
-    values = {
-        "partition": profile.partition,
-        "cpu_partition": profile.cpu_partition,
-        "account": profile.account,
-        "qos": profile.qos,
-        "constraint": profile.constraint,
-        "reservation": profile.reservation,
-        "nodelist": profile.nodelist,
-        "exclude": profile.exclude,
-        "gpu_type": resources.gpu_type or profile.gpu_type,
-        "container_image": profile.container_image,
-        "sbatch_args": profile.sbatch_args,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _check_forms(options: SlurmOptions) -> None:
-    if options.gpu_type and re.search(r"[:,\s]", options.gpu_type):
-        raise _refusal(
-            f"gpu_type={options.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
-        )
-    for argument in options.sbatch_args:
-        name = argument.split("=", 1)[0]
-        if not re.match(r"--?[A-Za-z]", argument):
-            raise _refusal(
-                f"sbatch_args has {argument!r}", "options such as --mail-type=END", "write NAME=VALUE as one"
-            )
-        if name in _OWNED_ARGS:
-            instead = _OWNED_ARGS[name]
-            raise _refusal(
-                f"sbatch_args has {argument!r}, which the launcher itself decides",
-                "options that strop has no setting for",
-                f"use {instead}" if instead else "leave it out",
-            )
-
-
 def _list_numbers(members: list[int]) -> str:
     if members == list(range(members[0], members[0] + len(members))) and len(members) > 1:
         return f"{members[0]}-{members[-1]}"
     return ",".join(map(str, members))
-
-
-def _bad_array(given: str, members: list[int]) -> ConfigError:
-    allowed = f"tasks among {_list_numbers(members)} and a limit, such as {_list_numbers(members)}%2, or %2"
-    return _refusal(f"array={given!r}", allowed, "leave the tasks out to run them all")
 
 
 def _require_one_line(given: str, value: str) -> None:
@@ -229,7 +154,7 @@ def _read_templates() -> dict[str, str]:
     return {name: (package / name).read_text(encoding="utf-8") for name in ("job.sh.j2", "image.sh.j2")}
 
 
-def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> str:
+def write_script(plan: JobPlan, options: SlurmSite) -> str:
     """Return the batch script of a plan.
 
     Raises: ConfigError if the array asked for is not among the plan's members.
@@ -250,11 +175,11 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
     node_lists = ["SLURM_JOB_NODELIST"]
     if resources.num_cpu_nodes:
         node_lists = ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1"]
-    mounts = [*profile.container_mounts, *([profile.hf_home] if profile.hf_home else [])]
+    mounts = [*options.container_mounts, *([options.hf_home] if options.hf_home else [])]
     return templates.get_template("job.sh.j2").render(
-        parts=write_header(plan, options, profile),
+        parts=write_header(plan, options),
         node_lists=node_lists,
-        setup=profile.setup,
+        setup=options.setup,
         home=plan.home,
         is_array=is_array(plan),
         python=plan.python,
@@ -271,29 +196,29 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
     )
 
 
-def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[list[str]]:
+def write_header(plan: JobPlan, options: SlurmSite) -> list[list[str]]:
     """Return the options of each part of a job, quoted: one part, or a GPU part and a CPU part."""
     resources = plan.resources
     main = [
         _option("--job-name", plan.name),
-        *_shared(plan, options, profile),
+        *_shared(plan, options),
         *_optional(
             ("--partition", options.partition),
             ("--constraint", options.constraint),
             ("--nodelist", options.nodelist),
             ("--exclude", options.exclude),
-            ("--mem", resources.memory or profile.memory),
+            ("--mem", resources.memory or options.memory),
             ("--array", read_array(plan, options)),
         ),
         f"--nodes={resources.num_nodes} --ntasks-per-node=1",
-        *_devices_and_cores(plan, options, profile),
+        *_devices_and_cores(plan, options),
         *(f"{shlex.quote(argument)}" for argument in options.sbatch_args),
     ]
     if not resources.num_cpu_nodes:
         return [main]
     cores = f"--cpus-per-task={resources.cpus}" if resources.cpus else "--exclusive"
     beside = [
-        *_shared(plan, options, profile),
+        *_shared(plan, options),
         *_optional(
             ("--partition", options.cpu_partition or options.partition), ("--exclude", options.exclude)
         ),
@@ -303,7 +228,7 @@ def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> li
     return [main, beside]
 
 
-def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[str]:
+def _shared(plan: JobPlan, options: SlurmSite) -> list[str]:
     """Return the options that each part of a heterogeneous job must repeat."""
     limit_s = plan.resources.time_limit_s
     comment = " ".join(filter(None, [tag_of(plan.plan_hash), options.comment]))
@@ -320,21 +245,22 @@ def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[st
         *(["--kill-on-invalid-dep=yes"] if options.dependency else []),
         "--requeue" if plan.max_requeue else "--no-requeue",
         "--open-mode=append",
-        f"--signal={profile.signal}@{math.ceil(plan.grace_s)}",
+        f"--signal={options.signal}@{math.ceil(plan.grace_s)}",
     ]
 
 
-def _devices_and_cores(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[str]:
+def _devices_and_cores(plan: JobPlan, options: SlurmSite) -> list[str]:
     resources = plan.resources
     lines = []
     if resources.gpus_per_node:
-        device = f"gpu:{options.gpu_type}" if options.gpu_type else "gpu"
+        gpu_type = resources.gpu_type or options.gpu_type
+        device = f"gpu:{gpu_type}" if gpu_type else "gpu"
         lines.append(_option("--gres", f"{device}:{resources.gpus_per_node}"))
     if resources.is_whole_node:
         # Only for whole nodes: it shows every GPU of the node, whatever was requested.
         return [*lines, "--exclusive"]
     if resources.gpus_per_node and resources.cpus is None:
-        return [*lines, f"--cpus-per-gpu={resources.cpus_per_gpu or profile.cpus_per_gpu}"]
+        return [*lines, f"--cpus-per-gpu={resources.cpus_per_gpu or options.cpus_per_gpu}"]
     if resources.cpus and not resources.num_cpu_nodes:
         lines.append(f"--cpus-per-task={resources.cpus}")
     return lines

@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.spec.site import (
-    BACKENDS,
-    ContainerSite,
-    LocalSite,
-    SageMakerSite,
-    SlurmSite,
-    find_site,
-    list_sites,
-    site_files,
-)
+from strop.launch.backends import BACKENDS
+from strop.launch.container.options import ContainerSite
+from strop.launch.local.options import LocalSite
+from strop.launch.sagemaker.options import SageMakerSite
+from strop.launch.sites import explain_site, find_site, list_sites, site_files
+from strop.launch.slurm.options import SlurmSite
 
 
 class Places:
@@ -146,3 +142,14 @@ def test_a_pasted_credential_is_refused_and_not_repeated(places: Places, line: s
     assert "looks like a model hub token" in told
     assert "`secrets`" in told
     assert TOKEN not in told
+
+
+def test_settings_of_sites_are_explained_by_kind() -> None:
+    found = explain_site(("sites", "slurm", "partition"))
+    assert (found.type, found.default) == ("text or none", '"none"')
+    assert found.description == "Partition of the main part. Of one job: `strop submit --partition`."
+    assert explain_site(("sites", "slurm", "secrets")).type == "list of texts"
+    assert "sites.container.image" in explain_site(("sites", "container")).keys
+    assert {"sites.local.python", "sites.sagemaker.role"} <= set(explain_site(("sites",)).keys)
+    with pytest.raises(ConfigError, match=r"did you mean sites\.slurm\.partition"):
+        explain_site(("sites", "slurm", "partitoin"))

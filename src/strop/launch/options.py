@@ -1,0 +1,182 @@
+"""What a site is, and what one job may ask of it: the base of every backend's options.
+
+A backend has one model, in `launch/<backend>/options.py`, and everything about its options is made from it:
+the keys of a site profile (`sites`), what `strop explain sites` says, and, of each field with a `CliFlag`,
+an option of `strop submit`. Its methods and class variables are what the launcher asks of a backend that it
+has not opened. Models import pydantic alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import Field, ValidationError
+
+from strop.errors import ConfigError
+from strop.spec.base import Section
+from strop.spec.display import show_value
+from strop.spec.reader import Flag
+
+if TYPE_CHECKING:
+    from strop.launch.contract import Backend
+
+IMAGE_FLAGS = ("--image", "--container-image")
+"""One option, for all backends whose jobs run in an image."""
+KIND_HELP = "What kind of site it is."
+DeviceGrant = Literal["none", "instance", "named"]
+_GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus", "job.eval_gpus")
+
+
+def split_at_commas(value: Any) -> Any:
+    """Return the words of a text such as `0,1` as a tuple; anything else as it is."""
+    return tuple(word for part in value.split(",") if (word := part.strip())) if type(value) is str else value
+
+
+@dataclass(frozen=True, slots=True)
+class CliFlag:
+    """Marks a field that an option of `strop submit` sets for one job.
+
+    A field with `exclude=True` belongs to one job alone: no profile has it, and no record of a profile.
+    """
+
+    names: tuple[str, ...] = ()
+    """Empty: the field's name. Backends whose fields share a name share the option."""
+    metavar: str | None = None
+    is_switch: bool = False
+    """Whether a bool can only be switched on: `--build`, without `--no-build`."""
+
+
+class SiteOptions(Section):
+    """The options that every kind of site has."""
+
+    run_root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for runs on the site, absolute. none = output.root of the run file.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that has strop, as the site sees it. none = the one that"
+        " submits; in an image, the image's own.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every job.")
+    secrets: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Names of environment variables whose values are read when a job is submitted, kept in a"
+        " file that nobody else can read, and removed when it ends.",
+    )
+    hf_home: str | None = Field(default=None, min_length=1, description="Model cache, as HF_HOME.")
+    store: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Root of the store that runs are mirrored to and models come from.",
+    )
+    offline: bool = Field(default=False, description="Whether jobs may not ask a model hub.")
+    gpus_per_node: int = Field(default=8, ge=0, le=64, description="GPUs that one node has.")
+    usd_per_gpu_hour: float | None = Field(
+        default=None, ge=0.0, description="Price, for the plan's estimate."
+    )
+
+    has_shared_disk: ClassVar[bool] = True
+    """Whether the nodes of a job see one disk, and files of the submitting machine may be on it."""
+    device_grant: ClassVar[DeviceGrant] = "none"
+    """Which GPUs a job may use. `none`: free ones of the machine; `instance`: all of its instance; `named`:
+    those that the scheduler names in CUDA_VISIBLE_DEVICES."""
+
+    @classmethod
+    def kind(cls) -> str:
+        """Return the backend's name: the one value of the field `backend`."""
+        return str(get_args(cls.model_fields["backend"].annotation)[0])
+
+    @classmethod
+    def flags(cls) -> dict[str, CliFlag]:
+        """Return the flags by field, with their names filled in."""
+        return {
+            name: CliFlag(mark.names or (f"--{name.replace('_', '-')}",), mark.metavar, mark.is_switch)
+            for name, info in cls.model_fields.items()
+            for mark in info.metadata
+            if isinstance(mark, CliFlag)
+        }
+
+    @classmethod
+    def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
+        """Split a submission's flags into settings of the run file and options of this backend, by field.
+
+        A flag that is both is the backend's.
+
+        Raises: ConfigError for a flag of another backend, and for a list of GPUs where only their number can
+            be chosen.
+        """
+        fields = {name: field for field, mark in cls.flags().items() for name in mark.names}
+        options = {fields[flag.name]: flag.value for flag in flags if flag.name in fields}
+        settings = tuple(flag for flag in flags if flag.name not in fields)
+        foreign = [flag.name for flag in settings if not flag.key]
+        if foreign:
+            raise ConfigError(
+                f"{', '.join(foreign)} given for a site of backend {cls.kind()}, which has no such option",
+                allowed=", ".join(sorted(fields)) or f"no option of its own: {cls.kind()} has none",
+                next_step=f"leave {foreign[0]} out, or name another site with --on",
+            )
+        for flag in settings:
+            if flag.key in _GPU_KEYS and not isinstance(flag.value, int):
+                raise ConfigError(
+                    f"{flag.name} {show_value(flag.value)} is no number of GPUs",
+                    allowed="a whole number, such as 2",
+                    next_step="say how many GPUs are needed; which ones is decided where the job runs",
+                )
+        return settings, options
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return what holds for one job: this profile, and over it the job's options by field.
+
+        Raises: ConfigError for an option that this backend does not have, or a value that it cannot take.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        unknown = sorted(given.keys() - type(self).model_fields.keys())
+        if unknown:
+            raise unknown_key(f"{unknown[0]} is no option of backend {self.kind()}", unknown[0], self.flags())
+        try:
+            return type(self).model_validate(self.model_dump() | given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            shown = self.flags()[name].names[0] if name in self.flags() else name
+            raise ConfigError(
+                f"{shown}={show_value(given.get(name))} is not allowed: {first['msg']}",
+                allowed=type(self).model_fields[name].description or "a value of another kind",
+                next_step=f"correct {shown}",
+            ) from error
+
+    def resource_defaults(self) -> Mapping[str, Any]:
+        """Return `time_limit`, `cpus_per_gpu`, `memory` of jobs that name none, and `gpu_type`."""
+        return {}
+
+    def files_written(self, project_path: Path) -> list[Path]:
+        """Return files that a submission writes into the project; as code they would change every plan."""
+        return []
+
+    def open(self, site: str) -> Backend:
+        """Return the backend of the site that is called `site`. No scheduler is asked yet."""
+        raise NotImplementedError
+
+
+def unknown_key(given: str, name: str, names: Collection[str]) -> ConfigError:
+    """Return the error about a name that a model does not have. `names`: those that may stand there."""
+    near = difflib.get_close_matches(name, names, n=1)
+    next_step = f"did you mean {near[0]}?" if near else "remove it"
+    return ConfigError(given, allowed=", ".join(names), next_step=next_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """A profile under its name."""
+
+    name: str
+    """As a file or a command names it."""
+    profile: SiteOptions

@@ -1,0 +1,281 @@
+"""The options of SageMaker, and lists of GPUs as numbers.
+
+A job gets whole instances, so lists of GPU indices (as other launchers take them) say only how many GPUs each
+role has, and that no two roles share one: they become numbers, and the agent on the node hands GPUs out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from strop.errors import ConfigError
+from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, DeviceGrant, SiteOptions, split_at_commas
+from strop.spec.display import show_value
+from strop.spec.job import DURATION_HELP, DURATION_PATTERN, MAX_SPLIT_GPUS
+from strop.spec.reader import Flag
+
+if TYPE_CHECKING:
+    from strop.launch.contract import Backend
+
+_LIST = re.compile(r"\d{1,2}(-\d{1,2})?(,\d{1,2}(-\d{1,2})?)*")
+_TRAIN, _EVAL = "--train-gpus", "--eval-gpus"
+_EXCLUSIVE = (("job_name", "name_prefix"), ("local", "push"), ("image", "image_tag"), ("image", "build"))
+"""Options that contradict each other."""
+
+
+def _split_words(value: Any) -> Any:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+class SageMakerSite(SiteOptions):
+    """SageMaker training jobs of one AWS account."""
+
+    has_shared_disk: ClassVar[bool] = False
+    device_grant: ClassVar[DeviceGrant] = "instance"
+
+    backend: Literal["sagemaker"] = Field(default="sagemaker", description=KIND_HELP)
+    region: str | None = Field(default=None, min_length=1, description="AWS region.")
+    aws_profile: str | None = Field(
+        default=None, min_length=1, description="Named profile of AWS credentials."
+    )
+    role: str | None = Field(
+        default=None, min_length=20, max_length=2048, description="Execution role, its ARN."
+    )
+    bucket: str | None = Field(default=None, min_length=3, max_length=63, description="S3 bucket.")
+    prefix: str = Field(
+        default="strop", pattern=r"^[^/\s]+(/[^/\s]+)*$", description="Prefix of every key in the bucket."
+    )
+    repository: str | None = Field(default=None, min_length=2, max_length=256, description="ECR repository.")
+    image: Annotated[str | None, CliFlag(IMAGE_FLAGS)] = Field(
+        default=None,
+        min_length=1,
+        max_length=255,
+        description="Image instead of our own. With --local, 'none' = plain processes.",
+    )
+    base_image: str | None = Field(default=None, min_length=1, description="What our image is built from.")
+    base_image_aws_profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Named profile of AWS credentials for the registry of base_image, where it is another"
+        " account's. none = the same credentials as for everything else.",
+    )
+    instance_type: Annotated[str, CliFlag()] = Field(default="ml.p4de.24xlarge", description="Instance type.")
+    instance_count: Annotated[int, CliFlag()] = Field(
+        default=1, ge=1, le=256, description="Number of instances."
+    )
+    cpu_instance_type: str = Field(
+        default="ml.m5.4xlarge", description="Instance type of the nodes without GPUs, where a job has some."
+    )
+    volume_gb: Annotated[int, CliFlag()] = Field(
+        default=100, ge=1, description="Volume size per instance, GB."
+    )
+    max_runtime: Annotated[str, CliFlag()] = Field(
+        default="5d", pattern=DURATION_PATTERN, description=f"Wall time of a job: {DURATION_HELP}."
+    )
+    max_wait: Annotated[str | None, CliFlag()] = Field(
+        default=None,
+        pattern=DURATION_PATTERN,
+        description="Limit on wall time plus waiting for spot instances. none = twice the wall time, where"
+        " spot instances are used.",
+    )
+    spot: Annotated[bool, CliFlag()] = Field(default=False, description="Use spot instances.")
+    internal_retries: int = Field(
+        default=0,
+        ge=0,
+        le=30,
+        description="How often the platform starts a job again after an error of its own. Both time limits"
+        " then hold for all starts together.",
+    )
+    keep_alive_s: Annotated[int | None, CliFlag(("--keep-alive",))] = Field(
+        default=None, ge=0, le=21600, description="Keep-alive of the warm pool, seconds."
+    )
+    subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
+    security_groups: tuple[str, ...] = Field(default=(), strict=False, description="Security groups.")
+    network_isolation: Annotated[bool, CliFlag()] = Field(
+        default=False, description="Isolate jobs from all networks."
+    )
+    encrypt_traffic: bool = Field(default=False, description="Encrypt traffic between instances.")
+    kms_key: str | None = Field(default=None, min_length=1, description="Key for volumes and outputs.")
+    name_prefix: Annotated[str, CliFlag()] = Field(
+        default="job", max_length=47, description="Prefix of job names; neutral."
+    )
+    job_log: str = Field(default="docs/job_log.md", description="Where submitted jobs are listed.")
+    secret_arns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variable to Secrets Manager ARN, fetched in the job. NAME:role,role as the"
+        " name = for those roles alone.",
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of every job; neutral.")
+    endpoint_url: str | None = Field(default=None, description="Address instead of AWS's, for rehearsals.")
+    job_name: Annotated[str | None, CliFlag()] = Field(
+        default=None, exclude=True, description="Name of the training job. none = prefix and time."
+    )
+    image_tag: Annotated[str | None, CliFlag()] = Field(
+        default=None, exclude=True, description="Image tag in the site's repository. none = this version's."
+    )
+    description: Annotated[str | None, CliFlag()] = Field(
+        default=None, exclude=True, description="Description in the local job log; never sent to AWS."
+    )
+    vpc: Annotated[bool, CliFlag()] = Field(
+        default=True, exclude=True, description="Use the site's subnets and security groups."
+    )
+    entrypoint: Annotated[tuple[str, ...] | None, BeforeValidator(_split_words), CliFlag(metavar="WORDS")] = (
+        Field(
+            default=None,
+            strict=False,
+            exclude=True,
+            description="Entry point instead of strop's, split as a shell would.",
+        )
+    )
+    build: Annotated[bool, CliFlag(is_switch=True)] = Field(
+        default=False, exclude=True, description="Build the image from this environment."
+    )
+    no_cache: Annotated[bool, CliFlag(is_switch=True)] = Field(
+        default=False, exclude=True, description="With --build: rebuild all layers."
+    )
+    push: Annotated[bool, CliFlag(is_switch=True)] = Field(
+        default=False, exclude=True, description="Push the image; the job uses its digest."
+    )
+    local: Annotated[bool, CliFlag(is_switch=True)] = Field(
+        default=False,
+        exclude=True,
+        description="Run the job on this machine as the platform would, and with --gpus 0,1 on these GPUs;"
+        " submit nothing.",
+    )
+    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas)] = Field(
+        default=(), strict=False, exclude=True, description="GPUs of this machine, with --local."
+    )
+    run_key: str | None = Field(
+        default=None, exclude=True, description="Key of the run whose state the job goes on from."
+    )
+    parent: str | None = Field(default=None, exclude=True, description="The job that this one goes on from.")
+    assets: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        exclude=True,
+        description="Places in the store that a job without network reads.",
+    )
+
+    @classmethod
+    def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
+        """Split the flags; lists of GPUs become numbers, or with --local the GPUs to use.
+
+        Raises: ConfigError for options that contradict each other, and for GPUs that cannot be meant.
+        """
+        if any(flag.name == "--local" for flag in flags):
+            devices = [str(flag.value) for flag in flags if flag.name == "--gpus"]
+            flags = [flag for flag in flags if flag.name != "--gpus"]
+        else:
+            devices = []
+        settings, options = super().read_flags(_number_gpus(flags))
+        for first, second in _EXCLUSIVE:
+            if options.get(first) and options.get(second):
+                one, other = (cls.flags()[name].names[0] for name in (first, second))
+                raise ConfigError(
+                    f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
+                )
+        if devices:
+            options["devices"] = devices[0]
+        if options.pop("vpc", True) is False:
+            options |= {"subnets": (), "security_groups": ()}
+        return settings, options
+
+    def resource_defaults(self) -> Mapping[str, Any]:
+        """Return the wall time."""
+        return {"time_limit": self.max_runtime}
+
+    def files_written(self, project_path: Path) -> list[Path]:
+        """Return the job log with its twin and its lock."""
+        path = project_path / self.job_log
+        return [path, path.with_suffix(".jsonl"), path.with_suffix(".lock")]
+
+    def open(self, site: str) -> Backend:
+        """Return the backend."""
+        from strop.launch.sagemaker.backend import SageMakerBackend
+
+        return SageMakerBackend(self)
+
+
+def _number_gpus(flags: Sequence[Flag]) -> list[Flag]:
+    """Return the flags with numbers instead of lists of GPUs."""
+    given = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
+    for flag in flags:
+        if flag.name == "--gpus" and not isinstance(flag.value, int):
+            raise ConfigError(
+                f"--gpus {show_value(flag.value)} without --local",
+                allowed="GPUs of this machine, with --local",
+                next_step="choose an instance type for a job, or add --local",
+            )
+    shares = read_gpu_shares(
+        given.get(_TRAIN), given.get(_EVAL), has_split=any(flag.name == "--infer-gpus" for flag in flags)
+    )
+    named = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
+    return [
+        replace(flag, key=f"job.{named[flag.name]}", value=shares[named[flag.name]])
+        if flag.name in given
+        else flag
+        for flag in flags
+    ]
+
+
+def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: bool) -> dict[str, int]:
+    """Return the settings `gpus` or `train_gpus`, and `eval_gpus`, that two flags ask for.
+
+    A list has a comma or a hyphen; beside a list, a single number is an index too. `has_split`: generation
+    has GPUs of its own, so that a list for training is the learner's; else it is the whole training's.
+    Raises: ConfigError for what is neither a number nor a list, an index that is named twice, by one role or
+        by both, or that no instance has.
+    """
+    given = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
+    for flag, text in given.items():
+        if _LIST.fullmatch(text) is None:
+            raise _wrong(f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices")
+    if not any(mark in text for text in given.values() for mark in ",-"):
+        numbers = {flag: int(text) for flag, text in given.items()}
+        return _name(numbers, "train_gpus")
+    lists = {flag: _read_list(flag, text) for flag, text in given.items()}
+    shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
+    if shared:
+        raise _wrong(
+            f"{_TRAIN} {train} and {_EVAL} {evaluation}",
+            f"both name GPU {', '.join(map(str, shared))}, and two roles cannot share one",
+        )
+    counts = {flag: len(indices) for flag, indices in lists.items()}
+    return _name(counts, "train_gpus" if has_split else "gpus")
+
+
+def _name(numbers: dict[str, int], train_name: str) -> dict[str, int]:
+    names = {_TRAIN: train_name, _EVAL: "eval_gpus"}
+    return {names[flag]: number for flag, number in numbers.items()}
+
+
+def _read_list(flag: str, text: str) -> list[int]:
+    indices: list[int] = []
+    for part in text.split(","):
+        first, hyphen, last = part.partition("-")
+        found = range(int(first), int(last if hyphen else first) + 1)
+        if not found:
+            raise _wrong(f"{flag} {text}", f"{part} runs backwards")
+        indices += found
+    twice = sorted({index for index in indices if indices.count(index) > 1})
+    if twice:
+        raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
+    if max(indices) >= MAX_SPLIT_GPUS:
+        raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {MAX_SPLIT_GPUS - 1}")
+    return indices
+
+
+def _wrong(given: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{given}: {why}",
+        allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
+        f" {_EVAL} 6,7)",
+        next_step="correct it",
+    )
