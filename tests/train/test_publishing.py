@@ -227,5 +227,6 @@ def test_a_replica_samples_nothing_before_it_has_shown_what_it_computes_with(
     assert [(event.kind.value, event.detail.partition(":")[0]) for event in alarms] == [
         ("tripwire", "forgetful")
     ]
+    assert alarms[0].step == 1, "the step whose weights were published, not that of the publication before"
     assert "weight_canary: its scores" in alarms[0].detail
     assert len(made.notes.steps) == 2

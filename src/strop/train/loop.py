@@ -133,7 +133,7 @@ class TrainLoop:
         )
         self._buffer: RolloutBuffer | None = None
         self._weights_dir: Path | None = None
-        self._publishing = Publishing(parts.spec, parts.roles, self._publish_event)
+        self._publishing = Publishing(parts.spec, parts.roles, self._event)
         self._end = Ending(parts.run_dir, self._publish_event)
         self._causes = CauseLog(self._publish_event)
         self._checks: list[GateCheck] = []

@@ -14,7 +14,7 @@ from strop.engine.canary import WeightCanary
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import WeightMismatch
 from strop.policy.scoring import pack_given
-from strop.record import Event, EventKind
+from strop.record import EventKind
 from strop.spec.run import RunSpec
 from strop.train.gate_models import CANARY, PARITY_TOLERANCE_NATS
 
@@ -27,10 +27,13 @@ nats, and stale ones show in how the scores move."""
 class Publishing:
     """Publishes the weights of one run."""
 
-    def __init__(self, spec: RunSpec, roles: Roles, publish_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, spec: RunSpec, roles: Roles, note_event: Callable[[EventKind, str, str], None]
+    ) -> None:
+        """`note_event` records kind, cause and detail under the step that the run is at."""
         self._roles = roles
         self._mode = UpdateMode(spec.engine.update_mode)
-        self._publish_event = publish_event
+        self._note_event = note_event
         # A tokenizer of another model is the gate's to refuse, which comes later.
         token_ids = np.minimum(roles.tokenizer.encode(CANARY), roles.learner.shape.vocab_size - 1)
         self._canary = WeightCanary(
@@ -104,4 +107,4 @@ class Publishing:
         detail = f"{event.replica}: {event.detail}"
         if event.num_moved:
             detail += f"; {event.num_moved} requests go to other replicas"
-        self._publish_event(Event(kind=kind, step=self.step, cause=event.cause.value, detail=detail))
+        self._note_event(kind, event.cause.value, detail)
