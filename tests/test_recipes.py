@@ -306,7 +306,7 @@ def test_the_solved_texts_of_reverse_text_are_its_training_examples() -> None:
     path = NAMES["reverse-text"]
     task = build_task(load_spec(path).spec.task)
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    shown = [(task.render(one)[0].content, one.answer) for one in task.examples(Split.TRAIN)]
+    shown = [(task.render(one)[0].text, one.answer) for one in task.examples(Split.TRAIN)]
     assert [(row["prompt"], row["completion"]) for row in rows] == shown
-    held_out = {task.render(one)[0].content for one in task.examples(Split.HELD_OUT)}
+    held_out = {task.render(one)[0].text for one in task.examples(Split.HELD_OUT)}
     assert not held_out & {row["prompt"] for row in rows}

@@ -16,9 +16,12 @@ from strop.errors import DataError, LengthMismatch
 from strop.rollout import (
     FailureOwner,
     FinishReason,
+    Message,
     Outcome,
     Rollout,
     Sampling,
+    TextPart,
+    ToolCall,
     Turn,
     make_example,
 )
@@ -146,3 +149,53 @@ def test_a_rollout_cannot_be_changed_and_survives_pickling() -> None:
 )
 def test_only_top_p_and_top_k_cut_the_support(sampling: Sampling, is_truncated: bool) -> None:
     assert sampling.is_truncated is is_truncated
+
+
+CALL = ToolCall(name="run", arguments='{"command": "ls", "limit": 2}', call_id="call-1")
+MESSAGES = [
+    Message(role="user", content="What is there?"),
+    Message(role="user", content=(TextPart(text="What "), TextPart(text="is there?"))),
+    Message(role="assistant", content="", tool_calls=(CALL, ToolCall(name="stop")), reasoning="Hm."),
+    Message(role="tool", content="a file", tool_call_id="call-1", name="run"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_survive_json_and_pickle(message: Message) -> None:
+    assert Message.from_json(json.loads(json.dumps(message.to_json()))) == message
+    assert pickle.loads(pickle.dumps(message)) == message
+    assert len({message, Message.from_json(message.to_json())}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        message.role = "user"  # type: ignore[misc]
+
+
+def test_a_message_of_text_alone_is_recorded_as_it_always_was() -> None:
+    assert MESSAGES[0].to_json() == {"role": "user", "content": "What is there?"}
+    assert Message.from_json({"role": "user", "content": "What is there?"}) == MESSAGES[0]
+    assert MESSAGES[1].text == MESSAGES[0].text == "What is there?"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ['{"command": "ls", "limit": 2}', {"command": "ls", "limit": 2}])
+def test_a_call_as_clients_of_openai_send_it_is_read(content: dict[str, None], arguments: object) -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "run", "arguments": arguments}}
+    sent = {"role": "assistant", **content, "tool_calls": [call]}
+    assert Message.from_json(sent) == Message(role="assistant", tool_calls=(CALL,))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Hi",
+        {"content": "Hi"},
+        {"role": "user", "content": 7},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": "Hi", "audio": {}},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "run", "arguments": '{"command": '}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "run", "arguments": "[1]"}}]},
+    ],
+)
+def test_what_a_message_has_no_room_for_is_refused(value: object) -> None:
+    with pytest.raises(DataError):
+        Message.from_json(value)

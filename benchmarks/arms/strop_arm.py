@@ -31,7 +31,7 @@ def build_requests(
     stops = frozenset[int]() if case.ignore_eos else tokenizer.stop_token_ids
     requests = []
     for prompt in prompts:
-        chat = tuple(Message(**message) for message in prompt.messages)
+        chat = tuple(Message.from_json(message) for message in prompt.messages)
         prompt_ids = tokenizer.encode(tokenizer.render(chat))
         requests += [
             GenerationRequest(

@@ -74,7 +74,7 @@ class BenchmarkTask:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the prompt's messages as they stand."""
-        return tuple(Message(**message) for message in self._prompts[example.example_id].messages)
+        return tuple(Message.from_json(message) for message in self._prompts[example.example_id].messages)
 
     def force_rewards(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Fix the rewards of the next step's replies: half 1, half 0 in each group."""

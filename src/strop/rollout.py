@@ -85,11 +85,139 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextPart:
+    """One part of a message's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call of a tool that the assistant asks for.
+
+    Raises: DataError if it has no name, or its arguments are no JSON object.
+    """
+
+    name: str
+    arguments: str = "{}"
+    """A JSON object as text, to the letter as the model wrote it."""
+    call_id: str | None = None
+    """Names the call in the tool's reply."""
+
+    def __post_init__(self) -> None:
+        try:
+            is_object = isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not self.name or not is_object:
+            raise DataError(
+                f"a call of the tool {self.name!r} with the arguments {self.arguments!r:.80}",
+                allowed="a name, and a JSON object as text",
+                next_step="keep what is no whole call in the message's content",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One message of a chat, before rendering."""
 
     role: str
-    content: str
+    """'system', 'user', 'assistant' or 'tool', or another that the model's chat template knows."""
+    content: str | tuple[TextPart, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant's message."""
+    tool_call_id: str | None = None
+    """Of a tool's reply: the call that it answers."""
+    name: str | None = None
+    """Of a tool's reply: the tool. Many chat templates write neither of the two."""
+    reasoning: str | None = None
+    """What an assistant thought before its content; a template may leave out that of earlier turns."""
+
+    @property
+    def text(self) -> str:
+        """The content as one text: its parts joined without a separator."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the message in the form of OpenAI's chat API; what is empty is left out, except content."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if not isinstance(self.content, str):
+            found["content"] = [{"type": "text", "text": part.text} for part in self.content]
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                | ({} if call.call_id is None else {"id": call.call_id})
+                for call in self.tool_calls
+            ]
+        optional = (("tool_call_id", self.tool_call_id), ("name", self.name), (REASONING, self.reasoning))
+        return found | {key: value for key, value in optional if value is not None}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Message:
+        """Read a message that `to_json` or a client of OpenAI's chat API wrote.
+
+        Content may be null or absent, and arguments may be an object instead of its text.
+        Raises: DataError if the value is no message, or has parts or keys that a `Message` has no room for.
+        """
+        try:
+            content = value.get("content") or ""
+            message = cls(
+                role=_text(value["role"]),
+                content=tuple(map(_read_part, content))
+                if isinstance(content, list)
+                else _text(content or ""),
+                tool_calls=tuple(map(_read_call, value.get("tool_calls") or ())),
+                tool_call_id=_optional_text(value, "tool_call_id"),
+                name=_optional_text(value, "name"),
+                reasoning=_optional_text(value, REASONING),
+            )
+            unknown = sorted(value.keys() - _MESSAGE_KEYS)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _no_message(value, repr(error)) from error
+        if unknown:
+            raise _no_message(value, f"unknown keys {unknown}")
+        return message
+
+
+REASONING = "reasoning_content"
+"""Key of a message's reasoning in JSON, as most servers and chat templates name it."""
+_MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", REASONING})
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    return value
+
+
+def _optional_text(value: Mapping[str, Any], key: str) -> str | None:
+    return None if value.get(key) is None else _text(value[key])
+
+
+def _read_part(value: Any) -> TextPart:
+    if value["type"] != "text":
+        raise ValueError(f"a part of type {value['type']!r}")
+    return TextPart(text=_text(value["text"]))
+
+
+def _read_call(value: Any) -> ToolCall:
+    arguments = value["function"].get("arguments") or "{}"
+    return ToolCall(
+        name=_text(value["function"]["name"]),
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+        call_id=value.get("id"),
+    )
+
+
+def _no_message(value: Any, cause: str) -> DataError:
+    return DataError(
+        f"the message {value!r:.80} cannot be read ({cause})",
+        allowed="role, content as a text or as parts of type text, tool_calls, tool_call_id, name and"
+        " reasoning_content, as in OpenAI's chat API",
+        next_step="correct the message",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

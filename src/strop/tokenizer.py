@@ -1,8 +1,8 @@
 """Text to token ids and back, and messages to the exact prompt a model was trained on.
 
 Reads a Hugging Face model directory without transformers, so planning and checking a run stay
-fast. Left out on purpose: slow tokenizers without a tokenizer.json, tools and images in templates,
-and every default that would add tokens nobody asked for (no start token is added, nothing is cut
+fast. Left out on purpose: slow tokenizers without a tokenizer.json, images and lists of tools in
+templates, and every default that would add tokens nobody asked for (no start token is added, nothing is cut
 or padded).
 
 Which ids end a reply is read from the model, never guessed: the tokenizer's end-of-text token and
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -28,9 +29,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from strop.errors import ConfigError, StoreError
-from strop.rollout import IntArray, Message
+from strop.rollout import REASONING, IntArray, Message
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING_NAMES = (REASONING, "reasoning", "thinking")
+"""Keys under which chat templates read what an assistant thought."""
 
 
 class Tokenizer:
@@ -139,8 +142,8 @@ class Tokenizer:
 
         `is_thinking` is told to the template as `enable_thinking`; None leaves it to the template.
 
-        Raises: ConfigError if the model has no chat template, its template refuses the messages, or it
-            cannot be told whether to think.
+        Raises: ConfigError if the model has no chat template, or its template refuses the messages, cannot be
+            told whether to think, or leaves out a system message, a tool's reply, a tool call or reasoning.
         """
         source = self.require_chat_template()
         if is_thinking is not None and "enable_thinking" not in source:
@@ -151,9 +154,9 @@ class Tokenizer:
                 next_step="leave task.thinking out",
             )
         choice = {} if is_thinking is None else {"enable_thinking": is_thinking}
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat = [self._to_template(message, source) for message in messages]
         try:
-            return self._compiled_template(source).render(
+            text = self._compiled_template(source).render(
                 messages=chat,
                 tools=None,
                 documents=None,
@@ -172,6 +175,39 @@ class Tokenizer:
                 allowed="messages in the roles and order that this template accepts",
                 next_step=f"{remedy}, or set model.prompt_format=base",
             ) from error
+        _require_shown(text, messages)
+        return text
+
+    def _to_template(self, message: Message, source: str) -> dict[str, Any]:
+        """Return a message in the form that chat templates read, which is that of transformers.
+
+        It differs from OpenAI's in the arguments of a tool call: they are an object.
+        """
+        found: dict[str, Any] = {"role": message.role, "content": message.text}
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    **({} if call.call_id is None else {"id": call.call_id}),
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            found["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            found["name"] = message.name
+        if message.reasoning is not None:
+            names = [name for name in _REASONING_NAMES if re.search(rf"\b{name}\b", source)]
+            if not names:
+                raise ConfigError(
+                    f"a message has reasoning, and the chat template of model {self._source} reads none"
+                    f" of {', '.join(_REASONING_NAMES)}",
+                    allowed="reasoning where the chat template writes it",
+                    next_step="leave it out, or write it into the message's content as the model does",
+                )
+            found |= dict.fromkeys(names, message.reasoning)
+        return found
 
     def _compiled_template(self, source: str) -> Template:
         if self._template is None:
@@ -183,7 +219,7 @@ class Tokenizer:
 
         Contents are joined by a blank line. Roles are not written.
         """
-        return "\n\n".join(message.content for message in messages) + "\n"
+        return "\n\n".join(message.text for message in messages) + "\n"
 
     def encode(self, text: str) -> IntArray:
         """Return the ids of a text; special tokens written in it become their ids, none is added."""
@@ -206,6 +242,40 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _require_shown(text: str, messages: Sequence[Message]) -> None:
+    """Refuse a chat template that leaves out a system message, a tool's reply or a tool call.
+
+    Some do not know them, and do not say so. Reasoning is the template's to show or to leave out.
+    """
+    for message in messages:
+        content = message.text.strip()
+        # Some templates write a tool's reply as JSON.
+        is_shown = content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+        if message.role == "system" and not is_shown:
+            raise ConfigError(
+                "the chat template of the model leaves out the system message (task.system_prompt, or the"
+                " data's own)",
+                allowed="a system message where the template writes it",
+                next_step="leave it out, and say the same in task.prompt_template",
+            )
+        if message.role not in ("system", "user", "assistant") and not is_shown:
+            raise _left_out(f"a message of the role {message.role}")
+        for call in message.tool_calls:
+            num_calls = sum(other.name == call.name for other in message.tool_calls)
+            if text.count(call.name) < num_calls or any(
+                key not in text for key in json.loads(call.arguments)
+            ):
+                raise _left_out(f"a call of the tool {call.name}")
+
+
+def _left_out(what: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template of the model leaves out {what}",
+        allowed="tool calls and tool replies with a model whose chat template writes them",
+        next_step="use a model that was trained to call tools, or write them as texts of user and assistant",
+    )
 
 
 def _local_now() -> datetime:

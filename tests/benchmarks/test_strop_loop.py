@@ -22,7 +22,7 @@ def test_each_step_gets_the_prompts_that_the_rival_gets() -> None:
     prompts = make_prompts(case, 2)
     task = BenchmarkTask(case, prompts)
     examples = BenchmarkSchedule(case, task, prompts).examples(1)
-    assert [task.render(example)[0].content for example in examples] == [
+    assert [task.render(example)[0].text for example in examples] == [
         prompt.messages[0]["content"] for prompt in prompts[8:16]
     ]
     assert len(task.examples(Split.TRAIN)) == 16

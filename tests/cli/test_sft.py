@@ -25,7 +25,7 @@ def sft_file(folder: Path) -> Path:
     """A run file beside eight sums that are right."""
     task = build_task(ArithmeticSpec())
     rows = [
-        {"prompt": task.render(example)[0].content, "completion": example.answer}
+        {"prompt": task.render(example)[0].text, "completion": example.answer}
         for example in task.examples(Split.TRAIN)[:8]
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -21,7 +21,8 @@ from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
 from tests.fixtures.places import line_of
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+from tests.fixtures.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
+from tests.fixtures.tool_templates import HERMES
 
 KEY = "0123456789abcdef-secret"
 UPDATE = WeightUpdate(version=4, digest="d4", transport=WeightTransport.FILE, path="w")
@@ -257,3 +258,46 @@ def test_a_model_that_cannot_be_loaded_ends_with_its_cause(
     assert "cannot be loaded as a causal language model" in caplog.text
     assert not (tmp_path / "ready").exists()
     assert KEY not in caplog.text
+
+
+ASSISTANT = {
+    "role": "assistant",
+    "content": None,
+    "refusal": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"n": 1}'}}],
+}
+TOOL = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "done"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "sent", "status", "answer"),
+    [
+        (HERMES, [ASSISTANT, TOOL], 200, "7"),
+        (CHAT_TEMPLATE, [ASSISTANT, TOOL], 500, "leaves out a call of the tool run"),
+        (HERMES, [{"role": "user", "content": [{"type": "image_url"}]}], 422, "a part of type 'image_url'"),
+        (HERMES, ["Hi"], 422, "no attribute 'items'"),
+    ],
+)
+def test_a_chat_shows_the_model_calls_and_replies_of_tools(
+    tmp_path: Path, template: str, sent: list[Any], status: int, answer: str
+) -> None:
+    (tiny_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    engine = DummyEngine(tokenizer, ["7"])
+
+    async def act() -> httpx.Response:
+        transport = httpx.ASGITransport(
+            app=build_app(engine, key=KEY, model_digest="m0", tokenizer=tokenizer)
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            call = {"model": "m", "messages": sent}
+            return await client.post("/v1/chat/completions", json=call, headers=headers)
+
+    response = asyncio.run(act())
+    assert response.status_code == status
+    assert answer in response.text
+    for request in engine.requests:
+        asked = tokenizer.decode(request.prompt_ids)
+        assert '<tool_call>\n{"name": "run", "arguments": {"n": 1}}\n</tool_call>' in asked
+        assert "<tool_response>\ndone\n</tool_response>" in asked

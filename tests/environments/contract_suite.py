@@ -40,7 +40,7 @@ class EnvironmentContract:
 
         first, second = run(openings())
         assert first == second
-        assert any(message.content for message in first)
+        assert any(message.text for message in first)
 
     def test_score_without_a_step_is_the_floor(
         self, make_environment: Callable[[], Environment], example: Example

@@ -42,6 +42,7 @@ from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+from tests.fixtures.tool_templates import HERMES
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
 TASK = build_task(ArithmeticSpec())
@@ -218,6 +219,35 @@ def test_template_that_cannot_be_extended_begins_a_new_sample(tmp_path: Path, te
     assert [len(turns) for turns in rollout.samples] == [2, 2]
     for request, turns in zip(engine.requests, rollout.samples, strict=True):
         assert request.prompt_ids.tolist() == turns[0].token_ids.tolist()
+
+
+def test_a_reply_of_a_tool_extends_the_ids(tmp_path: Path) -> None:
+    """The world reads the call in the reply, and its next messages are those of a tool."""
+    (tiny_tokenizer(tmp_path) / "chat_template.jinja").write_text(HERMES)
+    tokenizer = Tokenizer.load(tmp_path)
+    call = '<tool_call>\n{"name":  "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    answer = Message(role="tool", content="7", tool_call_id="call-1", name="add")
+    world = ScriptedEnvironment((Message(role="user", content="a?"),), [(answer, answer)], judge_last_word)
+    engine = DummyEngine(tokenizer, [call, "7"])
+    rollout = attempt(world, engine, tokenizer, max_reply_tokens=99)
+    assert rollout.outcome.reward == 1.0
+    assert rollout.turns[1].text == call
+    assert rollout.turns[2].text == (
+        "\n<|start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n7\n</tool_response><|end|>"
+        "\n<|start|>assistant\n"
+    )
+    assert engine.requests[1].prompt_ids.tolist() == joined_ids(rollout.turns[:3])
+
+
+def test_a_reply_of_a_tool_that_the_template_leaves_out_ends_the_run(tmp_path: Path) -> None:
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    (tiny_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    answer = Message(role="tool", content="7")
+    world = ScriptedEnvironment((Message(role="user", content="a?"),), [(answer,)], judge_last_word)
+    with pytest.raises(ConfigError, match="leaves out a message of the role tool"):
+        attempt(world, DummyEngine(tokenizer, ["x"]), tokenizer)
+    assert world.num_closes == 1
 
 
 def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:

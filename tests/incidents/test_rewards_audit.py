@@ -110,7 +110,7 @@ class PaysForAnEcho(Sums):
 
     def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
         outcome = super().outcome(example, text, is_correct=is_correct, found=found)
-        is_echo = self.render(example)[0].content in text
+        is_echo = self.render(example)[0].text in text
         return replace(outcome, parts={"correct": 0.65}) if is_echo else outcome
 
 

@@ -157,7 +157,7 @@ class OneLongPrompt(SpellTask):
     def render(self, example: Example) -> tuple[Message, ...]:
         (message,) = super().render(example)
         is_long = example.example_id == self.examples(Split.HELD_OUT)[0].example_id
-        return (replace(message, content=message.content * 300) if is_long else message,)
+        return (replace(message, content=message.text * 300) if is_long else message,)
 
 
 def test_an_evaluation_asks_as_the_run_says_and_the_model_can_read(

@@ -178,7 +178,7 @@ def test_alpha_weighs_a_verifier_against_a_judge() -> None:
     # 0.75 * 1 + 0.25 * 0.5.
     assert outcome.reward == 0.875
     assert outcome.is_correct is True
-    assert task.render(example)[0].content in server.questions[0]
+    assert task.render(example)[0].text in server.questions[0]
     assert (task.limits.max_reward, task.limits.verify_limit_s) == (1.0, 65.0)
     assert len(judge_digests_of(task)) == 1
 

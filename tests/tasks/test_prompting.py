@@ -81,14 +81,14 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
     assert getattr(asked[-1], "thinking", None) == getattr(before[-1], "thinking", None)
     if name == "system_prompt":
         assert asked[0] == Message(role="system", content=SYSTEM)
-        assert [message.content for message in asked[1:]] == [message.content for message in before]
+        assert [message.text for message in asked[1:]] == [message.text for message in before]
     else:
         (message,) = asked
         assert isinstance(message, PosedMessage)
-        assert message.content.startswith("Now: ")
-        assert message.content.endswith(" {so}")
-        assert message.base == message.content
-        assert message.content != f"Now: {value}"
+        assert message.text.startswith("Now: ")
+        assert message.text.endswith(" {so}")
+        assert message.base == message.text
+        assert message.text != f"Now: {value}"
 
 
 @pytest.mark.parametrize("case", PLAIN_CASES)
@@ -189,7 +189,7 @@ def test_the_one_row_without_the_field_is_found(tmp_path: Path) -> None:
     ]
     task = build_task(load_spec(None, ["name=x", *words]).spec.task)
     (example,) = task.examples(Split.HELD_OUT)
-    assert task.render(example)[0].content == "Who, at last? (there)"
+    assert task.render(example)[0].text == "Who, at last? (there)"
     with pytest.raises(ConfigError, match=r"names \{place\}, which example \w+ of task llm-judge"):
         task.examples(Split.TRAIN)
 
@@ -324,7 +324,7 @@ def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
     order.write_text(json.dumps({"example_id": example.example_id}))
     task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}{op}{b}", stop=("\n\n",)))
     assert task.examples(Split.TRAIN) == (example,)
-    assert task.render(example)[0].content == f"{example.fields['a']}+{example.fields['b']}"
+    assert task.render(example)[0].text == f"{example.fields['a']}+{example.fields['b']}"
     assert limits_of(task, example).stop_strings == ("\n\n",) == task.limits.stop_strings
 
 
@@ -343,4 +343,4 @@ def test_a_run_file_of_several_lines_reads_back(tmp_path: Path) -> None:
     task = build_task(resolved.spec.task)
     example = task.examples(Split.HELD_OUT)[0]
     asked = f'{example.fields["a"]} + {example.fields["b"]}?\nAnswer as {{"result": N}}.'
-    assert task.render(example)[-1].content == asked
+    assert task.render(example)[-1].text == asked

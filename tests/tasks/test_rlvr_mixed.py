@@ -74,7 +74,7 @@ def test_the_baked_in_answers_are_reworded_and_stops_are_the_kinds(tmp_path: Pat
     task = mixed(tmp_path, ROWS)
     by_kind = all_of(task)
     (message,) = task.render(by_kind["gsm8k"][0])
-    assert "It is 2. The answer is 2.\n\nQuestion:" in message.content
+    assert "It is 2. The answer is 2.\n\nQuestion:" in message.text
     stops = {kind: limits_of(task, examples[0]).stops(is_base=True) for kind, examples in by_kind.items()}
     assert stops["ifeval"] == ()
     assert "Question:" in stops["gsm8k"]

@@ -41,7 +41,7 @@ def task_of(
 def test_rows_are_posed_and_judged(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     example = task.examples(Split.TRAIN)[0]
-    assert [(said.role, said.content) for said in task.render(example)] == [("user", "What is 2 + 2?")]
+    assert [(said.role, said.text) for said in task.render(example)] == [("user", "What is 2 + 2?")]
     assert [(task.verify(example, text).reward) for text in ("It is 4.", "5", "", "<think>4")] == [1, 0, 0, 0]
     assert [(task.verify(example, text).format_ok) for text in ("5", "none")] == [True, False]
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
@@ -63,7 +63,7 @@ def test_a_conversation_is_posed_up_to_its_last_reply(tmp_path: Path) -> None:
     ]
     task = task_of(tmp_path, [{"messages": talk, "gold": "3", "problem": "1 + 2", "weight": 2.0}, *TRAIN])
     example = task.examples(Split.TRAIN)[0]
-    assert [message.content for message in task.render(example)] == ["Hello", "Hi", "What is 1 + 2?"]
+    assert [message.text for message in task.render(example)] == ["Hello", "Hi", "What is 1 + 2?"]
     assert example.fields["problem"] == "1 + 2"
 
 
@@ -81,7 +81,7 @@ def test_a_single_file_is_split_and_no_prompt_is_on_both_sides(tmp_path: Path) -
     rows = [{**row, "completion": str(row["gold"]) + "." * number} for number, row in enumerate(rows)]
     write_rows(tmp_path / "all.jsonl", rows)
     task = build_task(SftJsonlSpec(name="sft-jsonl", source=str(tmp_path / "all.jsonl"), num_held_out=3))
-    prompts = {split: {task.render(e)[0].content for e in task.examples(split)} for split in Split}
+    prompts = {split: {task.render(e)[0].text for e in task.examples(split)} for split in Split}
     assert not prompts[Split.TRAIN] & prompts[Split.HELD_OUT]
     assert len(prompts[Split.TRAIN] | prompts[Split.HELD_OUT]) == 6
 

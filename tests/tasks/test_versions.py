@@ -21,7 +21,7 @@ def prompts_digest(task: Task) -> str:
     """Hash what a model is asked, as a chat and in plain text, for all examples."""
     splits = [Split.HELD_OUT] if task.name in {"aime", "math500"} else list(Split)
     asked = [
-        [split, message.role, message.content, getattr(message, "base", None)]
+        [split, message.role, message.text, getattr(message, "base", None)]
         for split in splits
         for example in task.examples(split)
         for message in task.render(example)

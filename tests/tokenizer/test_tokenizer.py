@@ -34,7 +34,7 @@ def assert_equals_transformers(model_dir: Path) -> None:
     reference: Any = AutoTokenizer.from_pretrained(str(model_dir))
     ours = Tokenizer.load(model_dir)
     for chat in CHATS:
-        plain = [{"role": message.role, "content": message.content} for message in chat]
+        plain = [{"role": message.role, "content": message.text} for message in chat]
         prompt = ours.render(chat)
         assert prompt == reference.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         ids = ours.encode(prompt).tolist()

@@ -144,8 +144,8 @@ def test_parts_of_a_mixture_are_compared_with_each_other(tmp_path: Path) -> None
     (trained,), (held_out,) = (sums.examples(split)[:1] for split in Split)
     lines = [{"q": f"Say {number}.", "a": "1"} for number in range(20)]
     # A row that asks a held-out sum is trained on, and one that asks a trained sum is held out.
-    said = {"train": [*lines, {"q": sums.render(held_out)[0].content.lower(), "a": "1"}]}
-    said |= {"test": [{"q": sums.render(trained)[0].content.upper(), "a": "1"}]}
+    said = {"train": [*lines, {"q": sums.render(held_out)[0].text.lower(), "a": "1"}]}
+    said |= {"test": [{"q": sums.render(trained)[0].text.upper(), "a": "1"}]}
     for name, rows in said.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = {"name": "rows", "source": str(tmp_path), "prompt": "q", "answer": "a", "reward": ["exact"]}

@@ -56,7 +56,7 @@ DEATHS = (
 def make_bench(folder: Path, model_dir: Path, terms: str) -> Bench:
     task = build_task(ReverseTextSpec(name="reverse-text", num_train=20, num_held_out=4, max_words=1))
     rows = [
-        {"prompt": task.render(example)[0].content, "completion": example.answer}
+        {"prompt": task.render(example)[0].text, "completion": example.answer}
         for example in task.examples(Split.TRAIN)
         if example.answer is not None and len(example.answer) < 12
     ]

@@ -123,7 +123,7 @@ async def probe_prompt_leak(context: AuditContext) -> ProbeResult:
     """No long answer stands in its own prompt, whatever its case and spaces, nor most of its words."""
     leaks, num = [], 0
     for example in context.examples:
-        prompt = " ".join(m.content for m in context.task.render(example))
+        prompt = " ".join(m.text for m in context.task.render(example))
         for text in (example.answer or "", *context.task.gold_replies(example)):
             is_long = len(_plain(text)) >= _MIN_LEAK_CHARS
             num += is_long
@@ -273,7 +273,7 @@ def _replies(context: AuditContext, example: Example) -> Sequence[str]:
     """Return right replies, or a wrong one where none is known; with parts also some that pass a few."""
     golds = tuple(context.task.gold_replies(example)) or ("a",)
     form = context.form_of(example)
-    prompt = "\n".join(message.content for message in context.task.render(example))
+    prompt = "\n".join(message.text for message in context.task.render(example))
     if permute_parts(example) is not None:
         golds = tuple(dict.fromkeys((*golds, "a", prompt)))
     if form is None:
@@ -370,7 +370,7 @@ async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
     ]
     if len(labelled) < _MIN_EXAMPLES:
         return not_applicable("trivial_rule", f"fewer than {_MIN_EXAMPLES} examples with an answer in words")
-    prompts = [" ".join(m.content for m in context.task.render(example)) for example, _ in labelled]
+    prompts = [" ".join(m.text for m in context.task.render(example)) for example, _ in labelled]
     words = _common_words(prompts)
     features = [
         _features(example, prompt, words) for (example, _), prompt in zip(labelled, prompts, strict=True)

@@ -172,7 +172,7 @@ async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
 
 def _hidden_text(context: AuditContext, example: Example) -> str:
     """Return a piece of the example that its prompt does not show; empty if there is none."""
-    prompt = "\n".join(message.content for message in context.task.render(example))
+    prompt = "\n".join(message.text for message in context.task.render(example))
     for value in example.fields.values():
         for text in value if isinstance(value, list) else [value]:
             piece = text.strip()[-_MAX_HIDDEN_CHARS:] if isinstance(text, str) else ""
@@ -345,7 +345,7 @@ async def probe_noop_edit(context: AuditContext) -> ProbeResult:
 
 def _shown_code(context: AuditContext, example: Example) -> list[str]:
     """Return the pieces of Python in a prompt and the starter code of an example, without its tests."""
-    prompt = "\n".join(message.content for message in context.task.render(example))
+    prompt = "\n".join(message.text for message in context.task.render(example))
     found = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
     return list(dict.fromkeys(code.rstrip() for code in found if code.strip()))
 

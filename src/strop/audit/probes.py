@@ -124,7 +124,7 @@ async def probe_echo(context: AuditContext) -> ProbeResult:
 
 
 def _echoes(context: AuditContext, example: Example) -> dict[str, str]:
-    prompt = "\n".join(message.content for message in context.task.render(example))
+    prompt = "\n".join(message.text for message in context.task.render(example))
     sentences = [part for part in re.split(r"(?<=[.?!])\s+", prompt.strip()) if part]
     question = str(example.fields.get("question", prompt))
     return {
@@ -159,7 +159,7 @@ def _constants(context: AuditContext, example: Example, constants: Iterable[str]
     form = context.form_of(example)
     if form is None:
         return replies
-    prompt = "\n".join(message.content for message in context.task.render(example))
+    prompt = "\n".join(message.text for message in context.task.render(example))
     lookup = as_lookup(form, prompt)
     return replies if lookup is None else {**replies, "the answers of the shown tests": lookup}
 
@@ -193,9 +193,7 @@ async def probe_one_word(context: AuditContext) -> ProbeResult:
 
 def _words_for_all(context: AuditContext, examples: Sequence[Example]) -> list[str]:
     """Return words to say to every example: common ones, those that all prompts hold, pieces of answers."""
-    asked = [
-        set(re.findall(r"[^\W\d_]{3,}", m.content)) for e in examples for m in context.task.render(e)[-1:]
-    ]
+    asked = [set(re.findall(r"[^\W\d_]{3,}", m.text)) for e in examples for m in context.task.render(e)[-1:]]
     shared = sorted(set.intersection(*asked), key=lambda word: (len(word), word))[:_MAX_SHARED_WORDS]
     answers = [example.answer for example in examples if example.answer]
     letters = Counter(letter for answer in answers for letter in answer.strip() if letter.isalnum())

@@ -76,7 +76,7 @@ def check_task(
         sizes = ", ".join(f"{number} {split.value}" for split, number in found.num_examples.items())
         output.give(f"{found.task}: {sizes} examples" + (f"; {found.counts}" if found.counts else ""))
         for message in found.asked:
-            output.give(f"{message.role}: {make_harmless(message.content)}")
+            output.give(f"{message.role}: {make_harmless(message.text)}")
         gold = "none is known" if found.gold is None else make_harmless(found.gold)
         output.give(f"right: {gold}")
         output.give(f"verifier {'fails' if found.findings else 'passes'}, audit {found.report.verdict.value}")

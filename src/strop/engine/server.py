@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import hmac
 import json
 import logging
@@ -30,9 +31,9 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from strop.engine.contract import Completion, Engine, GenerationRequest
 from strop.engine.wire import (
@@ -50,10 +51,10 @@ from strop.engine.wire import (
     read_ids,
     require_server_part,
 )
-from strop.errors import ConfigError, EngineError, StropError, describe_error, format_error
+from strop.errors import ConfigError, DataError, EngineError, StropError, describe_error, format_error
 from strop.hardware.busy_clock import BusyClock
 from strop.io.atomic import write_bytes_atomically
-from strop.rollout import FinishReason, Message, Sampling
+from strop.rollout import REASONING, FinishReason, Message, Sampling
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -193,18 +194,22 @@ def _as_engine_error(error: BaseException) -> EngineError:
     return failure
 
 
-class MessageForm(BaseModel):
-    """One message."""
-
-    role: str
-    content: str
+def _read_messages(values: list[Any]) -> list[Message]:
+    """Read the messages of a client; keys that no message has are ignored."""
+    known = {field.name for field in dataclasses.fields(Message)} | {REASONING}
+    try:
+        return [
+            Message.from_json({key: value for key, value in one.items() if key in known}) for one in values
+        ]
+    except (AttributeError, DataError) as error:
+        raise ValueError(str(error)) from error
 
 
 class ChatCall(BaseModel):
     """A chat request."""
 
     model: str
-    messages: list[MessageForm] = Field(min_length=1)
+    messages: Annotated[list[Any], Field(min_length=1), AfterValidator(_read_messages)]
     temperature: float = Field(default=1.0, ge=0.0)
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_tokens: int = Field(default=512, ge=1)
@@ -225,9 +230,8 @@ class ChatService:
 
         Raises: ConfigError if the model has no chat template; EngineError as the engine does.
         """
-        messages = [Message(role=one.role, content=one.content) for one in call.messages]
         request = GenerationRequest(
-            prompt_ids=self._tokenizer.encode(self._tokenizer.render(messages)),
+            prompt_ids=self._tokenizer.encode(self._tokenizer.render(call.messages)),
             seed=call.seed,
             sampling=Sampling(temperature=call.temperature),
             max_tokens=call.max_tokens,

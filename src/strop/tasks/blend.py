@@ -223,7 +223,7 @@ class Blend:
         """Return the example as a part knows it: a judge reads the question as it is posed."""
         if part is self._data or not isinstance(part.task, LlmJudge):
             return example
-        prompt = "\n\n".join(message.content for message in self.render(example))
+        prompt = "\n\n".join(message.text for message in self.render(example))
         return part.task.as_question(prompt, example.answer, example.fields)
 
     def _require_judgeable(self, part: _Part, examples: Sequence[Example]) -> None:

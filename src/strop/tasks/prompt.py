@@ -6,6 +6,7 @@ one place for training, evaluation and sampling (TOK-3).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,6 +56,13 @@ def pose(
     return (PosedMessage(role="user", content=content, base=base, thinking=Thinking(thinking)),)
 
 
+def pose_messages(messages: Sequence[Message], thinking: Thinking | str) -> tuple[Message, ...]:
+    """Return messages whose last one poses a problem: it says whether a chat model is to think."""
+    *before, last = messages
+    fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
+    return (*before, PosedMessage(**fields, thinking=Thinking(thinking)))
+
+
 def join_shots(shots: Sequence[tuple[str, str]]) -> str:
     """Return solved examples, each a prompt and its target, as lm-eval writes them before a problem.
 
@@ -87,8 +95,9 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
-    Raises: ConfigError like `resolve_prompt_format`, or if the prompt format has no system message or no
-        thinking switch; DataError if the prompt has no token.
+    Raises: ConfigError like `resolve_prompt_format`, or if the prompt format has no thinking switch, or no
+        form for a system message, a tool's reply, a tool call or reasoning; DataError if the prompt has no
+        token.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
     # A conversation goes on as its last posed message says.
@@ -97,7 +106,6 @@ def render_prompt(
     if resolved is PromptFormat.CHAT:
         is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
         text = tokenizer.render(messages, is_thinking=is_thinking)
-        _require_system_message(text, messages)
     else:
         text = _base_text(tokenizer, messages, thinking)
     prompt_ids = tokenizer.encode(text)
@@ -110,27 +118,23 @@ def render_prompt(
     return text, prompt_ids
 
 
-def _require_system_message(text: str, messages: Sequence[Message]) -> None:
-    """Refuse a chat template that leaves a system message out: some know no such role, and do not say so."""
-    if any(message.role == SYSTEM and message.content.strip() not in text for message in messages):
-        raise ConfigError(
-            "the chat template of the model leaves out the system message (task.system_prompt, or the"
-            " data's own)",
-            allowed="a system message where the template writes it",
-            next_step="leave it out, and say the same in task.prompt_template",
-        )
-
-
 def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:
     """Return plain text: the base form of a problem to the letter, or all contents with their line breaks.
 
-    Raises: ConfigError if thinking is asked for, of which plain text cannot speak.
+    Raises: ConfigError if thinking is asked for, or a message has tool calls or reasoning: plain text has no
+        form for them.
     """
     if thinking is Thinking.ON:
         raise ConfigError(
             "task.thinking=on with a prompt in base format",
             allowed="thinking=on where the prompt is a chat",
             next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
+        )
+    if any(message.tool_calls or message.reasoning is not None for message in messages):
+        raise ConfigError(
+            "a message with tool calls or reasoning in a prompt in base format",
+            allowed="texts alone in plain text; tool calls and reasoning in a chat",
+            next_step="set model.prompt_format=chat with a model whose chat template writes them",
         )
     last = messages[-1] if messages else None
     if isinstance(last, PosedMessage) and last.base is not None:

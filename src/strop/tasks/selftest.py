@@ -159,7 +159,7 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
     """Yield wrong replies to one example, by probe."""
     yield from _NONSENSE.items()
     example = examples[index]
-    yield "echo", "\n".join(message.content for message in task.render(example))
+    yield "echo", "\n".join(message.text for message in task.render(example))
     others = [*examples[index + 1 :], *examples[:index]]
     neighbor = next((other for other in others if other.answer != example.answer), None)
     if neighbor is not None and (replies := task.gold_replies(neighbor)):

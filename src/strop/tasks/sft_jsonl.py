@@ -19,7 +19,7 @@ from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.gsm8k import find_number_text
 from strop.tasks.mathematics.normal_form import normal_form
-from strop.tasks.prompt import PosedMessage, Thinking
+from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
@@ -53,9 +53,8 @@ class SftJsonl(RowTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the messages before the demonstrated reply."""
-        *before, (role, content) = example.fields["messages"]
-        last = PosedMessage(role=role, content=content, thinking=Thinking(self._spec.thinking))
-        return (*(Message(role=role, content=content) for role, content in before), last)
+        messages = [Message(role=role, content=content) for role, content in example.fields["messages"]]
+        return pose_messages(messages, self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the answer of a reply with gold.
@@ -109,12 +108,12 @@ class _Reader:
         assert read.gold is not None
         if not _is_readable(self._spec.answer, read.gold):
             raise malformed(read, f"has gold={read.gold[:80]!r}", f"gold that is a {self._spec.answer}")
-        messages = [[message.role, message.content] for message in read.messages[:-1]]
+        messages = [[message.role, message.text] for message in read.messages[:-1]]
         known = self._gold_by_prompt.setdefault(json.dumps(messages), read)
         if known.gold != read.gold:
             allowed = f"the gold of {known.place}, which asks the same: {str(known.gold)[:80]!r}"
             raise malformed(read, f"has gold={read.gold[:80]!r}", allowed)
-        fields = {"messages": messages, "completion": read.messages[-1].content}
+        fields = {"messages": messages, "completion": read.messages[-1].text}
         if read.problem is not None:
             fields["problem"] = read.problem
         return make_example("sft-jsonl", fields, read.gold)

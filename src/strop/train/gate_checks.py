@@ -216,7 +216,7 @@ def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str])
 
 def ask(task: Task, example: Example) -> str:
     """Return what a model is asked, without the marks of a chat."""
-    return "\n".join(message.content for message in task.render(example))
+    return "\n".join(message.text for message in task.render(example))
 
 
 def _choose(examples: Sequence[Example], what: str) -> tuple[Sequence[Example], list[str]]:

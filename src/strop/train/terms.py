@@ -120,7 +120,7 @@ class TeacherPrompts:
                 allowed="{answer}, where the task has one, and the names of an example's fields",
                 next_step="correct teacher.context",
             )
-        content = f"{last.content}\n\n{fill(self.context, known)}"
+        content = f"{last.text}\n\n{fill(self.context, known)}"
         messages = (*before, Message(role=last.role, content=content))
         return render_prompt(self.tokenizer, messages, self.prompt_format)[1]
 

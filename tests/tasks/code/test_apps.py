@@ -97,11 +97,11 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
 def test_prompts_state_how_the_code_is_tested(tmp_path: Path) -> None:
     task = apps(tmp_path)
     add, swap, _ = task.examples(Split.TRAIN)
-    assert "standard input" in task.render(add)[0].content
+    assert "standard input" in task.render(add)[0].text
     (message,) = task.render(swap)
-    assert "`swap`" in message.content
-    assert SWAP["starter_code"] in message.content
-    assert "standard input" not in message.content
+    assert "`swap`" in message.text
+    assert SWAP["starter_code"] in message.text
+    assert "standard input" not in message.text
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_verify(tmp_path: Path, reply: str, is_correct: bool, format_ok: bool) -
 def test_the_prompt_asks_for_the_function(tmp_path: Path) -> None:
     task = humaneval(tmp_path)
     (message,) = task.render(task.examples(Split.HELD_OUT)[0])
-    assert SQUARES["prompt"].strip() in message.content
+    assert SQUARES["prompt"].strip() in message.text
     # A stop string of the base form, '\ndef', would cut the function that is asked for.
     assert task.limits.stop_strings == ()
 

@@ -62,9 +62,9 @@ def test_the_prompt_shows_the_visible_tests(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     (held_out,) = task.examples(Split.HELD_OUT)
     (message,) = task.render(held_out)
-    assert "add up a list" in message.content
-    assert all(test in message.content for test in SUM["test_list"])
-    assert SUM["challenge_test_list"][0] not in message.content
+    assert "add up a list" in message.text
+    assert all(test in message.text for test in SUM["test_list"])
+    assert SUM["challenge_test_list"][0] not in message.text
 
 
 def test_the_self_test_finds_nothing(tmp_path: Path) -> None:

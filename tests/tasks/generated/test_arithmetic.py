@@ -23,7 +23,7 @@ def sum_of(a: int, b: int) -> Example:
 
 def test_prompt_is_the_question() -> None:
     (message,) = TASK.render(sum_of(3, 4))
-    assert (message.role, message.content) == ("user", "What is 3 + 4?")
+    assert (message.role, message.text) == ("user", "What is 3 + 4?")
 
 
 def test_splits_cover_all_pairs_once() -> None:

@@ -80,7 +80,7 @@ def test_verify_and_self_test() -> None:
 def test_prompt_says_where_the_answer_belongs() -> None:
     task = rg("chain_sum")
     (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.content.endswith("Write your final answer between <answer> and </answer>.")
+    assert message.text.endswith("Write your final answer between <answer> and </answer>.")
 
 
 @pytest.mark.parametrize("dataset", ["pool_matrix", "list_functions"])

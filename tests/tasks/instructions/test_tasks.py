@@ -99,7 +99,7 @@ def test_ifeval_is_for_evaluation_only(ifeval_file: str) -> None:
 def test_the_prompt_is_the_users_text(ifeval_file: str) -> None:
     task = ifeval(ifeval_file)
     (message,) = task.render(last(task))
-    assert message.content == f"Write about the sea, please. Task 99, following {', '.join(TWO_PARTS)}."
+    assert message.text == f"Write about the sea, please. Task 99, following {', '.join(TWO_PARTS)}."
     assert message.role == "user"
 
 

@@ -184,8 +184,8 @@ def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
 
 def test_prompt_shows_the_question_and_the_form(task: Task) -> None:
     (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.content.startswith("Ida has 3 hens")
-    assert "'####'" in message.content
+    assert message.text.startswith("Ida has 3 hens")
+    assert "'####'" in message.text
 
 
 def test_overlapping_splits_are_refused(tmp_path: Path) -> None:

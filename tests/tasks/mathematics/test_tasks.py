@@ -129,11 +129,11 @@ def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_f
 def test_the_prompt_asks_for_a_box_and_a_base_prompt_has_stops(math_folder: Path) -> None:
     task = math(math_folder)
     (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.content == (
+    assert message.text == (
         "Find $x$ with $2x = -10$.\n\nReason step by step, and give the final answer in \\boxed{}."
     )
     assert message == PosedMessage(
-        role="user", content=message.content, base="Problem:\nFind $x$ with $2x = -10$.\n\nSolution:"
+        role="user", content=message.text, base="Problem:\nFind $x$ with $2x = -10$.\n\nSolution:"
     )
     assert task.limits.stops(is_base=True) == ("Problem:", "\n\n\n")
     assert task.limits.stops(is_base=False) == ()
@@ -315,7 +315,7 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
 def test_mmlu_shows_question_and_choices(mmlu_folder: Path) -> None:
     task = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder)))
     (message,) = task.render(task.examples(Split.HELD_OUT)[0])
-    first, *lines = message.content.splitlines()
+    first, *lines = message.text.splitlines()
     assert first == (
         "The following is a multiple choice question about number theory."
         " Reply with the letter of the right choice alone."
@@ -326,7 +326,7 @@ def test_mmlu_shows_question_and_choices(mmlu_folder: Path) -> None:
         *("A. 2", "B. 4", "C. 5", "D. 6", "Answer:"),
     ]
     (plain,) = task.render(task.examples(Split.TRAIN)[0])
-    assert plain.content.startswith("The following is a multiple choice question. Reply")
+    assert plain.text.startswith("The following is a multiple choice question. Reply")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_class_is_a_task(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     first = task.examples(Split.TRAIN)[0]
     assert (task.name, first.fields, first.answer) == ("Doubling", {"n": 2}, "4")
-    assert [(one.role, one.content) for one in task.render(first)] == [("user", "What is 2 * 2?")]
+    assert [(one.role, one.text) for one in task.render(first)] == [("user", "What is 2 * 2?")]
     assert [len(task.examples(split)) for split in Split] == [31, 7]
     assert run_self_test(task, task.examples(Split.TRAIN)[:8]) == []
     assert task.limits.verify_limit_s == 10.0

@@ -66,7 +66,7 @@ def test_rows_are_split_asked_and_judged(tmp_path: Path) -> None:
     task = build_task(spec)
     assert [len(task.examples(split)) for split in Split] == [36, 4]
     first = task.examples(Split.TRAIN)[0]
-    assert [message.content for message in task.render(first)] == [first.fields["columns"]["question"]]
+    assert [message.text for message in task.render(first)] == [first.fields["columns"]["question"]]
     right, wrong = judge(spec, f" {first.answer}\n", "no")
     assert (right.parts, right.is_correct, wrong.parts, wrong.is_correct) == (
         {"score": 1.0},
@@ -113,7 +113,7 @@ def test_a_prompt_is_a_column_a_template_or_a_chat(
     other = {key: [{"role": "user", "content": "b"}] if key == "chat" else "b" for key in row}
     task = task_of(tmp_path, [row, other], prompt=prompt, answer=None, code="def score(reply): ...")
     asked = [
-        [(message.role, message.content) for message in task.render(example)]
+        [(message.role, message.text) for message in task.render(example)]
         for split in Split
         for example in task.examples(split)
     ]

@@ -56,7 +56,7 @@ def read_sft_row(row: Row, train_on: str) -> SftRow:
         raise malformed(row, f"has the unknown keys {unknown}", ", ".join(KEYS))
     messages = _read_messages(row, values)
     texts = {key: _read_text(row, values, key) for key in ("prompt_id", "problem", "gold", "source")}
-    asked = json.dumps([(message.role, message.content) for message in messages[:-1]])
+    asked = json.dumps([(message.role, message.text) for message in messages[:-1]])
     chosen = values.get("train_on", train_on)
     if chosen not in _TRAIN_ON:
         raise malformed(row, f"has train_on={chosen!r}", ", ".join(_TRAIN_ON))

@@ -16,7 +16,7 @@ from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.own_tasks import UserTaskSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.prompt import PosedMessage, Thinking
+from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.row_task import SplitExamples
 from strop.tasks.user import posing
 from strop.tasks.user.rewards import await_if_needed, to_parts
@@ -78,9 +78,11 @@ class OwnTask:
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the messages that the class wrote for an example."""
         messages = self._made[example.example_id]["messages"]
-        *before, last = [Message(role=role, content=text) for role, text in messages]
-        thinking = Thinking(self._spec.thinking)
-        return (*before, PosedMessage(role=last.role, content=last.content, thinking=thinking))
+        asked = [
+            Message.from_json(one) if isinstance(one, dict) else Message(role=one[0], content=one[1])
+            for one in messages
+        ]
+        return pose_messages(asked, self._spec.thinking)
 
     def problem_of(self, example: Example) -> str | None:
         """Return the class's name for the problem; None where it has no such method."""

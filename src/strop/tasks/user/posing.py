@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split, make_example
 from strop.tasks.contract import TaskLimits
 from strop.user_code import CodeRef, blaming
@@ -98,18 +98,23 @@ def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
     }
 
 
-def _to_messages(asked: Any, ref: CodeRef) -> list[list[str]]:
-    """Return a prompt as pairs of role and text; a plain text is one user message."""
+def _to_messages(asked: Any, ref: CodeRef) -> list[Any]:
+    """Return a prompt's messages: pairs of role and text, or tables where a message is more than that."""
     if isinstance(asked, str):
         asked = [Message(role="user", content=asked)]
-    messages = [
-        (one.role, one.content) if isinstance(one, Message) else (one.get("role"), one.get("content"))
-        for one in asked or ()
-        if isinstance(one, Message | Mapping)
-    ]
-    if not messages or not all(isinstance(text, str) and text for pair in messages for text in pair):
-        raise _refuse(ref, f"asks {asked!r:.80}", "a text, or messages with role and content")
-    return [[str(role), str(text)] for role, text in messages]
+    allowed = "a text, or messages with role and content"
+    try:
+        messages = [
+            one if isinstance(one, Message) else Message.from_json(one)
+            for one in asked or ()
+            if isinstance(one, Message | Mapping)
+        ]
+    except DataError as error:
+        raise _refuse(ref, f"asks {asked!r:.80} ({error})", allowed) from error
+    if not messages or not all(one.role and (one.text or one.tool_calls) for one in messages):
+        raise _refuse(ref, f"asks {asked!r:.80}", allowed)
+    tables = [one.to_json() for one in messages]
+    return [[*one.values()] if one.keys() == {"role", "content"} else one for one in tables]
 
 
 def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:

@@ -30,7 +30,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
-from strop.tasks.prompt import PosedMessage, Thinking, pose
+from strop.tasks.prompt import pose, pose_messages
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.user.rewards import GIVEN, Parts, UserReward, read_schema, score_built_in, show_answer
@@ -98,10 +98,8 @@ class Rows(RowTask):
         asked = example.fields["prompt"]
         if isinstance(asked, str):
             return pose(asked, thinking=self._spec.thinking)
-        *before, last = asked
-        messages = [Message(role=one["role"], content=one["content"]) for one in before]
-        thinking = Thinking(self._spec.thinking)
-        return (*messages, PosedMessage(role=last["role"], content=last["content"], thinking=thinking))
+        messages = [Message(role=one["role"], content=one["content"]) for one in asked]
+        return pose_messages(messages, self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Add the rewards up.

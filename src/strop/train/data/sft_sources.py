@@ -99,7 +99,7 @@ def _walk(row: SftRow, framing: Framing) -> Iterator[_Piece]:
     places = [index for index, message in enumerate(messages) if message.role == SPEAKER]
     piece = _Piece(prompt_ids=render_prompt(tokenizer, messages[: places[0]], chosen)[1])
     for index, place in enumerate(places):
-        text, reply_ids = _encode_reply(tokenizer, row, messages[place].content)
+        text, reply_ids = _encode_reply(tokenizer, row, messages[place].text)
         piece.ids.append(reply_ids)
         piece.texts.append(text)
         if index + 1 == len(places):
