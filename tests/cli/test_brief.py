@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from strop.cli.brief import brief, lasting
+from strop.cli.arguments import brief, lasting
 
 
 def test_a_brief_command_runs_without_the_collector_and_gives_it_back() -> None:

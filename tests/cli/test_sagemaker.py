@@ -12,7 +12,7 @@ import typer
 
 from strop import __version__
 from strop.cli.output import Output
-from strop.cli.sagemaker import sagemaker_commands
+from strop.cli.submit import sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage, ImagePlan

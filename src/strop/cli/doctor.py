@@ -25,11 +25,19 @@ Clean = Annotated[
 
 def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> None:
     """Diagnose this machine: hardware, software, GPU users; measure its speed for `strop plan`."""
+    from strop.hardware import clear_leftovers
     from strop.run.doctor import diagnose
 
     output: Output = context.obj
     if clean:
-        _clean(output, is_json=json)
+        cleared = clear_leftovers()
+        if json:
+            output.give_json([asdict(one) for one in cleared])
+            return
+        for one in cleared:
+            output.give(str(one))
+        if not cleared:
+            output.give("dead runs have left nothing")
         return
     found = diagnose(Path.cwd() / "runs")
     if json:
@@ -52,19 +60,6 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
         output.say(
             f"process {pid} carries lease {lease_id}, which is not there; end it yourself if it is old"
         )
-
-
-def _clean(output: Output, *, is_json: bool) -> None:
-    from strop.hardware import clear_leftovers
-
-    cleared = clear_leftovers()
-    if is_json:
-        output.give_json([asdict(one) for one in cleared])
-        return
-    for one in cleared:
-        output.give(str(one))
-    if not cleared:
-        output.give("dead runs have left nothing")
 
 
 def _machine_rows(found: Diagnosis) -> list[tuple[str, object]]:

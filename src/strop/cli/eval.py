@@ -1,9 +1,9 @@
-"""`strop eval MODEL --task NAME[,NAME ...] --split held_out|train [key=value ...]`."""
+"""`strop eval MODEL --task NAME[,NAME ...] --split NAME [key=value ...]` and `strop rescore PLACE`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from strop.evaluate.harness import HarnessResult
     from strop.evaluate.result import PassAtK
     from strop.rollout import Split
-    from strop.run.evaluation import EvalWish
+    from strop.run.evaluation import EvalWish, StoredRescored
     from strop.run.inference import OpenedModel
 
 COLUMNS = (
@@ -104,6 +104,7 @@ class EvalOptions:
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
     """Measure how often a model solves tasks, with 95% intervals. Repeat the command to resume."""
     from strop.evaluate import refuse_invalid, write_order
+    from strop.rollout import Split
     from strop.run.evaluation import evaluate_here
     from strop.run.inference import read_askings
 
@@ -111,7 +112,12 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     if options.config is not None:
         _evaluate_by_file(output, options, options.config)
         return
-    tasks, split = _require_task(options)
+    if options.follow:
+        raise typer.BadParameter("--follow takes --config EVAL.toml, which says what is evaluated")
+    if options.task is None or options.split is None:
+        name = "task" if options.task is None else "split"
+        raise typer.BadParameter(f"Missing option '--{name}', or --config EVAL.toml")
+    tasks, split = [name.strip() for name in options.task.split(",")], Split(options.split)
     if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
         raise typer.BadParameter("--write-order takes one task of strop's own")
     if options.canary is not None and options.harness is not None:
@@ -135,18 +141,6 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         raise typer.Exit(EXIT_FAILED)
     if options.write_order is not None:
         write_order(results[0], options.write_order)
-
-
-def _require_task(options: EvalOptions) -> tuple[list[str], Split]:
-    """Return what is asked for where no file says it."""
-    from strop.rollout import Split
-
-    if options.follow:
-        raise typer.BadParameter("--follow takes --config EVAL.toml, which says what is evaluated")
-    if options.task is None or options.split is None:
-        name = "task" if options.task is None else "split"
-        raise typer.BadParameter(f"Missing option '--{name}', or --config EVAL.toml")
-    return [name.strip() for name in options.task.split(",")], Split(options.split)
 
 
 def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
@@ -322,3 +316,77 @@ def _pass_row(task: str, k: int, estimate: PassAtK) -> tuple[object, ...]:
 def percent(share: float | None) -> str:
     """Show a share; a dash where there is none."""
     return "-" if share is None else f"{share:.1%}"
+
+
+CHANGES_SHOWN = 20
+
+
+def rescore(
+    context: typer.Context,
+    place: Annotated[
+        Path, typer.Argument(help="Result of `strop eval`, one of its shards, or a folder of them.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings of the task. Default: as evaluated."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Score stored replies again with the current task; nothing is generated."""
+    from strop.run.evaluation import find_kept, rescore_kept
+
+    output: Output = context.obj
+    found = []
+    for folder in find_kept(place):
+        stored = rescore_kept(folder, settings or ())
+        output.say(f"{stored.rescored.result.full_name}: {stored.path}")
+        found.append(stored)
+    if json:
+        output.give_json(
+            [
+                {
+                    "path": str(stored.path),
+                    "result": stored.rescored.result.model_dump(mode="json"),
+                    "changes": [asdict(change) for change in stored.rescored.changes],
+                }
+                for stored in found
+            ]
+        )
+        return
+    for stored in found:
+        _show(output, stored)
+
+
+def _show(output: Output, stored: StoredRescored) -> None:
+    result, changes = stored.rescored.result, stored.rescored.changes
+    title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
+    rows = [
+        (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
+        for name, score in result.scores.items()
+    ]
+    rows += [
+        (
+            f"{label}: {name}",
+            percent(score.accuracy),
+            f"{score.low:.1%} to {score.high:.1%}",
+            score.num_unscored,
+        )
+        for label, part in result.parts.items()
+        for name, score in part.scores.items()
+    ]
+    output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
+    output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
+    if not result.is_valid:
+        output.give(result.verdict)
+    words = {True: "solved", False: "not solved", None: "unscored"}
+    output.give(f"{len(changes)} verdicts changed")
+    if changes:
+        output.give_table(
+            ("example", "reply", "before", "now", "compared"),
+            [
+                (change.example_id, change.reply, words[change.before], words[change.after], change.extracted)
+                for change in changes[:CHANGES_SHOWN]
+            ],
+        )
+    if len(changes) > CHANGES_SHOWN:
+        output.give(f"and {len(changes) - CHANGES_SHOWN} more; --json lists all")

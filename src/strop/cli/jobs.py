@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json
-from strop.cli.brief import brief, lasting
+from strop.cli.arguments import Json, brief, lasting
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -62,32 +61,29 @@ def status(
     json: Json = False,
 ) -> None:
     """Show the status of jobs; without a name, of all your jobs that have not ended."""
+    from strop.errors import ConfigError
     from strop.launch.status import list_statuses
 
     output: Output = context.obj
     if wait:
-        _wait(output, references or [], root)
+        from strop.launch.launcher import watch
+
+        named = references or []
+        if len(named) != 1:
+            raise ConfigError(
+                f"--wait with {len(named)} jobs",
+                allowed="one job: its exit code is this command's",
+                next_step="name the job, and start the command once for each",
+            )
+        launcher, ref = open_job(named[0], root)
+        with lasting():
+            watch(launcher, Path(ref.home), output.say)
     if references:
         jobs = [open_job(reference, root) for reference in references]
         found = [one for launcher, ref in jobs for one in launcher.status([ref])]
     else:
         found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
     show_statuses(output, found, is_json=json)
-
-
-def _wait(output: Output, references: Sequence[str], root: Path) -> None:
-    from strop.errors import ConfigError
-    from strop.launch.launcher import watch
-
-    if len(references) != 1:
-        raise ConfigError(
-            f"--wait with {len(references)} jobs",
-            allowed="one job: its exit code is this command's",
-            next_step="name the job, and start the command once for each",
-        )
-    launcher, ref = open_job(references[0], root)
-    with lasting():
-        watch(launcher, Path(ref.home), output.say)
 
 
 def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:

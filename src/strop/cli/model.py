@@ -1,14 +1,18 @@
-"""`strop model get URI`, `strop model ls`, `strop model export RUN DIR`."""
+"""`strop model get|ls|export`, `strop sample MODEL` and `strop stage RUN.toml`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import Json
+from strop.cli.arguments import AskSettings, Json, ModelName, Overrides, RunFile, SplitName
 from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.rollout import Rollout
 
 model_commands = typer.Typer(help="Fetch, list and export models.", no_args_is_help=True)
 
@@ -71,3 +75,114 @@ def export(
     checkpoint = export_checkpoint(source, target)
     output.say(f"verified {checkpoint.path}")
     output.give(str(target))
+
+
+def sample(
+    context: typer.Context,
+    model: ModelName,
+    settings: AskSettings = None,
+    task: Annotated[str | None, typer.Option(help="Task name; see `strop tasks ls`.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt to use instead of a task.")] = None,
+    num: Annotated[int, typer.Option(min=1, help="Number of examples, from the first.")] = 4,
+    split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.HELD_OUT,
+    json: Json = False,
+) -> None:
+    """Show exact prompts, the replies of a model, and their rewards."""
+    if (task is None) == (prompt is None):
+        raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
+    from strop.rollout import Split
+    from strop.run.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
+    from strop.tasks.failures import find_causes, find_failures, sum_up
+
+    output: Output = context.obj
+    words = settings or ()
+    asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
+    opened = open_model(model)
+    if opened.notice:
+        output.say(opened.notice)
+    if prompt is not None:
+        said = sample_prompt(asking, opened, prompt)
+        found = [
+            {
+                "prompt": said.prompt,
+                "reply": said.completion.text,
+                "finish_reason": said.completion.finish_reason.value,
+            }
+        ]
+    else:
+        rollouts = sample_task(asking, opened, num)
+        if causes := find_causes(find_failures(rollout.outcome for rollout in rollouts)):
+            output.say(f"strop: {sum_up(causes, len(rollouts))}")
+        found = [describe_rollout(rollout) for rollout in rollouts]
+    if json:
+        output.give_json(found)
+    else:
+        show_samples(output, found)
+
+
+def describe_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Return what a person wants to see of a rollout."""
+    from strop.tasks.failures import describe_failure
+
+    reply, outcome = rollout.reply, rollout.outcome
+    return {
+        "prompt": "".join(turn.text for turn in rollout.heard if not turn.is_sampled),
+        "reply": None if reply is None else reply.text,
+        "finish_reason": reply.finish_reason.value if reply and reply.finish_reason else None,
+        "gold": rollout.example.answer,
+        "reward": outcome.reward,
+        "is_correct": outcome.is_correct,
+        "failure": None if outcome.failure is None else describe_failure(outcome.failure),
+        "trace": None if outcome.failure is None else outcome.failure.detail,
+        "example_id": rollout.example.example_id,
+    }
+
+
+def show_samples(output: Output, found: list[dict[str, Any]]) -> None:
+    """Print prompts and replies as they are, and the rest of each in a line below."""
+    from strop.view import make_harmless
+
+    for number, entry in enumerate(found, start=1):
+        output.give(f"--- {number} of {len(found)}: prompt")
+        output.give(make_harmless(entry["prompt"]).rstrip("\n"))
+        output.give("--- reply")
+        output.give("(none)" if entry["reply"] is None else make_harmless(entry["reply"]))
+        facts = {key: value for key, value in entry.items() if key not in ("prompt", "reply", "trace")}
+        shown = [f"{key} {value}" for key, value in facts.items() if value is not None]
+        output.give(f"--- {make_harmless(', '.join(shown))}\n")
+
+
+def stage(
+    context: typer.Context,
+    run_file: RunFile,
+    overrides: Overrides = None,
+    json: Json = False,
+    check: Annotated[bool, typer.Option("--check", help="Dry run: show what would be sent.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace complete records whose content differs.")
+    ] = False,
+) -> None:
+    """Upload the model and data of a run to its store; skip what is already there."""
+    from strop.run.stage import stage_run
+    from strop.spec import load_spec
+
+    output: Output = context.obj
+    staged = stage_run(load_spec(run_file, overrides or ()), is_check=check, may_replace=replace)
+    if json:
+        output.give_json([asdict(one) for one in staged])
+    else:
+        rows = [
+            (
+                f"{one.kind} {one.name}",
+                f"{one.num_files} files, {one.size_bytes / 1e6:.1f} MB",
+                f"{one.num_moved} files, {one.moved_bytes / 1e6:.1f} MB" if one.num_moved else "nothing",
+                one.digest[:12],
+                one.uri,
+            )
+            for one in staged
+        ]
+        columns = ("staged", "size", "would send" if check else "sent", "digest", "in the store")
+        output.give_table(columns, rows)
+    for one in staged:
+        if one.advice is not None:
+            output.say(f"where {one.name} is not on the disk, write into the run file: {one.advice}")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile
-from strop.cli.brief import brief
+from strop.cli.arguments import Json, Overrides, RunFile, brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:

@@ -10,24 +10,17 @@ from typing import Annotated
 import typer
 
 from strop import __version__
-from strop.cli.audit import audit
-from strop.cli.compare import compare
 from strop.cli.doctor import doctor
-from strop.cli.eval import evaluate
+from strop.cli.eval import evaluate, rescore
 from strop.cli.explain import explain
 from strop.cli.jobs import cancel, drill, fetch, logs, status
-from strop.cli.ls import list_runs
-from strop.cli.model import model_commands
+from strop.cli.model import model_commands, sample, stage
 from strop.cli.output import Output
 from strop.cli.plan import plan
-from strop.cli.rescore import rescore
-from strop.cli.sagemaker import sagemaker_commands
-from strop.cli.sample import sample
-from strop.cli.stage import stage
-from strop.cli.submit import SubmitCommand, check, slurm_commands, submit
-from strop.cli.tasks import task_commands
+from strop.cli.runs import compare, list_runs, view
+from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
+from strop.cli.tasks import audit, task_commands
 from strop.cli.train import sft, train
-from strop.cli.view import view
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 
 _TYPER_CTRL_C = 130
@@ -48,6 +41,7 @@ for _name, _command in (
     ("plan", plan),
     ("check", check),
     ("stage", stage),
+    ("submit", submit),
     ("status", status),
     ("logs", logs),
     ("cancel", cancel),
@@ -60,8 +54,7 @@ for _name, _command in (
     ("audit", audit),
     ("doctor", doctor),
 ):
-    app.command(_name)(_command)
-app.command("submit", cls=SubmitCommand)(submit)
+    app.command(_name, cls=SubmitCommand if _command is submit else None)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(slurm_commands, name="slurm")

@@ -1,4 +1,4 @@
-"""`strop submit RUN.toml --on SITE [key=value ...]`, and other names for it."""
+"""`strop submit RUN.toml --on SITE [key=value ...]`, other names for it, and `strop sagemaker policy`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from strop.cli.arguments import (
     Overrides,
     RunFile,
     SingleGpu,
+    brief,
+    lasting,
     takes,
 )
-from strop.cli.brief import brief, lasting
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
@@ -298,7 +299,7 @@ def _describe_place(role: RolePlan) -> str:
 
 def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
     """Return the options as the launcher reads them."""
-    from strop.cli.flags import to_flags
+    from strop.cli.arguments import to_flags
     from strop.errors import ConfigError
     from strop.launch.build_request import SubmitOptions
     from strop.launch.environment import EnvironmentFlags
@@ -416,3 +417,44 @@ def slurm_sft() -> None:
 @slurm_commands.command("rl", cls=alias(on="slurm", command="train", job_name="{stem}-rl"))
 def slurm_rl() -> None:
     """Submit an RL run to a SLURM cluster."""
+
+
+sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
+
+
+@sagemaker_commands.command("submit", cls=alias(on="sagemaker"))
+def sagemaker_submit() -> None:
+    """Submit a run to SageMaker: another name of `strop submit --on sagemaker`."""
+
+
+@sagemaker_commands.command("policy")
+def policy(
+    context: typer.Context,
+    on: Annotated[
+        str,
+        typer.Option("--on", metavar="SITE", help="A site of strop-sites.toml whose backend is sagemaker."),
+    ] = "sagemaker",
+) -> None:
+    """Print the IAM policies that the submitting identity and the execution role need."""
+    import os
+
+    from strop.errors import ConfigError
+    from strop.launch.sagemaker.options import SageMakerSite
+    from strop.launch.sagemaker.probe import execution_policy, submitter_policy, trust_policy
+    from strop.launch.sites import find_site
+
+    output: Output = context.obj
+    profile = find_site(on, Path.cwd(), os.environ).profile
+    if not isinstance(profile, SageMakerSite):
+        raise ConfigError(
+            f"--on {on} is a site of backend {profile.kind()}",
+            allowed="a site whose backend is sagemaker",
+            next_step="name another site",
+        )
+    output.give_json(
+        {
+            "submitter": submitter_policy(profile),
+            "execution_role": execution_policy(profile),
+            "execution_role_trust": trust_policy(),
+        }
+    )

@@ -24,7 +24,6 @@ from strop.cli.arguments import (
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
-    from strop.evaluate import EvalResult
     from strop.record import Event
     from strop.run.training import TrainOutcome
     from strop.spec import ResolvedSpec
@@ -92,7 +91,7 @@ def sft(context: typer.Context, args: TrainArguments) -> None:
 
 def train_as_given(output: Output, args: TrainArguments, *, is_sft: bool) -> None:
     """Read the run file and train. `is_sft`: refuse a run that does not imitate alone."""
-    from strop.cli.flags import to_flags
+    from strop.cli.arguments import to_flags
     from strop.spec import load_spec
     from strop.spec.reader import require_sft
 
@@ -149,8 +148,18 @@ def describe_outcome(outcome: TrainOutcome) -> list[str]:
     from strop.evaluate import compare_results
 
     before, after = outcome.before, outcome.after
-    ends = [("before", before), ("after", after)]
-    lines = [f"{name:6} {_describe(result)}" for name, result in ends if result is not None]
+    lines = []
+    for name, result in (("before", before), ("after", after)):
+        if result is None:
+            continue
+        score = result.greedy
+        if score.accuracy is None or not result.is_valid:
+            lines.append(f"{name:6} held-out accuracy: {result.verdict}")
+        else:
+            lines.append(
+                f"{name:6} held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to"
+                f" {score.high:.1%}, {result.num_examples} examples)"
+            )
     if before is not None and after is not None and before.is_valid and after.is_valid:
         change = compare_results(before, after).greedy
         if change is not None:
@@ -178,13 +187,3 @@ def describe_pace(run_path: Path) -> str:
     wanted = ("step", "generate", "wait for rollouts", "learn", "memory peak")
     said = [shown[name] for name in wanted if name in shown]
     return f"pace   {', '.join(said)}" if said else ""
-
-
-def _describe(result: EvalResult) -> str:
-    score = result.greedy
-    if score.accuracy is None or not result.is_valid:
-        return f"held-out accuracy: {result.verdict}"
-    return (
-        f"held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to {score.high:.1%},"
-        f" {result.num_examples} examples)"
-    )
