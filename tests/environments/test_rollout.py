@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,16 @@ from strop.engine import Completion, GenerationRequest
 from strop.engine.contract import stream_seed
 from strop.environments import (
     Action,
+    AttemptFailed,
     Environment,
     PromptCache,
     RolloutPlan,
     SingleTurn,
+    StepResult,
     run_group,
     run_rollout,
 )
-from strop.errors import ConfigError, DataError, WeightMismatch
+from strop.errors import ConfigError, DataError, SandboxLost, WeightMismatch
 from strop.rollout import (
     RESTART,
     Example,
@@ -37,6 +40,7 @@ from strop.rollout import (
 )
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tasks.failures import describe_failure
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
@@ -275,6 +279,72 @@ def test_engine_failure_is_the_engines(tokenizer: Tokenizer) -> None:
     assert "cable" in failure.detail
     assert rollout.outcome.reward is None
     assert environment.num_closes == 1
+
+
+class Failing(ScriptedEnvironment):
+    """Raises an error in one of its calls."""
+
+    def __init__(self, call: str, error: Exception) -> None:
+        super().__init__(
+            (Message(role="user", content="a?"),), [(Message(role="user", content="b?"),)], judge_last_word
+        )
+        self._call, self._error = call, error
+
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        self._fail("reset")
+        return await super().reset(example, seed)
+
+    async def step(self, action: Action) -> StepResult:
+        self._fail("step")
+        return await super().step(action)
+
+    async def score(self) -> Outcome:
+        self._fail("score")
+        return await super().score()
+
+    def _fail(self, call: str) -> None:
+        if call == self._call:
+            raise self._error
+
+
+@pytest.mark.parametrize("call", ["reset", "step", "score"])
+@pytest.mark.parametrize("owner", FailureOwner)
+def test_a_world_says_who_owns_its_failure(tokenizer: Tokenizer, call: str, owner: FailureOwner) -> None:
+    world = Failing(call, AttemptFailed(owner, "disk_full", "no room for the workspace"))
+    rollout = attempt(world, DummyEngine(tokenizer, ["x", "7"]), tokenizer)
+    failure = rollout.outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind, rollout.outcome.reward) == (owner, "disk_full", None)
+    assert describe_failure(failure).startswith(
+        f"{owner}, disk_full: no room for the workspace (test_rollout.py:"
+    )
+    assert [len(rollout.turns), world.num_closes] == [{"reset": 0, "step": 2, "score": 4}[call], 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "owner", "kind"),
+    [
+        (SandboxLost("it is gone"), FailureOwner.INFRA, "SandboxLost"),
+        (OSError("it is gone"), FailureOwner.TASK, "OSError"),
+    ],
+)
+def test_a_failure_without_a_named_owner(
+    tokenizer: Tokenizer, error: Exception, owner: FailureOwner, kind: str
+) -> None:
+    failure = attempt(Failing("step", error), DummyEngine(tokenizer, ["x"]), tokenizer).outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (owner, kind)
+
+
+def test_a_world_may_return_its_failure(tokenizer: Tokenizer) -> None:
+    lost = Outcome.lost(FailureOwner.INFRA, "grader_gone", "no answer")
+    world = ScriptedEnvironment((Message(role="user", content="a?"),), [], lambda example, actions: lost)
+    assert attempt(world, DummyEngine(tokenizer, ["x"]), tokenizer).outcome == lost
+
+
+def test_the_owner_of_a_failure_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(AttemptFailed(FailureOwner.INFRA, "disk_full", "no room")))
+    assert (error.owner, error.kind, str(error)) == (FailureOwner.INFRA, "disk_full", "no room")
 
 
 def test_streams_of_unequal_length_are_the_engines_failure(tokenizer: Tokenizer) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from strop.engine.native import NativeEngine
-from strop.environments import SingleTurn
+from strop.environments import AttemptFailed, SingleTurn
 from strop.record import EventKind, RunDir
+from strop.rollout import FailureOwner
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.train.loop import TrainLoop
 from tests.fixtures.commands import Run, finished_run, folder, run, trained_runs
@@ -38,15 +39,21 @@ def fail_in_environment() -> None:
     raise OSError("the world is gone")
 
 
+def fail_in_machine() -> None:
+    raise AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")
+
+
 PARTS: dict[str, tuple[Any, str, Callable[[], None]]] = {
     "engine": (NativeEngine, "_admit", fail_in_engine),
     "verifier": (Arithmetic, "verify", fail_in_verifier),
     "environment": (SingleTurn, "step", fail_in_environment),
+    "machine": (SingleTurn, "step", fail_in_machine),
 }
 SAID = {
     "engine": "engine, EngineError: generation failed: RuntimeError: bf16 path needs avx512bw",
     "verifier": "task, TypeError: unsupported operand",
     "environment": "task, OSError: the world is gone",
+    "machine": "infra, disk_full: no room for the workspace",
 }
 CAUSES = {
     part: f"{cause} (test_causes.py:{line_of(PARTS[part][2], 'raise')})" for part, cause in SAID.items()
@@ -100,9 +107,11 @@ def break_part(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "all 12 rollouts failed: {}; invalid: verifier errors: none of 4 held-out",
         ),
         ("environment", "_evaluate", 1, "all 12 rollouts failed: {}; invalid: verifier errors: none of 4"),
+        ("machine", "_evaluate", 1, "all 12 rollouts failed: {}; invalid: unscored: no"),
         ("engine", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
         ("verifier", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
         ("environment", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
+        ("machine", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
     ],
 )
 def test_a_run_in_which_everything_fails_says_why_and_keeps_the_traceback(

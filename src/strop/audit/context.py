@@ -17,7 +17,7 @@ from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.sandbox.contract import IsolationLevel
 from strop.tasks.contract import Task
-from strop.tasks.failures import catch_failure, describe_failure, owner_of_error
+from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
 
@@ -251,8 +251,7 @@ class AuditContext:
             outcome = await self.judge.judge(example, text)
         cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:
-            owner = owner_of_error(caught.failure.kind)
-            outcome = Outcome(parts={}, failure=replace(caught.failure, owner=owner))
+            outcome = Outcome(parts={}, failure=caught.failure)
         return Judged(example=example, text=text, outcome=outcome, cpu_s=cpu_s)
 
     def in_form(self, example: Example, answer: str) -> str:

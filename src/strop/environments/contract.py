@@ -49,7 +49,12 @@ class Choosing(Protocol):
 
 
 class Environment(Protocol):
-    """One attempt at one example. Every random draw comes from the seed that `reset` was given."""
+    """One attempt at one example. Every random draw comes from the seed that `reset` was given.
+
+    An exception leaves the rollout without a score. `AttemptFailed` says whose failure it is, for example
+    `AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")`; an error of the sandbox is
+    the machine's; any other is the task's. `score` may return an outcome that holds a failure instead.
+    """
 
     @property
     def max_turns(self) -> int:

@@ -1,7 +1,7 @@
 """The one rollout path: reset, reply, step, ..., score, for one turn or many.
 
-Failures on the way are attributed to an owner: the engine, or the task and its world. Neither
-ever becomes a reward of 0. Left out on purpose: retries, which are the loop's decision.
+Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
+names. None ever becomes a reward of 0. Left out on purpose: retries, which are the loop's decision.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Attempt:
     choice_nats: dict[str, float] = field(default_factory=dict)
     """Log-probability of each reply that could be chosen, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
-    """Whose code runs now, hence who owns a failure."""
+    """Whose code runs now, hence who owns a failure that names no owner."""
 
     async def run(self) -> Outcome:
         """Walk from reset to score."""

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from strop.errors import ConfigError, Interrupted, RunStopped, WeightMismatch, describe_error, find_place
+from strop.errors import (
+    ConfigError,
+    Interrupted,
+    RunStopped,
+    WeightMismatch,
+    describe_error,
+    find_place,
+)
 from strop.rollout import Failure, FailureOwner, Outcome
 
 _MAX_TRACE_CHARS = 2700
@@ -20,6 +27,25 @@ _MAX_MESSAGE_CHARS = 400
 _OF_THE_RUN = (WeightMismatch, ConfigError, RunStopped, Interrupted)
 _OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "closed"})
 """Exception classes, and the failure kind of calls in a pool that was closed."""
+
+
+class AttemptFailed(Exception):
+    """Raised by an environment that cannot go on or cannot score: says who owns that, and its kind.
+
+    The rollout has no score then. A reply that is wrong, malformed or broken code is no such failure: it is
+    scored.
+    """
+
+    def __init__(self, owner: FailureOwner, kind: str, detail: str) -> None:
+        """`kind` is the cause in one word, for counting."""
+        # All three, so that it survives pickling.
+        super().__init__(owner, kind, detail)
+        self.owner = owner
+        self.kind = kind
+
+    def __str__(self) -> str:
+        """Return the detail."""
+        return str(self.args[2])
 
 
 def owner_of_error(kind: str) -> FailureOwner:
@@ -53,7 +79,7 @@ class CaughtFailure:
 
 
 def catch_failure(owner: Callable[[], FailureOwner]) -> CaughtFailure:
-    """Run a block; keep its exception as a failure with traceback, owned by `owner()` at that time.
+    """Run a block; keep its exception as a failure with traceback: see `to_failure`.
 
     Lets pass what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
     """
@@ -61,14 +87,22 @@ def catch_failure(owner: Callable[[], FailureOwner]) -> CaughtFailure:
 
 
 def to_failure(error: Exception, owner: FailureOwner) -> Failure:
-    """Return an exception as a failure; `detail` is its traceback and a last line with message and place."""
+    """Return an exception as a failure; `detail` is its traceback and a last line with message and place.
+
+    `owner` owns it, unless the error names its owner or is one of the machine.
+    """
+    kind = type(error).__name__
+    if isinstance(error, AttemptFailed):
+        owner, kind = error.owner, error.kind
+    elif kind in _OF_THE_MACHINE:
+        owner = FailureOwner.INFRA
     message = "".join(traceback.format_exception_only(error)).strip()
-    line = describe_error(error)
+    line = describe_error(error).replace(type(error).__name__, kind, 1)
     trace = "".join(traceback.format_exception(error)).strip().removesuffix(message)[-_MAX_TRACE_CHARS:]
     # A message of several lines is kept as it is, too.
     is_repeated = line.startswith(message.removeprefix(f"{type(error).__module__}."))
     whole = "" if is_repeated else f"{message[:_MAX_MESSAGE_CHARS]}\n"
-    return Failure(owner=owner, kind=type(error).__name__, detail=trace + whole + line)
+    return Failure(owner=owner, kind=kind, detail=trace + whole + line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
