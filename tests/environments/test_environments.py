@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from strop.environments import Action, Environment, choose_environment
+import strop
+from strop.environments import Action, Environment, SingleTurn, choose_environment
+from strop.environments.choose import ENVIRONMENTS
+from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tasks.judging import InlineJudge
 from strop.testing.scripted_environment import ScriptedEnvironment
 from tests.environments.contract_suite import EnvironmentContract
 
@@ -24,6 +29,28 @@ class TestSingleTurn(EnvironmentContract):
     @pytest.fixture
     def example(self) -> Example:
         return SUM
+
+
+def test_an_environment_is_made_by_its_name() -> None:
+    """With the task and the judge of the run, anew for each attempt."""
+    task = build_task(ArithmeticSpec())
+    for name, kind in ENVIRONMENTS.items():
+        make_environment = choose_environment(task, InlineJudge(task), name=name)
+        first, second = make_environment(), make_environment()
+        assert type(first) is kind
+        assert first is not second
+    assert type(choose_environment(task)()) is SingleTurn
+
+
+def test_an_unknown_environment_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ConfigError, match=r"the environment 'frozen-lake'\. Allowed: single-turn"):
+        choose_environment(build_task(ArithmeticSpec()), name="frozen-lake")
+
+
+def test_no_other_room_chooses_an_environment() -> None:
+    src = Path(strop.__file__).parent
+    naming = [path for path in src.rglob("*.py") if "SingleTurn" in path.read_text()]
+    assert {path.parent.name for path in naming} == {"environments"}
 
 
 def judge_last_word(example: Example, actions: tuple[Action, ...]) -> Outcome:

@@ -1,63 +1,35 @@
-"""Chooses the environment of a run, and holds the only one there is: a single turn of a task."""
+"""The environments by name, and the one place that chooses which of them a run has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
-from strop.environments.contract import Action, Environment, StepResult
-from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome
-from strop.tasks import Task, choices_of, limits_of
-from strop.tasks.contract import within_bounds
-from strop.tasks.judging import InlineJudge, Judge
+from strop.environments.contract import Environment
+from strop.environments.single_turn import SingleTurn
+from strop.errors import ConfigError
+from strop.tasks import Task
+from strop.tasks.judging import Judge
+
+EnvironmentFactory = Callable[[Task, Judge | None], Environment]
+"""Makes one attempt. Its examples are the task's; without a judge, replies are judged in this process."""
+
+SINGLE_TURN = "single-turn"
+ENVIRONMENTS: Mapping[str, EnvironmentFactory] = MappingProxyType({SINGLE_TURN: SingleTurn})
 
 
-def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:
+def choose_environment(
+    task: Task, judge: Judge | None = None, *, name: str = SINGLE_TURN
+) -> Callable[[], Environment]:
     """Return the constructor of the environment in which a run attempts the examples of a task.
 
-    Without a judge, replies are judged in this process.
+    Raises: ConfigError if there is none of this name.
     """
-    return partial(SingleTurn, task, judge)
-
-
-class SingleTurn:
-    """One question, one reply. A missing reply is judged as an empty one."""
-
-    max_turns = 1
-
-    def __init__(self, task: Task, judge: Judge | None = None) -> None:
-        self._task = task
-        self._judge = judge or InlineJudge(task)
-        self._example: Example | None = None
-        self._reply: Action | None = None
-        self.stop_strings = task.limits.stop_strings
-        self.base_stop_strings = task.limits.base_stop_strings
-        self.choices: tuple[str, ...] = ()
-
-    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Pose the example; the seed has nothing to decide here."""
-        self._example = example
-        self._reply = None
-        limits = limits_of(self._task, example)
-        self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
-        self.choices = choices_of(self._task, example)
-        return self._task.render(example)
-
-    async def step(self, action: Action) -> StepResult:
-        """Keep the reply; the attempt is over."""
-        if self._example is None or self._reply is not None:
-            when = "before reset" if self._example is None else "after its end"
-            raise DataError(f"{self._task.name}: step called {when}")
-        self._reply = action
-        return StepResult(messages=(), done=True)
-
-    async def score(self) -> Outcome:
-        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score called before reset")
-        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
-        return within_bounds(outcome, limits_of(self._task, self._example))
-
-    async def close(self) -> None:
-        """Hold nothing, release nothing."""
+    if name not in ENVIRONMENTS:
+        raise ConfigError(
+            f"the environment {name!r}",
+            allowed=", ".join(ENVIRONMENTS),
+            next_step="correct the name",
+        )
+    return partial(ENVIRONMENTS[name], task, judge)

@@ -1,7 +1,15 @@
 """The one rollout path: reset, reply, step, ..., score, for one turn or many.
 
 Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
-names. None ever becomes a reward of 0. Left out on purpose: retries, which are the loop's decision.
+names. None ever becomes a reward of 0.
+
+What the engine sampled stays as it is, and only new text is encoded: rendering a reply again can give other
+ids than were sampled (TOK-5). The chat template is asked only for the text between a reply and the next one,
+with a stand-in for the reply, and it must write the stand-in right behind the prompt that the reply answered.
+The reply's ids must read as its text. Where either fails, everything is rendered anew, and a new training
+sample begins there.
+
+Left out on purpose: retries, which are the loop's decision.
 """
 
 from __future__ import annotations
@@ -16,7 +24,6 @@ import numpy as np
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
-from strop.environments.conversation import encode_next_messages, reads_as
 from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
@@ -38,6 +45,7 @@ from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_forma
 from strop.tokenizer import Tokenizer
 
 _CLOSE_LIMIT_S = 10.0
+_STAND_IN = "reply"
 _WORLD_TURN = -1
 """Turn number in the name of a world's random stream; replies count from 0."""
 
@@ -342,3 +350,41 @@ async def run_groups(
         for group in running:
             group.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
+    """Whether a reply's ids are its text, before the terminator or the stop string that ended it."""
+    is_ended = reply.finish_reason is FinishReason.EOS
+    said = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
+    is_stopped = reply.finish_reason is FinishReason.STOP_STRING
+    return said.startswith(reply.text) if is_stopped else said == reply.text
+
+
+def encode_next_messages(
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+    history: Sequence[Message],
+    new_messages: Sequence[Message],
+    finish_reason: FinishReason,
+) -> tuple[str, IntArray] | None:
+    """Return text and ids that stand between the last reply and the next one.
+
+    `history` holds all messages up to the last reply, which is not among them; `prompt_format` is
+    resolved. A terminator that the policy sampled is not repeated. None if the template writes the
+    history differently once a reply follows, so that the ids cannot be extended.
+    """
+    if prompt_format is PromptFormat.BASE:
+        text = "\n\n" + tokenizer.render_base(new_messages)
+        return text, tokenizer.encode(text)
+    before = tokenizer.render(history)
+    stand_in = Message(role="assistant", content=_STAND_IN)
+    full, _ = render_prompt(tokenizer, (*history, stand_in, *new_messages), prompt_format)
+    if not full.startswith(before + _STAND_IN):
+        return None
+    text = full[len(before) + len(_STAND_IN) :]
+    if finish_reason is FinishReason.EOS:
+        terminator = tokenizer.token_text(tokenizer.eos_id)
+        if not text.startswith(terminator):
+            return None
+        text = text[len(terminator) :]
+    return text, tokenizer.encode(text)

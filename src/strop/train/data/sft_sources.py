@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from strop.environments import reads_as
-from strop.environments.conversation import encode_next_messages
+from strop.environments.rollout import encode_next_messages
 from strop.errors import ConfigError, DataError
 from strop.record import RunDir
 from strop.record.shards import list_shards
