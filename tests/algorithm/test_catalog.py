@@ -192,9 +192,8 @@ def test_rollouts_that_may_be_older_have_a_corrected_penalty() -> None:
         build_algorithm(AlgorithmSpec(), spec),
         build_algorithm(AlgorithmSpec(), spec, train=TrainSpec(max_staleness=1)),
         build_algorithm(AlgorithmSpec(mode="decoupled"), spec),
-        build_algorithm(AlgorithmSpec(), spec.model_copy(update={"is_corrected": True})),
     ]
-    assert [one.kl is not None and one.kl.is_corrected for one in built] == [False, True, True, True]
+    assert [one.kl is not None and one.kl.is_corrected for one in built] == [False, True, True]
 
 
 def test_a_teacher_is_part_of_the_advantage() -> None:

@@ -153,10 +153,34 @@ def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
     ]
     assert "run.toml:8" in run("explain", "train.steps", "run.toml").out
     assert "task arithmetic has no such setting" in run("explain", "task.min_words", "run.toml").out
-    section = run("explain", "optimizer")
-    assert section.out.count("optimizer.") == 9
-    every = run("explain").out
-    assert "tripwires.on_alarm" in every
+
+
+def test_explain_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: Run, folder: Path) -> None:
+    def listed(*words: str) -> list[str]:
+        lines = [line.split() for line in run("explain", *words).out.splitlines()]
+        return [line[0] for line in lines if line and line[0].startswith(("optimizer.", "tripwires."))]
+
+    everyday = ["optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule"]
+    assert listed() == listed("optimizer") == everyday
+    assert "6 expert settings more: strop explain optimizer --all" in run("explain", "optimizer").out
+    assert len(listed("optimizer", "--all")) == 9
+    assert set(listed("--all")) > {*everyday, "tripwires.on_alarm"}
+    # What a run sets is never hidden, and a section of expert settings alone shows them.
+    assert listed("optimizer", "run.toml", "optimizer.beta2=0.99") == [
+        "optimizer.lr", "optimizer.beta2", "optimizer.warmup_steps", "optimizer.schedule",
+    ]  # fmt: skip
+    assert "tripwires.on_alarm" in listed("tripwires")
+    reason = "it exists because published recipes set it: 0.95 and 0.99 are common"
+    assert reason in run("explain", "optimizer.beta2").out
+    assert "it exists because" not in run("explain", "optimizer.lr").out
+
+
+def test_plan_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: Run, folder: Path) -> None:
+    assert "optimizer.beta2" not in (plain := run("plan", "run.toml").out)
+    assert "optimizer.lr" in plain
+    assert "at their default (--all)" in plain
+    assert "optimizer.beta2" in run("plan", "run.toml", "--all").out
+    assert "optimizer.beta2" in run("plan", "run.toml", "optimizer.beta2=0.99").out
 
 
 def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:

@@ -91,7 +91,7 @@ def test_the_gate_refuses_a_stop_string_that_cuts_gold(run: Run, rows: Path) -> 
 
 
 def test_explain_says_what_they_mean(run: Run) -> None:
-    out = run("explain", "task").out
+    out = run("explain", "task", "--all").out
     for name in ("system_prompt", "prompt_template", "stop"):
         assert f"task.{name}" in out
 

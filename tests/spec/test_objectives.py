@@ -91,7 +91,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "its KL penalty is a part of the reward",
     ),
     (
-        {"algorithm": {"advantage": "rpp"}, "reference": {"kl_beta": 0.1, "is_corrected": True}},
+        {"algorithm": {"advantage": "rpp"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k3"}},
         "its KL penalty is a part of the reward",
     ),
     ({"train": {"group_size": 1}}, "every advantage would be zero"),

@@ -9,7 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from strop.errors import ConfigError
-from strop.spec import ArithmeticSpec, OptimizerSpec, RunSpec, SamplingSpec, Section, TrainSpec, all_keys
+from strop.spec import (
+    ArithmeticSpec,
+    OptimizerSpec,
+    RunSpec,
+    SamplingSpec,
+    Section,
+    TrainSpec,
+    all_keys,
+    expert_keys,
+)
 from strop.spec.base import SpecConflict
 from strop.spec.own_tasks import UserTaskSpec
 from strop.spec.schema import settings
@@ -20,6 +29,35 @@ def all_sections() -> list[type[Section]]:
     for section in found:
         found += section.__subclasses__()
     return found
+
+
+EVERYDAY = {
+    *(
+        "name",
+        "seed",
+        "model.uri",
+        "sampling.temperature",
+        "algorithm.name",
+        "lora.rank",
+        "reference.kl_beta",
+    ),
+    *("task.name", "task.max_reply_tokens", "task.system_prompt", "task.thinking", "task.num_held_out"),
+    *("task.num_train", "task.source", "task.dataset", "task.prompt", "task.reward", "task.parts"),
+    *("optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule"),
+    *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size", "train.max_staleness"),
+    *("train.checkpoint_every", "sft.source", "dpo.source", "teacher.source", "teacher.model"),
+    *("eval.every", "eval.num_examples", "eval.num_samples", "engine.kind", "placement.kind"),
+    *("output.root", "store.uri", "job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus"),
+    "job.time_limit",
+}
+
+
+def test_the_everyday_settings_are_few_and_every_other_says_why_it_exists() -> None:
+    assert set(all_keys()) - expert_keys() == EVERYDAY
+    assert len(EVERYDAY) <= 45
+    for setting in settings():
+        assert (setting.reason is None) == (setting.key in EVERYDAY), setting.key
+        assert setting.reason is None or len(setting.reason.split()) >= 4, setting.key
 
 
 def test_the_settings_of_strop_are_this_list() -> None:
@@ -52,7 +90,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         "algorithm.overlong_buffer_tokens",
         *("algorithm.correction", "algorithm.correction_cap", "algorithm.max_sequence_tokens"),
         *("lora.rank", "lora.alpha", "lora.targets"),
-        *("reference.model", "reference.kl_beta", "reference.kl_estimator", "reference.is_corrected"),
+        *("reference.model", "reference.kl_beta", "reference.kl_estimator"),
         *("optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.eps", "optimizer.max_grad_norm", "optimizer.warmup_steps"),
         *("optimizer.schedule", "optimizer.final_frac"),
@@ -82,7 +120,6 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("engine.update_mode", "engine.transport"),
         *("placement.kind", "placement.learners", "placement.engines", "placement.rollout_workers"),
         *("placement.threads", "ray.temp_dir", "ray.object_store_bytes", "ray.port", "ray.ports"),
-        "ray.join_limit_s",
         *("tripwires.max_zero_variance_frac", "tripwires.max_duplicate_frac"),
         *("tripwires.max_truncated_frac", "tripwires.max_failed_frac", "tripwires.max_drift_nats"),
         *("tripwires.min_entropy_nats", "tripwires.max_length_ratio", "tripwires.max_grad_norm_ratio"),

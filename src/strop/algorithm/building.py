@@ -194,10 +194,9 @@ def _penalize(algorithm: Algorithm, reference: ReferenceSpec, *, is_off_policy: 
     """Add the penalty on the distance from a reference, to the reward where that is no group's."""
     if not algorithm.is_relative:
         return replace(algorithm, reward_kl_beta=reference.kl_beta)
-    wanted = reference.is_corrected
     penalty = KlPenalty(
         beta=reference.kl_beta,
         estimate=ESTIMATORS[reference.kl_estimator],
-        is_corrected=is_off_policy if wanted is None else wanted,
+        is_corrected=is_off_policy,
     )
     return replace(algorithm, kl=penalty)

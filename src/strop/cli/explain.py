@@ -19,10 +19,14 @@ def explain(
         str | None, typer.Argument(metavar="[RUN.toml]", help="Also show this run's value and its origin.")
     ] = None,
     overrides: Overrides = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list the expert settings, and why each exists.")
+    ] = False,
 ) -> None:
-    """Explain a setting: meaning, allowed values, origin of its value. Without KEY: list all."""
+    """Explain a setting: meaning, allowed values, origin of its value. Without KEY: list them."""
     from strop.spec import Explanation, all_keys, load_spec
     from strop.spec import explain as explain_setting
+    from strop.spec.base import DEFAULT
     from strop.spec.display import show_value
 
     output: Output = context.obj
@@ -38,20 +42,29 @@ def explain(
     resolved = load_spec(run_file, overrides or ()) if run_file is not None else None
     known = explain_key(key) if key is not None else None
     if known is None or known.keys:
-        listed = [explain_key(name) for name in (known.keys if known else all_keys())]
-        columns = ("setting", "type", "default") + (("value", "origin") if resolved else ())
+        found = [explain_key(name) for name in (known.keys if known else all_keys())]
+        everyday = [one for one in found if one.reason is None or one.origin not in (None, DEFAULT)]
+        # A section of expert settings alone, as `tripwires`, shows them.
+        listed = found if everything or not everyday else everyday
+        columns = ["setting", "type", "default", *(("value", "origin") if resolved else ())]
+        columns += ["an expert setting because"] if everything else []
 
         def row(one: Explanation) -> tuple[str, ...]:
             mine = (show_value(one.value) if one.origin else "-", one.origin or "-") if resolved else ()
-            return (one.key, one.type, one.default, *mine)
+            return (one.key, one.type, one.default, *mine, *((one.reason or "-",) if everything else ()))
 
         if known is not None:
             output.give(known.description)
         output.give_table(columns, [row(one) for one in listed])
+        if len(listed) < len(found):
+            words = " ".join(["strop explain", *([key] if key else []), "--all"])
+            output.give(f"{len(found) - len(listed)} expert settings more: {words}")
         return
     output.give(f"{known.key}: {known.description}")
     output.give(f"  allowed  {known.allowed}")
     output.give(f"  default  {known.default}")
+    if known.reason is not None:
+        output.give(f"  expert   it exists because {known.reason}")
     if known.origin is not None:
         output.give(f"  value    {show_value(known.value)} ({known.origin})")
     elif resolved is not None:

@@ -32,6 +32,9 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="First measure the speed of this model here; about 20 s, once.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also show expert settings that have their default.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. Read-only, no network."""
@@ -51,7 +54,7 @@ def plan(
     if json:
         output.give_json(asdict(planned))
     else:
-        show_plan(output, planned)
+        show_plan(output, planned, everything=everything)
     for notice in planned.notices:
         output.say(f"notice: {notice}")
     for unknown in planned.unknown:
@@ -87,7 +90,7 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
     )
 
 
-def show_plan(output: Output, planned: Plan) -> None:
+def show_plan(output: Output, planned: Plan, *, everything: bool = False) -> None:
     """Print a plan as tables, the prompt first."""
     if planned.prompt is not None:
         _show_prompt(output, planned.prompt)
@@ -116,9 +119,12 @@ def show_plan(output: Output, planned: Plan) -> None:
         ],
         title=f"{planned.name}: {planned.model_path or planned.model_uri}",
     )
-    _show_values(output, "limit", planned.limits)
-    _show_values(output, "algorithm", planned.algorithm)
-    _show_values(output, "optimizer", planned.optimizer)
+    for title, values in (
+        ("limit", planned.limits),
+        ("algorithm", planned.algorithm),
+        ("optimizer", planned.optimizer),
+    ):
+        _show_values(output, title, values, everything=everything)
     if planned.memory is not None:
         _show_room(output, "memory", planned.memory)
     if planned.roles:
@@ -144,13 +150,20 @@ def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
     )
 
 
-def _show_values(output: Output, title: str, values: Sequence[PlannedValue]) -> None:
+def _show_values(output: Output, title: str, values: Sequence[PlannedValue], *, everything: bool) -> None:
+    """Print values and their origins; expert settings at their default only if `everything` is asked for."""
+    from strop.spec import expert_keys
+    from strop.spec.base import DEFAULT
     from strop.spec.display import show_value
 
     rows = [
         (value.name, value.value if isinstance(value.value, str) else show_value(value.value), value.origin)
         for value in values
+        if everything or value.origin != DEFAULT or value.name not in expert_keys()
     ]
+    if len(rows) < len(values):
+        hidden = f"{len(values) - len(rows)} at their default (--all)"
+        rows.append(("expert settings", hidden, ""))
     output.give_table((title, "value", "from"), rows)
 
 

@@ -14,7 +14,7 @@ from strop.spec.model import ModelSpec
 from strop.spec.offline import SftSpec
 from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
-from strop.spec.schema import all_keys
+from strop.spec.schema import all_keys, expert_keys
 from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import (
     AimeSpec,
@@ -86,6 +86,7 @@ __all__ = [
     "TrainSpec",
     "TripwireSpec",
     "all_keys",
+    "expert_keys",
     "explain",
     "load_spec",
     "num_train_examples",

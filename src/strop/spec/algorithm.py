@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from strop.spec.base import Section
+from strop.spec.base import Section, expert
 from strop.user_code import find_algorithm
 
 
@@ -51,6 +51,7 @@ class AlgorithmSpec(Section):
         " deviations of the whole batch. Whitened over all tokens of the batch: 'rpp_baseline' the distance"
         " from the group's mean, 'rpp' the reward itself, from which a KL penalty is taken. none = the"
         " algorithm's own.",
+        json_schema_extra=expert("ablations exchange one part of an algorithm"),
     )
     mode: Literal["single", "decoupled", "bypass"] | None = Field(
         default=None,
@@ -59,6 +60,9 @@ class AlgorithmSpec(Section):
         " the engine was last given, or the batch began with where that is the same, for one more forward"
         " pass; 'bypass' at the engine's own value, without correction. none = the algorithm's own:"
         " 'decoupled' in place of 'single' where a batch takes several optimizer steps.",
+        json_schema_extra=expert(
+            "it decides which weights a ratio starts from, on which published methods differ"
+        ),
     )
     clip_low: float | None = Field(
         default=None,
@@ -66,6 +70,7 @@ class AlgorithmSpec(Section):
         le=1.0,
         description="How far the probability ratio may fall below 1 before its gradient stops."
         " none = the algorithm's own.",
+        json_schema_extra=expert("ablations vary the clip range"),
     )
     clip_high: float | None = Field(
         default=None,
@@ -73,6 +78,7 @@ class AlgorithmSpec(Section):
         le=100.0,
         description="How far the probability ratio may rise above 1 before its gradient stops."
         " none = the algorithm's own.",
+        json_schema_extra=expert("ablations vary the clip range"),
     )
     dual_clip: float | None = Field(
         default=None,
@@ -80,6 +86,7 @@ class AlgorithmSpec(Section):
         le=100.0,
         description="Probability ratio above which a token of a rollout worse than its group has no gradient,"
         " in the clipped loss; 3 is usual. none = no such bound.",
+        json_schema_extra=expert("large negative advantages at large ratios unsettle some runs"),
     )
     sapo_temperature_pos: float | None = Field(
         default=None,
@@ -87,12 +94,14 @@ class AlgorithmSpec(Section):
         le=100.0,
         description="How fast the gate of 'sapo' closes as the probability ratio leaves 1, for tokens of"
         " rollouts better than their group. none = 1.",
+        json_schema_extra=expert("it is the one constant of SAPO"),
     )
     sapo_temperature_neg: float | None = Field(
         default=None,
         gt=0.0,
         le=100.0,
         description="The same for all other tokens. none = 1.05.",
+        json_schema_extra=expert("it is the one constant of SAPO"),
     )
     entropy_weight: float = Field(
         default=0.0,
@@ -100,6 +109,7 @@ class AlgorithmSpec(Section):
         le=1e3,
         description="Factor of the policy's entropy, over the whole vocabulary at every trained position,"
         " that is taken from the loss. 0 = no bonus.",
+        json_schema_extra=expert("some recipes hold the entropy up"),
     )
     zero_variance: Literal["skip", "keep", "drop", "resample"] | None = Field(
         default=None,
@@ -108,17 +118,20 @@ class AlgorithmSpec(Section):
         " takes it out of the normaliser too, 'resample' samples another example in its place, up to three"
         " times as many groups as the batch has. none = the algorithm's own; 'keep' in place of 'skip' where"
         " a term acts on tokens without advantage.",
+        json_schema_extra=expert("dynamic sampling costs generation, and its use is a choice"),
     )
     filter_on: Literal["task", "shaped"] | None = Field(
         default=None,
         description="Which rewards 'drop' and 'resample' compare: the task's own, or those after the shaping"
         " of overlong replies. none = the algorithm's own.",
+        json_schema_extra=expert("published filters look at accuracy or at the shaped reward"),
     )
     overlong: Literal["keep", "mask", "shape"] | None = Field(
         default=None,
         description="What happens to a reply that was cut at its token limit: 'keep' trains on it, 'mask'"
         " leaves its tokens out of the loss, 'shape' takes up to 1 from the reward of every reply that comes"
         " near the limit. none = the algorithm's own.",
+        json_schema_extra=expert("published recipes treat truncated replies in three ways"),
     )
     overlong_buffer_tokens: int | None = Field(
         default=None,
@@ -126,6 +139,7 @@ class AlgorithmSpec(Section):
         le=10**7,
         description="How many tokens before the reply's own limit 'shape' begins, the whole limit at most."
         " none = a fifth of the limit.",
+        json_schema_extra=expert("the published buffer is a number of tokens"),
     )
     correction: Literal["none", "tis_token", "tis_seq", "mis_token", "mis_seq", "icepop", "opsm"] = Field(
         default="tis_token",
@@ -134,6 +148,7 @@ class AlgorithmSpec(Section):
         " the cap; '_token' by that of the token, '_seq' by that of the reply; 'icepop' by the token's, and"
         " by 0 outside 0.5 and the cap; 'opsm' leaves out replies worse than their group that the engine"
         " found likelier by more than the cap, in nats per token; 'none' does nothing.",
+        json_schema_extra=expert("published corrections for the engine's probabilities differ"),
     )
     correction_cap: float | None = Field(
         default=None,
@@ -141,6 +156,7 @@ class AlgorithmSpec(Section):
         le=1e6,
         description="Bound of the correction: a ratio, for 'opsm' nats. none = the correction's own: 2 for"
         " 'tis_token', 3 for 'tis_seq' and 'mis', 5 for 'icepop', 0.1 for 'opsm'.",
+        json_schema_extra=expert("papers differ by the bound"),
     )
     max_sequence_tokens: int | None = Field(
         default=512,
@@ -148,6 +164,9 @@ class AlgorithmSpec(Section):
         le=10**7,
         description="Longest reply, in tokens, that 'tis_seq' and 'mis_seq' accept: the ratio of a reply is a"
         " product over its tokens, and says nothing for long ones. none = any.",
+        json_schema_extra=expert(
+            "the ratio of a whole reply says nothing for long ones, and where it ends is a judgement"
+        ),
     )
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
 
 from strop.errors import format_error
 from strop.spec.display import KeyPath, dotted, show_value
@@ -32,7 +33,7 @@ class Section(BaseModel):
     )
 
 
-def expert(why: str) -> dict[str, str]:
+def expert(why: str) -> JsonDict:
     """Mark a setting as expert: shown with `--all` alone. For `Field(json_schema_extra=expert("..."))`.
 
     `why` is the reason why the setting exists, in a sentence that follows "It exists because".

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from strop.spec.base import Section, SpecConflict, check_free_table
+from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.task_base import SOURCE_HELP, EvaluationRows, FewShot, HeldOutRows, TaskSection, TrainingRows
 
 # Generated problems.
@@ -17,11 +17,23 @@ class ArithmeticSpec(TaskSection):
 
     name: Literal["arithmetic"] = Field(default="arithmetic", description="Which task: sums of two numbers.")
     min_value: int = Field(
-        default=1, ge=0, le=10**9, description="Smallest number, included; 10 with 99: two digits each."
+        default=1,
+        ge=0,
+        le=10**9,
+        description="Smallest number, included; 10 with 99: two digits each.",
+        json_schema_extra=expert("the sums can be made harder"),
     )
-    max_value: int = Field(default=20, ge=0, le=10**9, description="Largest number, included.")
+    max_value: int = Field(
+        default=20,
+        ge=0,
+        le=10**9,
+        description="Largest number, included.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
     operators: Literal["+", "-", "*", "+-", "+*", "-*", "+-*"] = Field(
-        default="+", description="What is done with the two numbers; each of the signs equally often."
+        default="+",
+        description="What is done with the two numbers; each of the signs equally often.",
+        json_schema_extra=expert("the sums can be made harder"),
     )
     num_held_out: int = Field(
         default=100,
@@ -87,13 +99,26 @@ class ReverseTextSpec(TaskSection):
     num_held_out: int = Field(
         default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
     )
-    min_words: int = Field(default=1, ge=1, le=1000, description="Fewest words of a text, included.")
-    max_words: int = Field(default=4, ge=1, le=1000, description="Most words of a text, included.")
+    min_words: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Fewest words of a text, included.",
+        json_schema_extra=expert("the texts can be made longer"),
+    )
+    max_words: int = Field(
+        default=4,
+        ge=1,
+        le=1000,
+        description="Most words of a text, included.",
+        json_schema_extra=expert("the texts can be made longer"),
+    )
     partial_marks: Literal["beginning", "any-order"] = Field(
         default="beginning",
         description="What a wrong reply earns a part of the marks for: the letters that are right from its"
         " beginning, or letters in the right order anywhere. The second pays for one word said to everybody;"
         " it is here to see a run collapse, and for random models, which earn something by it.",
+        json_schema_extra=expert("earlier versions paid for letters in any order, and can be repeated"),
     )
 
     @model_validator(mode="after")
@@ -121,6 +146,7 @@ class ReasoningGymSpec(TaskSection):
         default={},
         description="The data set's own settings, handed on as they stand. A file that extends another"
         " adds to the table key by key; naming another data set starts it anew.",
+        json_schema_extra=expert("each generator has parameters of its own"),
     )
     num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
     num_held_out: int = Field(
@@ -132,6 +158,7 @@ class ReasoningGymSpec(TaskSection):
         lt=2**31,
         description="Seed of the data set's generator. Apart from the run's seed, so that runs with"
         " different seeds see the same examples.",
+        json_schema_extra=expert("another draw of the same generator tests what one draw says"),
     )
 
     @field_validator("config", mode="before")
@@ -153,6 +180,7 @@ class CodeTaskSection(HeldOutRows):
         description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
         " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
         " and network.",
+        json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
     )
 
 
@@ -171,11 +199,13 @@ class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
         description="How a reply is judged. lm-eval = as its task mbpp 0.4.13 does, for comparison with"
         " published scores: 512 tokens, all of the reply before [DONE] is the program, 3 s, the shown tests"
         " only, without test_setup_code.",
+        json_schema_extra=expert("scores of lm-eval are repeated by its own rules"),
     )
     hidden_tests: bool = Field(
         default=True,
         description="Whether held-out problems must also pass their challenge_test_list, which no prompt"
         " shows.",
+        json_schema_extra=expert("showing every test in the prompt invites answers that pass these alone"),
     )
 
 
@@ -201,7 +231,9 @@ class AppsSpec(CodeTaskSection, TrainingRows):
         description="Where the problems are: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
     )
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
-        default=None, description="Only problems that the data calls so. none = all."
+        default=None,
+        description="Only problems that the data calls so. none = all.",
+        json_schema_extra=expert("the easy problems alone are a task for small models"),
     )
 
 
@@ -228,11 +260,13 @@ class IfEvalSpec(EvaluationRows):
         description="Who says what follows an instruction. own = rules that pay nothing for silence and"
         " chance; lm-eval = the verdicts of lm-eval 0.4.13 with their faults, for comparison with published"
         " scores; they need nltk and its data package punkt_tab.",
+        json_schema_extra=expert("scores of lm-eval are repeated by its own rules"),
     )
     strictness: Literal["strict", "loose"] = Field(
         default="strict",
         description="Which verdict is the score. loose = the reply may also follow an instruction without its"
         " first line, last line or asterisks. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
     )
 
 
@@ -249,10 +283,12 @@ class IfBenchSpec(EvaluationRows):
         default=False,
         description="Leave out the rows with an instruction that strop has no checker for. The score is then"
         " one over fewer prompts than the published ones. false = such a row is refused.",
+        json_schema_extra=expert("some instructions need libraries that are not everywhere"),
     )
     strictness: Literal["strict", "loose"] = Field(
         default="loose",
         description="Which verdict is the score; published scores are loose. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
     )
 
 
@@ -293,6 +329,7 @@ class IfMultiSpec(_UnsplitRows):
     all_or_nothing: bool = Field(
         default=False,
         description="Pay only for replies that follow every instruction. false = the share that is followed.",
+        json_schema_extra=expert("published rewards differ by whether parts of a prompt count"),
     )
 
 
@@ -307,6 +344,7 @@ class _MathAnswer(Section):
         description="When an answer is right. 'strict': it stands in the one box of the reply and is spelled"
         " like the gold answer, but for spacing, units and the like. 'standard': also if both are the same"
         " number. 'symbolic': also if sympy finds both formulas equal.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
     )
 
 
@@ -327,6 +365,7 @@ class Gsm8kSpec(FewShot, TrainingRows):
         description="Which number of the reply is judged. 'auto': behind 'The answer is', else behind '####',"
         " else in the last box, else the last one. The others are the filters of lm-eval 0.4.13 with their"
         " flaws, for comparison with published scores: 'strict' and 'flex' of gsm8k_cot, 'hash' of gsm8k.",
+        json_schema_extra=expert("published scores differ by how an answer is found"),
     )
 
 
@@ -339,8 +378,20 @@ class MathSpec(_MathAnswer, FewShot, TrainingRows):
         min_length=1,
         description=SOURCE_HELP.format("EleutherAI/hendrycks_math"),
     )
-    min_level: int = Field(default=1, ge=1, le=5, description="Easiest level used, included.")
-    max_level: int = Field(default=5, ge=1, le=5, description="Hardest level used, included.")
+    min_level: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="Easiest level used, included.",
+        json_schema_extra=expert("the problems of MATH have levels"),
+    )
+    max_level: int = Field(
+        default=5,
+        ge=1,
+        le=5,
+        description="Hardest level used, included.",
+        json_schema_extra=expert("the problems of MATH have levels"),
+    )
 
     @model_validator(mode="after")
     def _check_levels(self) -> MathSpec:
@@ -381,7 +432,9 @@ class AimeSpec(EvaluationRows):
 
     name: Literal["aime"] = Field(description="Which task: problems of the AIME.")
     year: Literal["2024", "2025", "2022-2024"] = Field(
-        default="2025", description="Which examinations: 30 problems a year, or the 90 of 2022 to 2024."
+        default="2025",
+        description="Which examinations: 30 problems a year, or the 90 of 2022 to 2024.",
+        json_schema_extra=expert("the AIME is another one in each year"),
     )
     source: str | None = Field(
         default=None,
@@ -400,6 +453,7 @@ class _MmluRows(FewShot):
         max_length=100,
         description="Held-out questions of one subject, for example 'astronomy'; training rows name none."
         " none = all.",
+        json_schema_extra=expert("the questions of MMLU have subjects"),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section, SpecConflict
+from strop.spec.base import Section, SpecConflict, expert
 
 _OF_VLLM = (
     *("python", "is_eager", "kv_cache_bytes", "gpu_memory_frac", "max_model_tokens"),
@@ -28,49 +28,65 @@ class EngineSpec(Section):
         le=10**6,
         description="Replies decoded at the same time; more wait until a row is free. none = 64 on"
         " a CPU, 512 on a GPU.",
+        json_schema_extra=expert(
+            "an estimate of memory can be wrong, and few rows are quicker for each reply"
+        ),
     )
     python: str | None = Field(
         default=None,
         min_length=1,
         description="Interpreter that has vLLM. none = this one if it has vLLM, else the one of"
         " `make vllm-deps`.",
+        json_schema_extra=expert("vLLM may be installed apart"),
     )
     is_eager: bool | None = Field(
         default=None,
         description="Whether vLLM runs the model as it is, which starts sooner, or compiles it first, which"
         " is faster afterwards. none = as it is on a CPU, compiled on a GPU.",
+        json_schema_extra=expert("compiling pays in long runs and costs minutes in short ones"),
     )
     kv_cache_bytes: int | None = Field(
         default=None,
         ge=2**20,
         description="Memory for vLLM's keys and values, on each device. none = 1 GiB on a CPU, what"
         " engine.gpu_memory_frac leaves on a GPU.",
+        json_schema_extra=expert("a shared machine must leave memory to others"),
     )
     gpu_memory_frac: float | None = Field(
         default=None,
         gt=0.0,
         le=1.0,
         description="Share of a GPU's memory that vLLM takes for everything. none = vLLM's own default.",
+        json_schema_extra=expert("a shared GPU must leave memory to others"),
     )
     max_model_tokens: int | None = Field(
         default=None,
         ge=2,
         description="Tokens of a prompt and its reply together, for vLLM. none = as many as the model has"
         " positions.",
+        json_schema_extra=expert("the cache of a model with very many positions does not fit"),
     )
     tensor_parallel: int = Field(
-        default=1, ge=1, le=64, description="GPUs that share one copy of the model in vLLM."
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs that share one copy of the model in vLLM.",
+        json_schema_extra=expert("a model may not fit on one GPU"),
     )
     update_mode: Literal["drain", "restart", "continue"] = Field(
         default="drain",
         description="What becomes of replies under way when new weights come: 'drain' lets them end,"
         " 'restart' samples them again from their start, 'continue' goes on with the new weights.",
+        json_schema_extra=expert(
+            "long replies make a drain slow, and going on under new weights is a choice of method"
+        ),
     )
     transport: Literal["auto", "file", "broadcast", "store"] = Field(
         default="auto",
         description="How weights reach an engine in another process. 'file' writes a file below the run's"
         " directory, 'broadcast' sends the tensors through process groups (gloo), 'store' goes through"
         " the store (store.uri). 'auto' is a file in shared memory on one machine, else a broadcast.",
+        json_schema_extra=expert("a cluster may forbid a path between its nodes"),
     )
 
     @model_validator(mode="after")
@@ -107,12 +123,14 @@ class SamplingSpec(Section):
         le=1.0,
         description="Keep the most probable tokens up to this probability mass, in (0, 1]. 1 = all. Less"
         " than 1 is for evaluation and sampling only.",
+        json_schema_extra=expert("evaluations of published models cut the distribution; training refuses it"),
     )
     top_k: int | None = Field(
         default=None,
         ge=1,
         description="Keep this many most probable tokens. none = all. A number is for evaluation and"
         " sampling only.",
+        json_schema_extra=expert("evaluations of published models cut the distribution; training refuses it"),
     )
 
 
@@ -131,21 +149,30 @@ class PlacementSpec(Section):
         le=4096,
         description="With 'ray': ranks that share the learner's weights. none = one for each GPU for"
         " learning, else one.",
+        json_schema_extra=expert("fewer ranks than GPUs are wanted while debugging"),
     )
     engines: int = Field(
-        default=1, ge=1, le=4096, description="With 'ray': engines, all of the same weights."
+        default=1,
+        ge=1,
+        le=4096,
+        description="With 'ray': engines, all of the same weights.",
+        json_schema_extra=expert("how many engines feed a learner depends on the length of replies"),
     )
     rollout_workers: int = Field(
         default=0,
         ge=0,
         le=4096,
         description="With 'ray': processes that attempt and judge examples. 0 = the run's own process does.",
+        json_schema_extra=expert("slow judges and environments need processes of their own"),
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=4096,
         description="Compute threads. Bit-equal resume needs the same count. none = physical cores.",
+        json_schema_extra=expert(
+            "a shared machine must leave cores to others, and equal bits need an equal count"
+        ),
     )
 
     @model_validator(mode="after")
@@ -182,27 +209,28 @@ class RaySpec(Section):
         min_length=1,
         description="Folder of each node for Ray's sockets and logs, 30 bytes long at most; what is made"
         " there goes with the run. none = the user's own folder below /tmp.",
+        json_schema_extra=expert("/tmp is small or slow on some clusters, and paths of sockets are short"),
     )
     object_store_bytes: int | None = Field(
         default=None,
         ge=75 << 20,
         description="Shared memory of each node for what passes through Ray. Steps and rollouts do,"
         " weights do not. none = 256 MiB.",
+        json_schema_extra=expert("containers often have little shared memory"),
     )
     port: int | None = Field(
         default=None,
         ge=1024,
         le=MAX_PORT,
         description="Port of the first node that the others join. none = any that is free.",
+        json_schema_extra=expert("firewalls open named ports"),
     )
     ports: str | None = Field(
         default=None,
         pattern=r"^\d{4,5}-\d{4,5}$",
         description="Range for all other ports of Ray on each node, '20000-20099', where a firewall asks for"
         " one. none = any that are free.",
-    )
-    join_limit_s: float = Field(
-        default=300.0, gt=0.0, description="Seconds within which all nodes of a job must have joined."
+        json_schema_extra=expert("firewalls open named ports"),
     )
 
     @property

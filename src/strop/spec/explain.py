@@ -39,6 +39,8 @@ class Explanation:
     """As a run file would write it, 'required', or one per task where tasks differ."""
     allowed: str
     description: str
+    reason: str | None = None
+    """Why an expert setting exists; None of an everyday one, and of a section."""
     value: Any = None
     """In the given run; None too where that is the value or no run was given."""
     origin: str | None = None
@@ -95,12 +97,16 @@ def describe_settings(
     found: tuple[Setting, ...], value: Any = None, origin: str | None = None
 ) -> Explanation:
     """Return what is known about a setting: one, or one per task that has it."""
+    reasons = [setting.reason or "" for setting in found]
     return Explanation(
         key=found[0].key,
         type=_join([(setting.type_text, setting.variant) for setting in found]),
         default=_join([(setting.default_text, setting.variant) for setting in found]),
         allowed=_join([(setting.allowed_text, setting.variant) for setting in found]),
         description=_join([(setting.info.description or "", setting.variant) for setting in found]),
+        reason=None
+        if "" in reasons
+        else _join([(text, one.variant) for text, one in zip(reasons, found, strict=True)]),
         value=value,
         origin=origin,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section, SpecConflict
+from strop.spec.base import Section, SpecConflict, expert
 
 GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
 """One group: once a flag gives one of them, all of them come from flags and defaults."""
@@ -33,7 +33,11 @@ class JobSpec(Section):
     infer_gpus: int | None = Field(
         default=None, ge=1, le=7, description="GPUs for generation. none = 1 where train_gpus is given."
     )
-    single_gpu: bool = Field(default=False, description="One GPU for the learner and generation together.")
+    single_gpu: bool = Field(
+        default=False,
+        description="One GPU for the learner and generation together.",
+        json_schema_extra=expert("a learner and an engine may share one GPU"),
+    )
     eval_config: str | None = Field(
         default=None,
         min_length=1,
@@ -41,6 +45,7 @@ class JobSpec(Section):
         " the run trains, a role of its own evaluates its checkpoints as that file says, the newest first,"
         " and the last one after the end. A relative path is taken from the file that names it. none = no"
         " such role.",
+        json_schema_extra=expert("checkpoints can be evaluated beside the run"),
     )
     eval_gpus: int = Field(
         default=0,
@@ -48,17 +53,27 @@ class JobSpec(Section):
         le=7,
         description="GPUs of the first node for eval_config, beside those for training. 0 = it computes on"
         " CPUs.",
+        json_schema_extra=expert("that evaluation may need GPUs of its own"),
     )
     cpus_per_gpu: int | None = Field(
-        default=None, ge=1, le=32, description="Cores for each GPU on a shared node. none = the site's."
+        default=None,
+        ge=1,
+        le=32,
+        description="Cores for each GPU on a shared node. none = the site's.",
+        json_schema_extra=expert("sites bill cores by the GPU"),
     )
     cpus: int | None = Field(
-        default=None, ge=1, le=1024, description="Cores of a job without GPUs. none = the site's default."
+        default=None,
+        ge=1,
+        le=1024,
+        description="Cores of a job without GPUs. none = the site's default.",
+        json_schema_extra=expert("runs without GPUs ask for cores"),
     )
     memory: str | None = Field(
         default=None,
         pattern=r"^\d+[KMGT]?$",
         description="Memory per node as SLURM writes it, '64G'. none = the site's.",
+        json_schema_extra=expert("sites kill jobs above what they asked for"),
     )
     time_limit: str | None = Field(
         default=None,
@@ -66,34 +81,46 @@ class JobSpec(Section):
         description=f"Wall time: {DURATION_HELP}. none = the site's.",
     )
     max_requeue: int = Field(
-        default=3, ge=0, le=1000, description="How often a job that was stopped in good order lives again."
+        default=3,
+        ge=0,
+        le=1000,
+        description="How often a job that was stopped in good order lives again.",
+        json_schema_extra=expert("preemptible queues end a job often"),
     )
     grace_s: float = Field(
         default=120.0,
         ge=1.0,
         le=3600.0,
         description="Seconds before the end at which a job is told, to save its state.",
+        json_schema_extra=expert("large checkpoints need longer before the time limit"),
     )
     preflight: Literal["none", "quick", "compute", "collect", "site"] = Field(
         default="quick",
         description="What is checked on every node before the run starts. 'quick': devices, memory, disk and"
         " foreign processes; 'compute': also a product on every GPU; 'collect': also a sum over all nodes;"
         " 'site': also the site's own diagnosis.",
+        json_schema_extra=expert("a site with bad nodes wants the longer checks"),
     )
     max_silence_s: float | None = Field(
         default=None,
         gt=0.0,
         description="Seconds without a line in any role's log and without progress of the run after which the"
         " stacks of all roles are written and the job ends. none = tripwires.max_stall_s of the run decides.",
+        json_schema_extra=expert("a role may hang before the training loop can watch itself"),
     )
     cpu_nodes: int = Field(
-        default=0, ge=0, le=256, description="Nodes without GPUs beside the main part, for cpu_command."
+        default=0,
+        ge=0,
+        le=256,
+        description="Nodes without GPUs beside the main part, for cpu_command.",
+        json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
     cpu_command: str | None = Field(
         default=None,
         min_length=1,
         description="What runs on each of the cpu_nodes as long as the run does, as a shell would split it."
         " none = nothing.",
+        json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
 
     @model_validator(mode="after")

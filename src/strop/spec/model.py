@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section
+from strop.spec.base import Section, expert
 from strop.spec.template import refuse_malformed
 
 
@@ -27,11 +27,15 @@ class ModelSpec(Section):
         " 'bfloat16' where the hardware multiplies it (avx512_bf16, AMX, ARM bf16, CUDA from 8.0 on) and"
         " 'float32' elsewhere; a resumed run keeps its own. Master weights and optimizer moments are float32"
         " either way.",
+        json_schema_extra=expert(
+            "a run of one processor may have to be repeated on another, in the same number format"
+        ),
     )
     prompt_format: Literal["auto", "chat", "base"] = Field(
         default="auto",
         description="How messages become a prompt. 'chat' uses the model's chat template, 'base' plain text;"
         " 'auto' is 'chat' where the model has a template and 'base' where it has none.",
+        json_schema_extra=expert("a base model may carry a chat template that it was never trained on"),
     )
 
 
@@ -53,11 +57,15 @@ class LoraSpec(Section):
         gt=0.0,
         le=10**4,
         description="What the adapters say is multiplied by alpha / rank.",
+        json_schema_extra=expert("adapters of other trainers are compared at their own scale"),
     )
     targets: str = Field(
         default=DEFAULT_TARGETS,
         pattern=r"^\w+(,\w+)*$",
         description="Names of the layers that get an adapter, separated by commas.",
+        json_schema_extra=expert(
+            "architectures name their layers differently, and papers adapt attention alone"
+        ),
     )
 
     @property
@@ -80,6 +88,9 @@ class ReferenceSpec(Section):
         min_length=1,
         description="Where the reference model comes from, like model.uri. none = the weights that the run"
         " starts from. It is loaded only if something asks for it.",
+        json_schema_extra=expert(
+            "a run that goes on from SFT may be held to another model than the one it starts from"
+        ),
     )
     kl_beta: float = Field(
         default=0.0,
@@ -93,11 +104,7 @@ class ReferenceSpec(Section):
         description="How the divergence is estimated from sampled tokens. 'k2' and 'k3+' have the gradient"
         " of KL(policy || reference), 'k3' that of KL(reference || policy). 'k1' is not offered: as a loss"
         " its gradient is zero on average.",
-    )
-    is_corrected: bool | None = Field(
-        default=None,
-        description="Whether the penalty is weighed by the probability ratio of the policy to the engine."
-        " none = where rollouts may be older than the weights that they train.",
+        json_schema_extra=expert("published results differ by the estimator, and by its gradient"),
     )
 
 
@@ -121,16 +128,19 @@ class TeacherSpec(Section):
         description="What the teacher reads behind the last message of the prompt and the policy does not;"
         " {answer} stands for the example's answer, {NAME} for its field of that name. none = the same"
         " prompt.",
+        json_schema_extra=expert("self-distillation gives the teacher a hint that the policy lacks"),
     )
     form: Literal["exact", "sampled"] = Field(
         default="exact",
         description="'exact' compares whole distributions at every position of a reply; 'sampled' makes the"
         " teacher's log-probability of each sampled token, minus the policy's, its advantage.",
+        json_schema_extra=expert("whole distributions are exact, and samples need one number a token"),
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="jsd",
         description="Of 'exact': KL(teacher || policy), KL(policy || teacher), or the Jensen-Shannon"
         " divergence between both.",
+        json_schema_extra=expert("published results differ by the divergence"),
     )
     jsd_beta: float = Field(
         default=0.5,
@@ -138,17 +148,20 @@ class TeacherSpec(Section):
         le=1.0,
         description="Share of the teacher in the mixture of 'jsd'. 0 is defined as the forward KL, 1 as the"
         " reverse one.",
+        json_schema_extra=expert("published results differ by the mixture"),
     )
     top_k: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
         description="Compare only this many of the teacher's most likely tokens. none = all.",
+        json_schema_extra=expert("large vocabularies do not fit for every position"),
     )
     rest: Literal["tail", "renorm"] = Field(
         default="tail",
         description="What becomes of the others under top_k: 'tail' compares what is left of both in one"
         " bucket, 'renorm' scales both up to 1.",
+        json_schema_extra=expert("published results differ by what stands for the tokens left out"),
     )
     student_frac: float = Field(
         default=1.0,
@@ -156,11 +169,13 @@ class TeacherSpec(Section):
         le=1.0,
         description="Share of steps on the policy's own replies; the other steps take the demonstrations of"
         " sft.source.",
+        json_schema_extra=expert("on-policy and off-policy distillation are mixed in papers"),
     )
     rows: Literal["all", "unsolved"] = Field(
         default="all",
         description="Which of the policy's own replies are taught: all, or those that did not solve the"
         " task.",
+        json_schema_extra=expert("teaching only what was not solved leaves the rest as it is"),
     )
     weight: float = Field(
         default=1.0,
@@ -168,6 +183,7 @@ class TeacherSpec(Section):
         le=1e6,
         description="Factor of the term; beside rewards (train.terms = 'rl') that of the teacher's part of"
         " the advantage.",
+        json_schema_extra=expert("rewards and a teacher are balanced against each other"),
     )
 
     @model_validator(mode="after")

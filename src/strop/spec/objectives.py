@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import SpecConflict
+from strop.spec.model import ReferenceSpec
 
 if TYPE_CHECKING:
     from strop.spec.run import RunSpec
@@ -101,24 +102,17 @@ def _refuse_given(
 def _require_one_place_of_kl(spec: RunSpec) -> None:
     """Refuse what says how a penalty is part of the loss, where it is part of the reward."""
     reference = spec.reference
-    changed = {
-        f"reference.{name}": value
-        for name, value, usual in (
-            ("kl_estimator", reference.kl_estimator, "k3+"),
-            ("is_corrected", reference.is_corrected, None),
-        )
-        if value != usual
-    }
-    if spec.algorithm.whitened == "rpp" and reference.kl_beta > 0.0 and changed:
+    is_changed = reference.kl_estimator != ReferenceSpec().kl_estimator
+    if spec.algorithm.whitened == "rpp" and reference.kl_beta > 0.0 and is_changed:
         raise SpecConflict(
             {
                 "algorithm.name": spec.algorithm.name,
                 "algorithm.advantage": spec.algorithm.advantage,
-                **changed,
+                "reference.kl_estimator": reference.kl_estimator,
             },
             "its KL penalty is a part of the reward, as the log-ratio itself (k1)",
             allowed="reference.kl_beta alone",
-            next_step=f"remove {' and '.join(changed)}",
+            next_step="remove reference.kl_estimator",
         )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.spec.base import Section
+from strop.spec.base import Section, expert
 
 
 class SftSpec(Section):
@@ -24,14 +24,18 @@ class SftSpec(Section):
         default="assistant",
         description="What of a row the loss is computed on, where the row does not say: 'assistant' every"
         " reply, 'last' the last one, 'all' every token, prompts included.",
+        json_schema_extra=expert("chat data differ in which turns are worth imitating"),
     )
     subset: str | None = Field(
         default=None,
         min_length=1,
         description="Use only the rows of a file whose key `source` is this text. none = all rows.",
+        json_schema_extra=expert("a file may hold several sources"),
     )
     min_reward: float = Field(
-        default=1.0, description="Lowest reward of a recorded rollout that is imitated."
+        default=1.0,
+        description="Lowest reward of a recorded rollout that is imitated.",
+        json_schema_extra=expert("rejection sampling may imitate partial credit"),
     )
     max_per_example: int | None = Field(
         default=None,
@@ -39,9 +43,14 @@ class SftSpec(Section):
         le=10**7,
         description="Recorded rollouts imitated per example, those of the highest reward first; 1 is"
         " best-of-k. none = all.",
+        json_schema_extra=expert("easy examples would outweigh hard ones"),
     )
     rows_per_step: int = Field(
-        default=16, ge=1, le=10**6, description="Demonstrations in the batch of one optimizer step."
+        default=16,
+        ge=1,
+        le=10**6,
+        description="Demonstrations in the batch of one optimizer step.",
+        json_schema_extra=expert("the batch of a pure SFT run is sized apart from that of rollouts"),
     )
     max_dropped_frac: float = Field(
         default=0.01,
@@ -50,6 +59,7 @@ class SftSpec(Section):
         description="Share of the demonstrations that may be dropped because they do not fit the model's"
         " positions or the task's reply limit, or hold one of the task's stop strings. Above it the run is"
         " refused.",
+        json_schema_extra=expert("a data set with long rows may lose a known part of them"),
     )
     weight: float = Field(
         default=1.0,
@@ -57,6 +67,7 @@ class SftSpec(Section):
         le=1e6,
         description="Factor of this term beside the RL term, which has factor 1. The gradient norm of each"
         " is in the metrics; the two may differ a thousandfold.",
+        json_schema_extra=expert("the gradients of both terms may differ a thousandfold"),
     )
 
     @property
@@ -79,34 +90,46 @@ class DpoSpec(Section):
         default="dpo",
         description="'dpo' the logistic loss of the margin, 'cdpo' the same if some labels are wrong,"
         " 'pref_ipo' the squared distance of the margin from 1 / (2 beta).",
+        json_schema_extra=expert("published results differ by the loss"),
     )
     margin: Literal["sum", "mean"] | None = Field(
         default=None,
         description="What a reply's tokens have gained over the reference: their 'sum', or their 'mean', so"
         " that length does not count. none = 'mean' for 'pref_ipo', whose authors meant that, else 'sum'.",
+        json_schema_extra=expert("published results differ by whether length counts"),
     )
     beta: float = Field(
         default=0.1,
         gt=0.0,
         le=1e3,
         description="How far the policy may move from the reference; less is further.",
+        json_schema_extra=expert("it is what papers on preferences vary"),
     )
     label_noise_frac: float = Field(
         default=0.0,
         ge=0.0,
         lt=0.5,
         description="Share of pairs whose better reply is believed to be the worse one, for 'cdpo'.",
+        json_schema_extra=expert("labels of people and models are wrong at a known rate"),
     )
     pairs: Literal["best_worst", "all"] = Field(
         default="best_worst",
         description="Which pairs an example gives: its best reply with its worst, or every two replies of"
         " different reward.",
+        json_schema_extra=expert("few examples give more pairs when all are used"),
     )
     min_margin: float = Field(
-        default=0.0, ge=0.0, description="Smallest difference of rewards between the two; 0 = any."
+        default=0.0,
+        ge=0.0,
+        description="Smallest difference of rewards between the two; 0 = any.",
+        json_schema_extra=expert("pairs that hardly differ are noise where rewards are graded"),
     )
     pairs_per_step: int = Field(
-        default=16, ge=1, le=10**6, description="Pairs in the batch of one optimizer step."
+        default=16,
+        ge=1,
+        le=10**6,
+        description="Pairs in the batch of one optimizer step.",
+        json_schema_extra=expert("the batch of a preference run is sized apart from that of rollouts"),
     )
 
 

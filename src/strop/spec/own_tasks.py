@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from strop.spec.base import SpecConflict, check_free_table
+from strop.spec.base import SpecConflict, check_free_table, expert
 from strop.spec.builtin_tasks import CodeTaskSection
 from strop.spec.display import NULL_WORD
 from strop.spec.task_base import SOURCE_HELP, TrainingRows
@@ -39,6 +39,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         default=None,
         min_length=1,
         description="Column of the right answer. none = no answer is known; the reward function needs none.",
+        json_schema_extra=expert("data sets name their answer differently"),
     )
     reward: tuple[str, ...] = Field(
         strict=False,
@@ -49,7 +50,10 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         + ". A list of several is added up.",
     )
     reward_weights: tuple[float, ...] = Field(
-        default=(), strict=False, description="One factor for each reward. Empty = all 1."
+        default=(),
+        strict=False,
+        description="One factor for each reward. Empty = all 1.",
+        json_schema_extra=expert("several rewards are added up by weight"),
     )
     max_reward: float = Field(
         default=1.0,
@@ -57,6 +61,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         le=1e6,
         description="What a right reply earns from all rewards together. A score above it is an error of the"
         " reward's, and nothing is trained on it.",
+        json_schema_extra=expert("rewards of one's own may have another scale"),
     )
     min_reward: float = Field(
         default=0.0,
@@ -64,6 +69,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         le=0.0,
         description="What the worst reply earns from all rewards together: below 0 where one takes marks off."
         " A score below it is an error of the reward's, and nothing is trained on it.",
+        json_schema_extra=expert("rewards of one's own may be negative"),
     )
     reward_limit_s: float = Field(
         default=10.0,
@@ -71,12 +77,14 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         le=3600.0,
         description="Seconds that the user's functions may take for a reply. Then their process is killed,"
         " and a second attempt has four times as long.",
+        json_schema_extra=expert("rewards of one's own may be slow"),
     )
     gold: str | None = Field(
         default=None,
         min_length=1,
         description="How a right reply looks, for the self-test before training: a template of columns, for"
         " example '#### {answer}'. none = the answer, as the first reward reads it.",
+        json_schema_extra=expert("the audit and the gate try the verifier with a right reply"),
     )
 
     @field_validator("reward", mode="before")
@@ -145,16 +153,19 @@ class SftJsonlSpec(TrainingRows):
         min_length=1,
         description="Use only the rows whose key `source` is this text; the others are counted."
         " none = all rows.",
+        json_schema_extra=expert("a file may hold several sources"),
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
         description="What of a row is imitated where the row does not say, as in sft.train_on.",
+        json_schema_extra=expert("chat data differ in which turns are worth imitating"),
     )
     answer: Literal["number", "formula", "text"] = Field(
         default="number",
         description="How a reply is compared with gold. 'number': the number that answers, as gsm8k finds it;"
         " 'formula': the final answer, by spelling and value, as math with strictness 'standard'; 'text': the"
         " last line that is not empty, but for case and white space.",
+        json_schema_extra=expert("data sets name their answer differently"),
     )
 
     @model_validator(mode="after")
@@ -198,40 +209,59 @@ class LlmJudgeSpec(TrainingRows):
         description="What is judged: 'quality', 'correctness' (compares with the column gold), or a text file"
         " (.txt, .md, or marked as a path) with the places {{prompt}} and {{reply}}, and {{gold}} or any"
         " other column of the rows.",
+        json_schema_extra=expert("what a judge looks at is a text of one's own"),
     )
     judge_url: str = Field(
         pattern=r"^(role|https?://[^\s@?#]+)$",
         description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1. 'role' ="
         " the run starts task.judge_model itself, in a process of its own.",
+        json_schema_extra=expert("a judge is served somewhere"),
     )
-    judge_model: str = Field(min_length=1, max_length=300, description="Name that the judge is asked for by.")
+    judge_model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Name that the judge is asked for by.",
+        json_schema_extra=expert("a judge is asked for by name"),
+    )
     judge_revision: str = Field(
         min_length=1,
         max_length=300,
         description="Which weights that is: a commit, a digest or a date. Part of the task's version. Of a"
         " 'role', the beginning of the model's digest.",
+        json_schema_extra=expert("verdicts of two judges are not comparable"),
     )
     judge_engine: Literal["native", "vllm"] = Field(
-        default="native", description="What generates for a judge that is a 'role'."
+        default="native",
+        description="What generates for a judge that is a 'role'.",
+        json_schema_extra=expert("a judge that the run starts is served by one of two engines"),
     )
     judge_devices: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9,/-]+$",
         description="GPUs that a judge which is a 'role' has for itself, as CUDA_VISIBLE_DEVICES names them."
         " none = those that the run's engine sees.",
+        json_schema_extra=expert("a judge that the run starts needs devices of its own"),
     )
     judge_key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="Environment variable that holds the judge's key, which is sent as a bearer token."
         " none = no key.",
+        json_schema_extra=expert("a served judge may ask for a key"),
     )
-    judge_concurrency: int = Field(default=8, ge=1, le=256, description="Calls under way at once, at most.")
+    judge_concurrency: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Calls under way at once, at most.",
+        json_schema_extra=expert("servers limit calls at once"),
+    )
     judge_calls_per_s: float | None = Field(
         default=None,
         gt=0.0,
         le=1e4,
         description="Calls begun per second, at most. none = as fast as it goes.",
+        json_schema_extra=expert("servers limit calls a second"),
     )
     max_judge_calls: int = Field(
         default=100_000,
@@ -239,9 +269,14 @@ class LlmJudgeSpec(TrainingRows):
         le=10**9,
         description="Calls that one start of a run, evaluation or audit may make; replies beyond it have no"
         " score. Cached judgements cost none.",
+        json_schema_extra=expert("calls of a served judge cost money"),
     )
     pass_score: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="A reply of this score or more counts as solved."
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="A reply of this score or more counts as solved.",
+        json_schema_extra=expert("what counts as right is a threshold on the judge's score"),
     )
     calibration: str | None = Field(
         default=None,
@@ -249,9 +284,12 @@ class LlmJudgeSpec(TrainingRows):
         description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
         " (true or false) and, if known, gold. The gate refuses a judge whose Cohen's kappa with them is"
         " below 0.6. none = the judge is not compared with people.",
+        json_schema_extra=expert("a judge is compared with people before it is trusted"),
     )
     can_judge_itself: bool = Field(
-        default=False, description="Whether the judge may be the model that is trained or evaluated."
+        default=False,
+        description="Whether the judge may be the model that is trained or evaluated.",
+        json_schema_extra=expert("a model that judges itself drifts, and is only meant in a study of that"),
     )
 
     @model_validator(mode="after")
@@ -305,6 +343,7 @@ class UserTaskSpec(TrainingRows):
         le=3600.0,
         description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
         " has four times as long.",
+        json_schema_extra=expert("verifiers of one's own may be slow"),
     )
 
     @model_validator(mode="after")

@@ -66,6 +66,12 @@ class Setting:
         return dotted(self.path)
 
     @property
+    def reason(self) -> str | None:
+        """Why an expert setting exists, behind "It exists because"; None of an everyday setting."""
+        extra = self.info.json_schema_extra
+        return str(extra["expert"]) if isinstance(extra, dict) and "expert" in extra else None
+
+    @property
     def is_nullable(self) -> bool:
         """Whether 'no value' is allowed."""
         return type(None) in get_args(self.info.annotation)
@@ -194,6 +200,12 @@ def section_description(name: str) -> str:
 def all_keys() -> tuple[str, ...]:
     """Return every setting by its dotted name, each once, in the order of the models."""
     return tuple(dict.fromkeys(setting.key for setting in settings()))
+
+
+@cache
+def expert_keys() -> frozenset[str]:
+    """Return the settings that no task and no section shows among its everyday ones."""
+    return frozenset(all_keys()) - {setting.key for setting in settings() if setting.reason is None}
 
 
 def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, ...]:

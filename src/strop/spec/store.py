@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.spec.base import Section
+from strop.spec.base import Section, expert
 
 
 class StoreSpec(Section):
@@ -24,6 +24,7 @@ class StoreSpec(Section):
         description="Which source is asked first for hub ids. The other one is asked only for what the first"
         " one does not have; a store that fails is an error, and no reason to ask a hub. STROP_OFFLINE=1"
         " leaves the hub out, whatever the order.",
+        json_schema_extra=expert("some sites may not ask a hub, and some must"),
     )
     mirror: Literal["auto"] | bool = Field(
         default="auto",
@@ -31,21 +32,27 @@ class StoreSpec(Section):
         " rollouts, logs, below checkpoints/NAME, so that it can go on from there on another machine. auto ="
         " where the store, as said here or by STROP_STORE_URI, is an s3:// URI; a directory is mirrored to on"
         " true only.",
+        json_schema_extra=expert("a store on a disk is not mirrored to unless asked"),
     )
     mirror_as: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$",
         max_length=200,
         description="Folder of this run below checkpoints/. none = the name of the run's directory.",
+        json_schema_extra=expert("a run that moves to another machine finds its mirror by name"),
     )
     mirror_every_s: float = Field(
         default=30.0,
         gt=0.0,
         le=86_400.0,
         description="Seconds between two looks at metrics, rollouts and logs. Checkpoints are sent at once.",
+        json_schema_extra=expert("requests to a store are paid for, and a machine may vanish"),
     )
     max_mb_per_s: float | None = Field(
-        default=None, gt=0.0, description="Most that the mirror sends, in 10^6 bytes. none = no limit."
+        default=None,
+        gt=0.0,
+        description="Most that the mirror sends, in 10^6 bytes. none = no limit.",
+        json_schema_extra=expert("a shared uplink must be left to others"),
     )
     keep_last: int = Field(
         default=2,
@@ -53,22 +60,26 @@ class StoreSpec(Section):
         le=10**7,
         description="Newest checkpoints that are kept in the store; older ones that this run sent are removed"
         " once a newer one is there.",
+        json_schema_extra=expert("stores have more room than disks, and are paid by it"),
     )
     keep_every: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
         description="Checkpoints of every so many steps are kept as well. none = keep_last alone decides.",
+        json_schema_extra=expert("a study of training wants checkpoints from all of it"),
     )
     flush_limit_s: float = Field(
         default=600.0,
         ge=0.0,
         description="Longest wait for the mirror when training has ended.",
+        json_schema_extra=expert("a slow uplink needs longer for the last checkpoint"),
     )
     stop_flush_limit_s: float = Field(
         default=60.0,
         ge=0.0,
         description="Longest wait for the mirror after a signal: the newest checkpoint first.",
+        json_schema_extra=expert("a scheduler kills after a grace that differs by site"),
     )
 
 
@@ -86,4 +97,5 @@ class OutputSpec(Section):
         min_length=1,
         description="The run's own folder. Relative as for output.root; a folder called none is written"
         " './none'. none = a new folder under output.root, named after the run and the time.",
+        json_schema_extra=expert("a run may be started again in the very directory that it left"),
     )

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from strop.errors import ConfigError
-from strop.spec.base import Section, SpecConflict, check_free_table
+from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.builtin_tasks import (
     AimeSpec,
     AppsSpec,
@@ -201,6 +201,7 @@ class MixtureSpec(PartedSection):
         default="weighted",
         description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
         " used up, drawn by the parts' sizes, or one part after the other.",
+        json_schema_extra=expert("published scores differ by how an answer is found"),
     )
     parts: dict[str, dict[str, JsonValue]] = Field(
         default={},
@@ -262,6 +263,7 @@ class BlendSpec(PartedSection):
         min_length=1,
         description="Label of the part whose problems are posed, and which says what is solved. The other"
         " parts only judge. none = the first part.",
+        json_schema_extra=expert("one part's data are judged by all parts"),
     )
     alpha: float | None = Field(
         default=None,
@@ -269,18 +271,21 @@ class BlendSpec(PartedSection):
         le=1.0,
         description="For two parts, one of them llm-judge: the reward is alpha times the verifier's score and"
         " 1 - alpha times the judge's. none = the parts' weights.",
+        json_schema_extra=expert("published mixtures weigh a verifier and a judge by one number"),
     )
     format_weight: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
         description="Added for a wrong reply that all parts call well-formed, never beyond full marks.",
+        json_schema_extra=expert("format is paid for apart from the answer"),
     )
     max_format_weight: float = Field(
         default=MAX_FORMAT_WEIGHT,
         ge=0.0,
         le=1.0,
         description="Largest task.format_weight; raise it to pay more for form than is wise.",
+        json_schema_extra=expert("format must not outweigh the answer"),
     )
     parts: dict[str, dict[str, JsonValue]] = Field(
         default={},

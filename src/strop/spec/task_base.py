@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section, SpecConflict
+from strop.spec.base import Section, SpecConflict, expert
 from strop.spec.template import list_names, refuse_malformed
 
 PROMPTING = ("system_prompt", "prompt_template", "stop")
@@ -29,6 +29,7 @@ class TaskSection(Section):
         lt=1.0,
         description="Share of training prompts that may leave no room for a whole reply in the model's"
         " positions. They are not attempted; above this share the run is refused.",
+        json_schema_extra=expert("data sets hold a few prompts that no model has room for"),
     )
     thinking: Literal["off", "on", "model_default"] = Field(
         default="model_default",
@@ -46,12 +47,14 @@ class TaskSection(Section):
         description="What the model is asked in place of the task's own wording, such as 'Solve: {question}'."
         " A name in braces stands for the example's field of that name, '{{' and '}}' for braces. In plain"
         " text it is the prompt to the letter. none = the task's own.",
+        json_schema_extra=expert("published scores come with their own words around the question"),
     )
     stop: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
         description="Texts that end a reply, in place of the task's own, in a chat and in plain text; an"
         " empty list leaves the model's own terminator alone. none = the task's own.",
+        json_schema_extra=expert("base models need an end that their text shows"),
     )
     order_file: str | None = Field(
         default=None,
@@ -59,23 +62,27 @@ class TaskSection(Section):
         description="JSONL file of example ids: the run trains on these examples only, in this order, and"
         " again from the first line in each epoch. `strop eval --write-order` makes one. none = all"
         " examples, shuffled anew in each epoch.",
+        json_schema_extra=expert("a curriculum is an order of examples"),
     )
     min_solved_frac: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
         description="Examples of the order file that a smaller share of attempts solved are left out.",
+        json_schema_extra=expert("examples that the model never solves teach nothing"),
     )
     max_solved_frac: float = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
         description="Examples of the order file that a larger share of attempts solved are left out.",
+        json_schema_extra=expert("examples that the model always solves teach nothing"),
     )
     max_unmatched_ids: int = Field(
         default=0,
         ge=0,
         description="Ids of the order file that may be missing among the task's training examples.",
+        json_schema_extra=expert("an order file may be older than its data set"),
     )
 
     @property
@@ -154,6 +161,7 @@ class FewShot(TaskSection):
         le=16,
         description="Solved examples before the problem where the model is asked in plain text, from the"
         " data itself. A chat shows none.",
+        json_schema_extra=expert("published scores are shown some examples first"),
     )
 
     @model_validator(mode="after")

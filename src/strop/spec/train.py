@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section, SpecConflict
+from strop.spec.base import Section, SpecConflict, expert
 
 
 class TrainSpec(Section):
@@ -38,18 +38,23 @@ class TrainSpec(Section):
         description="Parts of equally many prompts into which a step's batch is cut, each for one optimizer"
         " step of its own. With several, ratios start from the weights that the batch began with, so that"
         " clip ranges act. It must divide prompts_per_step.",
+        json_schema_extra=expert("PPO-style recipes take several optimizer steps per batch of rollouts"),
     )
     epochs: int = Field(
         default=1,
         ge=1,
         le=1000,
         description="How often a step's batch is gone through, in an order of its own each time.",
+        json_schema_extra=expert("PPO-style recipes go through a batch more than once"),
     )
     max_kl: float | None = Field(
         default=None,
         gt=0.0,
         description="KL divergence, in nats per token, from the policy that ratios start from: an optimizer"
         " step that begins farther away is left out, and so is the rest of its batch. none = no bound.",
+        json_schema_extra=expert(
+            "several optimizer steps on one batch may move the policy too far from its samples"
+        ),
     )
     max_staleness: int = Field(
         default=0,
@@ -60,12 +65,17 @@ class TrainSpec(Section):
         " works, and one step more than sync_every - 1 hides the shorter of the two.",
     )
     sync_every: int = Field(
-        default=1, ge=1, le=1000, description="Steps between publications of weights to the engine."
+        default=1,
+        ge=1,
+        le=1000,
+        description="Steps between publications of weights to the engine.",
+        json_schema_extra=expert("weights that take long to send are worth sending less often"),
     )
     deterministic: bool = Field(
         default=False,
         description="Wait for every rollout under way before weights are published, so that a run with"
         " max_staleness above 0 gives the same curve each time, and after a resume; costs overlap.",
+        json_schema_extra=expert("a comparison of asynchronous runs needs the same curve each time"),
     )
     micro_batch_tokens: int | None = Field(
         default=None,
@@ -73,18 +83,24 @@ class TrainSpec(Section):
         le=10**9,
         description="Tokens in one forward and backward pass at most; the gradient does not depend on it."
         " none = 1280 on a CPU; on a GPU what half of the memory holds that weights and optimizer leave.",
+        json_schema_extra=expert("an estimate of memory can be wrong, and long replies need smaller pieces"),
     )
     activation_checkpointing: bool | None = Field(
         default=None,
         description="Whether a backward pass computes the inside of layers again instead of keeping it:"
         " about a third more work for a fraction of the memory, and the same gradients. none = only where"
         " memory is too small otherwise.",
+        json_schema_extra=expert("an estimate of memory can be wrong"),
     )
     checkpoint_every: int = Field(
         default=20, ge=1, le=10**7, description="Steps between checkpoints. The last step always writes one."
     )
     keep_checkpoints: int = Field(
-        default=2, ge=1, le=10**7, description="Newest complete checkpoints kept; older ones are deleted."
+        default=2,
+        ge=1,
+        le=10**7,
+        description="Newest complete checkpoints kept; older ones are deleted.",
+        json_schema_extra=expert("a study of training keeps all checkpoints, a small disk one"),
     )
     accept: str | None = Field(
         default=None,
@@ -92,6 +108,9 @@ class TrainSpec(Section):
         description="Checks of the gate whose refusal is accepted, each with a reason, as"
         " 'NAME: reason; NAME: reason'. 'audit.PROBE' accepts what one probe of the audit found,"
         " 'audit.PROBE@VERSION' as long as the task's version begins so. none = every check must pass.",
+        json_schema_extra=expert(
+            "a check can be wrong about a task, and a refusal is accepted only by name and with a reason"
+        ),
     )
 
     @model_validator(mode="after")
@@ -170,16 +189,36 @@ class OptimizerSpec(Section):
         ge=0.0,
         le=1.0,
         description="Decoupled weight decay per step, multiplied by the learning rate. 0 = no decay.",
+        json_schema_extra=expert("published recipes of full fine-tuning set it"),
     )
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of the first moment per step.")
-    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Decay of the second moment per step.")
+    beta1: float = Field(
+        default=0.9,
+        ge=0.0,
+        lt=1.0,
+        description="Decay of the first moment per step.",
+        json_schema_extra=expert("published recipes set it"),
+    )
+    beta2: float = Field(
+        default=0.999,
+        ge=0.0,
+        lt=1.0,
+        description="Decay of the second moment per step.",
+        json_schema_extra=expert(
+            "published recipes set it: 0.95 and 0.99 are common, and 0.999 is slow to forget a spike"
+        ),
+    )
     eps: float = Field(
-        default=1e-8, gt=0.0, le=1.0, description="Added to the root of the second moment, against 0."
+        default=1e-8,
+        gt=0.0,
+        le=1.0,
+        description="Added to the root of the second moment, against 0.",
+        json_schema_extra=expert("published recipes set it, and small gradients are damped by it"),
     )
     max_grad_norm: float = Field(
         default=1.0,
         gt=0.0,
         description="Gradients with a larger L2 norm over all weights are scaled down to it.",
+        json_schema_extra=expert("published recipes clip at 0.1 to 1"),
     )
     warmup_steps: int = Field(
         default=0,
@@ -198,6 +237,7 @@ class OptimizerSpec(Section):
         lt=1.0,
         description="Share of the learning rate to which 'linear' and 'cosine' have brought it when the run"
         " ends.",
+        json_schema_extra=expert("published schedules end at a tenth of the rate rather than at 0"),
     )
 
     @model_validator(mode="after")
@@ -243,6 +283,7 @@ class TripwireSpec(Section):
         ge=0.0,
         le=1.0,
         description="Groups whose rewards are all equal, so that nothing is learned from them." + _FRAC,
+        json_schema_extra=expert("hard tasks begin with few groups that differ"),
     )
     max_duplicate_frac: float | None = Field(
         default=0.95,
@@ -250,36 +291,49 @@ class TripwireSpec(Section):
         le=1.0,
         description="Rollouts whose tokens equal those of an earlier one in their group, if they have one."
         + _FRAC,
+        json_schema_extra=expert("short answers repeat without a collapse"),
     )
     max_truncated_frac: float | None = Field(
-        default=0.5, ge=0.0, le=1.0, description="Replies cut at their token limit." + _FRAC
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Replies cut at their token limit." + _FRAC,
+        json_schema_extra=expert("tight token limits are sometimes meant"),
     )
     max_failed_frac: float | None = Field(
-        default=0.1, ge=0.0, le=1.0, description="Rollouts that could not be scored." + _FRAC
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="Rollouts that could not be scored." + _FRAC,
+        json_schema_extra=expert("flaky judges lose more rollouts than a healthy one"),
     )
     max_drift_nats: float | None = Field(
         default=0.06,
         gt=0.0,
         description="Mean absolute difference between the engine's and the trainer's log-probability of a"
         " sampled token, in nats. none = not watched.",
+        json_schema_extra=expert("quantised engines and asynchronous runs drift further than native ones"),
     )
     min_entropy_nats: float | None = Field(
         default=0.005,
         ge=0.0,
         description="Mean entropy of the policy over sampled tokens, in nats; below it is an alarm."
         " none = not watched.",
+        json_schema_extra=expert("tasks of one right answer end with little entropy"),
     )
     max_length_ratio: float | None = Field(
         default=4.0,
         gt=1.0,
         description="How many times shorter or longer than in the first 8 steps the mean reply may get"
         " while the reward is no better than there. none = not watched.",
+        json_schema_extra=expert("reasoning grows long before the reward follows"),
     )
     max_grad_norm_ratio: float | None = Field(
         default=20.0,
         gt=1.0,
         description="Gradient norm before clipping, as a multiple of the median of the last 16 steps with a"
         " gradient. Above it is an alarm. none = not watched.",
+        json_schema_extra=expert("small batches have rare large gradients"),
     )
     min_reward_kept_frac: float | None = Field(
         default=0.5,
@@ -287,6 +341,7 @@ class TripwireSpec(Section):
         le=1.0,
         description="Share of the mean reward of its best 8 steps in a row that a run keeps; 8 steps in a row"
         " below it are an alarm. none = not watched.",
+        json_schema_extra=expert("a curriculum that gets harder lowers the reward"),
     )
     max_common_reply_frac: float | None = Field(
         default=0.25,
@@ -295,12 +350,14 @@ class TripwireSpec(Section):
         description="Replies that are one and the same text, not right, and given to different prompts; a"
         " share in [0, 1], over 8 steps. Above it, and above twice the first 8 steps' while right replies get"
         " no more frequent, is an alarm. none = not watched.",
+        json_schema_extra=expert("a task may have one most frequent answer"),
     )
     max_unearned_ratio: float | None = Field(
         default=2.0,
         ge=1.0,
         description="How many times as much as in the first 8 steps wrong replies may earn over the last 8"
         " while right ones get no more frequent. none = not watched: for rewards that grade partial work.",
+        json_schema_extra=expert("rewards that grade partial work rise before answers are right"),
     )
     min_entropy_kept_frac: float | None = Field(
         default=0.5,
@@ -309,12 +366,14 @@ class TripwireSpec(Section):
         description="Share of the first 8 steps' entropy that the last 8 keep while neither reward nor"
         " accuracy gets better, or different prompts get one reply. Below it is an alarm. none = not"
         " watched.",
+        json_schema_extra=expert("imitation lowers the entropy on purpose"),
     )
     max_runaway_frac: float | None = Field(
         default=0.3,
         ge=0.0,
         le=1.0,
         description="Replies that go on to another question behind their answer." + _FRAC,
+        json_schema_extra=expert("base models go on behind their answer until they have learned to stop"),
     )
     min_used_length_ratio: float | None = Field(
         default=0.9,
@@ -322,23 +381,27 @@ class TripwireSpec(Section):
         le=1.0,
         description="Mean length of the replies that came in time, as a share of that of all that were"
         " dispatched, over 8 steps. Below it is an alarm: long replies are evicted. none = not watched.",
+        json_schema_extra=expert("very uneven lengths reach this bound without harm"),
     )
     max_term_norm_ratio: float | None = Field(
         default=100.0,
         gt=1.0,
         description="Gradient norm of one term of the loss as a multiple of another's in the same step, where"
         " train.terms names several. Above it is an alarm. none = not watched.",
+        json_schema_extra=expert("a weak term may be meant as a small push"),
     )
     max_memory_growth_bytes: int | None = Field(
         default=1 << 20,
         ge=0,
         description="Bytes that the resident memory of the trainer may grow per step, steadily, after its"
         " first 8 steps. none = not watched.",
+        json_schema_extra=expert("libraries that a task brings may cache on purpose"),
     )
     max_stall_s: float | None = Field(
         default=600.0,
         gt=0.0,
         description="Seconds without progress of any stage. none = not watched.",
+        json_schema_extra=expert("a slow judge or a large model may be silent for longer"),
     )
     max_slowdown_ratio: float | None = Field(
         default=5.0,
@@ -346,10 +409,14 @@ class TripwireSpec(Section):
         description="How many times longer than `strop plan` predicts generating, learning or publishing may"
         " take, step after step; twice as many where the machine's speed was never measured (`strop doctor`)."
         " none = not watched.",
+        json_schema_extra=expert("a shared machine can be slower than its plan"),
     )
     on_alarm: Literal["warn", "stop-on-collapse", "stop"] = Field(
         default="stop-on-collapse",
         description="What an alarm does beside being recorded and shown. 'stop' ends the run, with its last"
         " checkpoint intact; 'stop-on-collapse' does so where the signs of a collapse come together for 5"
         " steps in a row; 'warn' goes on in any case.",
+        json_schema_extra=expert(
+            "a sweep stops at the first alarm, and a study of collapses goes on through it"
+        ),
     )

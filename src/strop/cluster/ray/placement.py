@@ -54,6 +54,8 @@ from strop.tasks.llm_judge.client import list_handovers
 from strop.tokenizer import Tokenizer
 
 DEFAULT_OBJECT_STORE_BYTES = 256 << 20
+JOIN_LIMIT_S = 300.0
+"""Longest wait until all nodes of a job have joined."""
 START_LIMIT_S = 300.0
 """A role's process begins within it: importing torch from a cold network disk takes a minute."""
 FETCH_LIMIT_S = 3600.0
@@ -153,7 +155,7 @@ class RayPlacement:
         self._head = RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
         self._head.launch()
         await self._head.connect()
-        await self._head.await_nodes(range(self._num_nodes), self._spec.ray.join_limit_s)
+        await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
         self._watch = DeathWatch(read_nodes, self._head.find_death)
         self._watch.start()
         await self._begin_roles(slots)

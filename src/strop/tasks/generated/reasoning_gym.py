@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cached_property
@@ -195,8 +196,11 @@ def list_datasets() -> list[str]:
 def _import_package(dataset: str | None) -> Any:
     """Import reasoning-gym (about two seconds) and check the name of a data set."""
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            # Its sources, when Python compiles them for the first time.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
             f"task.name=reasoning-gym, but the package is not installed ({error})",
