@@ -228,30 +228,28 @@ def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
 def _take_code(
     project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions, site: Site
 ) -> CodeSnapshot:
-    """Return the project's code, without runs and files of secrets in it."""
+    """Return the project's code, without runs and files of secrets in it.
+
+    Raises: ConfigError naming user code that would not be sent with the job; what `take_snapshot` raises.
+    """
     excluded = [root, Path(resolved.spec.output.root)]
     excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
     # Runs that are in the project itself, beside its code.
     excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
     excluded += site.profile.files_written(project_path)
     snapshot = take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
-    _require_code(resolved, snapshot)
-    return snapshot
-
-
-def _require_code(resolved: ResolvedSpec, snapshot: CodeSnapshot) -> None:
-    """Refuse user code that would not be sent with the job. Raises: ConfigError naming the file."""
     sent = {snapshot.project_path / name for name in snapshot.files}
-    for ref in code_of(resolved.spec):
-        for path in list_sources(ref.path):
-            if path.resolve() not in sent:
-                is_inside = path.resolve().is_relative_to(snapshot.project_path)
-                why = "git ignores it" if is_inside else f"it lies outside of {snapshot.project_path}"
-                raise ConfigError(
-                    f"{path}, which {ref} needs, is not sent with the job: {why}",
-                    allowed="files of the project, which travel in its snapshot",
-                    next_step="move the file into the project, or name the folder with --project-dir",
-                )
+    needed = [(ref, path) for ref in code_of(resolved.spec) for path in list_sources(ref.path)]
+    for ref, path in needed:
+        if path.resolve() not in sent:
+            is_inside = path.resolve().is_relative_to(snapshot.project_path)
+            why = "git ignores it" if is_inside else f"it lies outside of {snapshot.project_path}"
+            raise ConfigError(
+                f"{path}, which {ref} needs, is not sent with the job: {why}",
+                allowed="files of the project, which travel in its snapshot",
+                next_step="move the file into the project, or name the folder with --project-dir",
+            )
+    return snapshot
 
 
 def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -> list[RolePlan]:

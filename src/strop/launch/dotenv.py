@@ -59,21 +59,18 @@ def _read_value(text: str, position: int, place: str) -> tuple[str, int]:
         if end < 0:
             raise _refuse(f"{place} has a quote that nothing closes", "a closing '")
         return _close(text, end + 1, text[position + 1 : end], place)
-    if quote == '"':
-        return _read_double_quoted(text, position + 1, place)
-    end = text.find("\n", position)
-    end = len(text) if end < 0 else end
-    value = re.split(r"(?:^|[ \t])#", text[position:end], maxsplit=1)[0].strip()
-    if _EXPANSION.search(value) or any(mark in value for mark in "\"'\\\0"):
-        raise _refuse(
-            f"{place} has $, a quote or a backslash in a value without quotes",
-            "such a value in single quotes, where every character stands for itself",
-        )
-    return value, end + 1
-
-
-def _read_double_quoted(text: str, position: int, place: str) -> tuple[str, int]:
+    if quote != '"':
+        end = text.find("\n", position)
+        end = len(text) if end < 0 else end
+        value = re.split(r"(?:^|[ \t])#", text[position:end], maxsplit=1)[0].strip()
+        if _EXPANSION.search(value) or any(mark in value for mark in "\"'\\\0"):
+            raise _refuse(
+                f"{place} has $, a quote or a backslash in a value without quotes",
+                "such a value in single quotes, where every character stands for itself",
+            )
+        return value, end + 1
     parts: list[str] = []
+    position += 1
     while position < len(text):
         character = text[position]
         if character == '"':

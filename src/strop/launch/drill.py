@@ -84,8 +84,7 @@ def drill(
         )
     plan = read_plan(job_path_of(ref.home))
     # Before the signal: a mistake in it costs nothing yet.
-    other = against or _find_undisturbed(ref, plan.spec_digest)
-    undisturbed = None if other is None else _read_undisturbed(other)
+    other, undisturbed = _read_undisturbed(ref, plan.spec_digest, against)
     record = launcher.backend.open_record(ref, member)
     drilled = _Drilled(record, num_steps)
     if not drilled.attempts:
@@ -103,9 +102,12 @@ def drill(
         (drilled.find_next, restart_limit_s),
         (drilled.find_steps, restart_limit_s),
     ):
-        proofs.append(_wait_for(prove, limit_s))
-        say(f"{proofs[-1].name}: {proofs[-1].detail}")
-        if not proofs[-1].is_given:
+        deadline = time.monotonic() + limit_s
+        while not (proof := prove()).is_given and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        proofs.append(proof)
+        say(f"{proof.name}: {proof.detail}")
+        if not proof.is_given:
             return DrillReport(signal=signal_name, proofs=tuple(proofs))
     proofs.append(_compare_curves(record, other, undisturbed))
     say(f"{proofs[-1].name}: {proofs[-1].detail}")
@@ -158,7 +160,11 @@ class _Drilled:
     def find_steps(self) -> Proof:
         """Look for steps that were trained since."""
         start, last = self._resumed_step() or 0, max(_read_metrics(self._record), default=0)
-        is_given = last - start >= self._num_steps or _is_finished(self._record)
+        try:
+            state = json.loads(self._record.read("run.json") or b"{}")
+        except ValueError:
+            state = {}
+        is_given = last - start >= self._num_steps or state.get("finished_at") is not None
         return Proof(
             name="steps since", is_given=is_given, detail=f"{last - start} trained after step {start}"
         )
@@ -194,7 +200,18 @@ def compare_metrics(
     return None
 
 
-def _read_undisturbed(path: Path) -> dict[int, dict[str, Any]]:
+def _read_undisturbed(
+    ref: JobRef, spec_digest: str, path: Path | None
+) -> tuple[Path | None, dict[int, dict[str, Any]]]:
+    """Return a run to compare with and its metrics: `path`, else a finished run of this spec near the job."""
+    if path is None:
+        for run in list_runs(Path(ref.home).parent):
+            is_same = run.state.spec_digest == spec_digest and run.is_finished
+            if is_same and run.state.num_attempts == 1 and run.path != Path(ref.home):
+                path = run.path
+                break
+        else:
+            return None, {}
     record = DirectoryRecord(path)
     if record.read("metrics.jsonl") is None:
         raise StoreError(
@@ -202,14 +219,14 @@ def _read_undisturbed(path: Path) -> dict[int, dict[str, Any]]:
             allowed="the directory of an undisturbed run of the same spec",
             next_step="correct --against, or leave it out",
         )
-    return _read_metrics(record)
+    return path, _read_metrics(record)
 
 
 def _compare_curves(
-    record: RecordFiles, other: Path | None, theirs: Mapping[int, Mapping[str, Any]] | None
+    record: RecordFiles, other: Path | None, theirs: Mapping[int, Mapping[str, Any]]
 ) -> Proof:
     name = "equal curve"
-    if other is None or theirs is None:
+    if other is None:
         detail = "there is no undisturbed run of this spec to compare with; name one with --against"
         return Proof(name=name, is_given=None, detail=detail)
     mine = _read_metrics(record)
@@ -219,29 +236,6 @@ def _compare_curves(
     difference = compare_metrics(mine, theirs)
     detail = difference or f"{num_shared} steps are equal to those of {other.name}"
     return Proof(name=name, is_given=difference is None, detail=detail)
-
-
-def _find_undisturbed(ref: JobRef, spec_digest: str) -> Path | None:
-    """Return a finished run of the same spec beside the job that had one attempt."""
-    for run in list_runs(Path(ref.home).parent):
-        is_same = run.state.spec_digest == spec_digest and run.is_finished
-        if is_same and run.state.num_attempts == 1 and run.path != Path(ref.home):
-            return run.path
-    return None
-
-
-def _wait_for(prove: Callable[[], Proof], limit_s: float) -> Proof:
-    deadline = time.monotonic() + limit_s
-    while not (proof := prove()).is_given and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return proof
-
-
-def _is_finished(record: RecordFiles) -> bool:
-    try:
-        return json.loads(record.read("run.json") or b"{}").get("finished_at") is not None
-    except ValueError:
-        return False
 
 
 def _read_metrics(record: RecordFiles) -> dict[int, dict[str, Any]]:

@@ -80,6 +80,13 @@ class EnvironmentFlags:
     auto_auth: bool = False
     """Pass the token of the local hub login on, unless HF_TOKEN is set."""
 
+    def variables(self) -> dict[str, str]:
+        """Return the variables that they set."""
+        found = {} if self.hf_cache_dir is None else {"HF_HOME": self.hf_cache_dir}
+        if self.hf_hub_offline is not None:
+            found["HF_HUB_OFFLINE"] = "1" if self.hf_hub_offline else "0"
+        return found
+
 
 def gather_environment(
     site: Site,
@@ -106,11 +113,11 @@ def gather_environment(
     _refuse_pasted(profile.env, site.name)
     named = [name for name in names if name not in secret_roles]
     layers = _Layers()
-    layers.add(VariableSource.SITE, f"site {site.name}", _site_variables(profile))
+    layers.add(VariableSource.SITE, f"site {site.name}", profile.variables())
     layers.add(VariableSource.DOTENV, ".env", dotenv)
     layers.add(VariableSource.SUBMITTER, "your environment", _take_named(named, submitter, profile, dotenv))
     layers.add(VariableSource.FLAG, "--env-file", from_file)
-    layers.add(VariableSource.FLAG, "a flag", _flag_variables(flags))
+    layers.add(VariableSource.FLAG, "a flag", flags.variables())
     layers.add(VariableSource.LAUNCHER, "the launcher", _LAUNCHER_VALUES)
     if flags.auto_auth:
         secret_roles.setdefault(HUB_TOKEN, ())
@@ -174,27 +181,6 @@ def describe_auth(environment: JobEnvironment) -> str | None:
     if environment.sources.get(HUB_TOKEN) != HUB_LOGIN:
         return None
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
-
-
-def _site_variables(profile: SiteOptions) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if profile.hf_home is not None:
-        found["HF_HOME"] = profile.hf_home
-    if profile.offline:
-        found["HF_HUB_OFFLINE"] = "1"
-    if profile.store is not None:
-        found["STROP_STORE_URI"] = profile.store
-    # Last: a variable that the user wrote by name outranks one that a setting implies.
-    return {**found, **profile.env}
-
-
-def _flag_variables(flags: EnvironmentFlags) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if flags.hf_cache_dir is not None:
-        found["HF_HOME"] = flags.hf_cache_dir
-    if flags.hf_hub_offline is not None:
-        found["HF_HUB_OFFLINE"] = "1" if flags.hf_hub_offline else "0"
-    return found
 
 
 def _take_named(
@@ -312,7 +298,21 @@ def write_environment(
 
     Raises: ConfigError if a secret has no value any more; StoreError if a file cannot be written.
     """
-    values = _read_secrets(environment, environ, project_path, env_file)
+    dotenv, flagged = read_dotenv(project_path), read_env_file(env_file)
+    values: dict[str, str] = {}
+    for name in environment.secrets:
+        source = environment.sources.get(name)
+        if source == VariableSource.DOTENV:
+            value = dotenv.get(name)
+        elif source == VariableSource.FLAG:
+            value = flagged.get(name)
+        elif source == HUB_LOGIN:
+            value = read_hub_login(environ)
+        else:
+            value = environ.get(name)
+        if not value:
+            raise explain_unset(name, f"a secret of the job (from: {source})")
+        values[name] = value
     content = {
         "format": 1,
         "variables": dict(environment.variables),
@@ -345,31 +345,6 @@ def read_environment(job_path: Path, role: str) -> dict[str, str]:
             next_step="submit the job again from a shell where the variable is set",
         )
     return {**content["variables"], **{name: values[name] for name in allowed}}
-
-
-def _read_secrets(
-    environment: JobEnvironment,
-    environ: Mapping[str, str],
-    project_path: Path | None,
-    env_file: Path | None,
-) -> dict[str, str]:
-    dotenv = read_dotenv(project_path)
-    flagged = read_env_file(env_file)
-    values: dict[str, str] = {}
-    for name in environment.secrets:
-        source = environment.sources.get(name)
-        if source == VariableSource.DOTENV:
-            value = dotenv.get(name)
-        elif source == VariableSource.FLAG:
-            value = flagged.get(name)
-        elif source == HUB_LOGIN:
-            value = read_hub_login(environ)
-        else:
-            value = environ.get(name)
-        if not value:
-            raise explain_unset(name, f"a secret of the job (from: {source})")
-        values[name] = value
-    return values
 
 
 def is_owned(name: str) -> bool:

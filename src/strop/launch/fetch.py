@@ -78,20 +78,16 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
     steps = [step for step in steps if _verify(record, incoming, step)]
     if part in {Part.CHECKPOINTS, Part.LATEST} and not steps:
         raise _nothing(record, part)
-    _drop_others(incoming, steps)
+    kept = {f"step-{step:06d}" for step in steps}
+    for path in incoming.glob(f"{CHECKPOINTS}*"):
+        # Begun by an interrupted call for more, and not verified.
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
     try:
         incoming.rename(dest)
     except OSError as error:
         raise explain_write_failure(error, dest) from error
     return Fetched(path=dest, num_files=len(names), moved_bytes=moved, steps=tuple(steps))
-
-
-def _drop_others(incoming: Path, steps: Sequence[int]) -> None:
-    """Remove checkpoints that an interrupted call for more had begun: they are not verified."""
-    kept = {f"step-{step:06d}" for step in steps}
-    for path in incoming.glob(f"{CHECKPOINTS}*"):
-        if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _nothing(record: RecordFiles, part: Part) -> StoreError:

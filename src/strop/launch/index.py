@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from strop.errors import ConfigError, StoreError
@@ -53,9 +54,23 @@ def list_job_names(roots: list[Path], environ: Mapping[str, str]) -> set[str]:
 
 def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
     """Return the job directories below some folders and in the list, newest first."""
-    found = {path.resolve() for root in roots for path in _find_below(root)}
-    found |= {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
-    dated = {path: at for path in found if (at := _planned_at(path)) is not None}
+    found = {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
+    for root in roots:
+        try:
+            found |= {path.resolve() for path in root.iterdir() if has_plan(path)}
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise StoreError(
+                f"{root} cannot be listed ({error.strerror})",
+                allowed="a folder that you may read",
+                next_step="check its rights, or name another one with --root",
+            ) from error
+    dated: dict[Path, float] = {}
+    for path in found:
+        # One may have gone meanwhile.
+        with suppress(OSError):
+            dated[path] = (job_path_of(path) / PLAN_NAME).stat().st_mtime
     return sorted(dated, key=lambda path: dated[path], reverse=True)
 
 
@@ -100,27 +115,6 @@ def _present_names(home: Path) -> set[str]:
         return names_of_jobs(read_ref(job_path_of(home))) if has_ref(home) else set()
     except StoreError:
         return set()
-
-
-def _planned_at(home: Path) -> float | None:
-    """Return when a job directory was written; None for one that has gone meanwhile."""
-    try:
-        return (job_path_of(home) / PLAN_NAME).stat().st_mtime
-    except OSError:
-        return None
-
-
-def _find_below(root: Path) -> Iterator[Path]:
-    try:
-        yield from (path for path in root.iterdir() if has_plan(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise StoreError(
-            f"{root} cannot be listed ({error.strerror})",
-            allowed="a folder that you may read",
-            next_step="check its rights, or name another one with --root",
-        ) from error
 
 
 def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.findings import Finding
 from strop.launch.attempts import read_attempts
+from strop.launch.backends import BACKENDS
 from strop.launch.build_request import make_plan
 from strop.launch.contract import (
     AttemptRecord,
@@ -31,6 +32,7 @@ from strop.launch.contract import (
 )
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.logs import FileLogs, FilteredLogs, LogFilter, follow, require_logs
+from strop.launch.options import SiteOptions
 from strop.launch.secrets import remove_secrets
 from strop.launch.status import find_statuses
 from strop.launch.submit import (
@@ -128,7 +130,13 @@ class Launcher:
             # First: a watcher would submit the next job as soon as this one has ended.
             with lock_name(Path(ref.home).parent, ref.name):
                 ref = mark_cancelled(ref)
-        ended_by = self._end(ref, member, grace_s)
+        ended_by = "it had ended"
+        if not self._all_ended(ref, member):
+            ended_by = "TERM"
+            self.backend.stop(ref, member, grace_s=grace_s)
+            if not self._wait_for_end(ref, member, grace_s):
+                self.backend.stop(ref, member, grace_s=0.0)
+                ended_by = "KILL" if self._wait_for_end(ref, member, KILL_LIMIT_S) else ""
         statuses = self.status([ref])
         # Settled: no member will be requeued, as its scheduler or its success says.
         if all(
@@ -140,16 +148,6 @@ class Launcher:
             remove_secrets(job_path_of(ref.home))
         mine = tuple(one for one in statuses if member in {None, one.member})
         return CancelOutcome(statuses=mine, ended_by=ended_by)
-
-    def _end(self, ref: JobRef, member: int | None, grace_s: float) -> str:
-        """Ask for an end, then force it; return what it took, or nothing where it did not end."""
-        if self._all_ended(ref, member):
-            return "it had ended"
-        self.backend.stop(ref, member, grace_s=grace_s)
-        if self._wait_for_end(ref, member, grace_s):
-            return "TERM"
-        self.backend.stop(ref, member, grace_s=0.0)
-        return "KILL" if self._wait_for_end(ref, member, KILL_LIMIT_S) else ""
 
     def read_attempts(self, ref: JobRef, member: int) -> list[AttemptRecord]:
         """Return what a member wrote of its attempts. Raises: StoreError."""
@@ -231,13 +229,14 @@ def watch(
     while True:
         # Read again each time: another process may have submitted the next job.
         ref = read_ref(job_path_of(home))
+        is_here = BACKENDS.get(ref.backend, SiteOptions).is_here
         statuses = launcher.status([ref])
         words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
         notices.say_new("state", words)
         has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
         if has_ended and not _goes_on(launcher, ref, statuses, notices, now):
             return
-        every_s = ASK_HERE_EVERY_S if ref.backend in {"local", "container"} else ASK_EVERY_S
+        every_s = ASK_HERE_EVERY_S if is_here else ASK_EVERY_S
         pause_s = every_s * random.uniform(1.0, 1.25)
         is_lost = any(one.state is JobState.UNKNOWN and not one.is_silent for one in statuses)
         unknown_s = unknown_s + pause_s if is_lost else 0.0

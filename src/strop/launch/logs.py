@@ -18,7 +18,7 @@ from strop.record.files import LogLine, LogSource, RecordFiles
 
 POLL_S = 0.2
 _LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role>[^/]+)\.log")
-_OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>slurm-[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
+_OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
 SCHEDULER = "scheduler"
 _LIST_EVERY_S = 0.4
 """New roles and attempts are looked for this often; lines of known files at every poll."""
@@ -114,7 +114,12 @@ class FileLogs:
         return names
 
     def _read_file(self, name: str, *, is_end: bool) -> Iterator[LogLine]:
-        data = self._read_from(name, is_end=is_end)
+        data = b""
+        while part := self._record.read_from(name, self._offsets.get(name, 0)):
+            self._offsets[name] = self._offsets.get(name, 0) + len(part)
+            data += part
+            if not is_end:
+                break
         if not data and not is_end:
             return
         *lines, rest = (self._partial.pop(name, b"") + data).split(b"\n")
@@ -132,16 +137,6 @@ class FileLogs:
                 node=match["node"] or "-",
                 role=match["role"] or SCHEDULER,
             )
-
-    def _read_from(self, name: str, *, is_end: bool) -> bytes:
-        """Return the next bytes of a file; at the end all of them."""
-        parts = []
-        while part := self._record.read_from(name, self._offsets.get(name, 0)):
-            self._offsets[name] = self._offsets.get(name, 0) + len(part)
-            parts.append(part)
-            if not is_end:
-                break
-        return b"".join(parts)
 
 
 def _number_of(attempt: str) -> int:

@@ -85,6 +85,8 @@ class SiteOptions(Section):
 
     has_shared_disk: ClassVar[bool] = True
     """Whether the nodes of a job see one disk, and files of the submitting machine may be on it."""
+    is_here: ClassVar[bool] = False
+    """Whether jobs run on the submitting machine, which may be asked about them often."""
     device_grant: ClassVar[DeviceGrant] = "none"
     """Which GPUs a job may use. `none`: free ones of the machine; `instance`: all of its instance; `named`:
     those that the scheduler names in CUDA_VISIBLE_DEVICES."""
@@ -152,6 +154,16 @@ class SiteOptions(Section):
                 allowed=type(self).model_fields[name].description or "a value of another kind",
                 next_step=f"correct {shown}",
             ) from error
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of every job."""
+        implied = {
+            "HF_HOME": self.hf_home,
+            "HF_HUB_OFFLINE": "1" if self.offline else None,
+            "STROP_STORE_URI": self.store,
+        }
+        # Last: a variable that the user wrote by name outranks one that a setting implies.
+        return {name: value for name, value in implied.items() if value is not None} | self.env
 
     def resource_defaults(self) -> Mapping[str, Any]:
         """Return `time_limit`, `cpus_per_gpu`, `memory` of jobs that name none, and `gpu_type`."""

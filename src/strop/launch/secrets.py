@@ -66,10 +66,15 @@ def redact(text: str, values: Iterable[str]) -> str:
     A value over several lines is replaced line by line too. Values under 4 characters stay: they occur by
     chance.
     """
-    forms = {form for value in values for form in _written_forms(value) if len(form) >= _MIN_REDACTED_LENGTH}
+    forms: set[str] = set()
+    for value in values:
+        for one in {value, *(value.splitlines() if "\n" in value else ())}:
+            forms |= {one, repr(one)[1:-1], shlex.quote(one), urllib.parse.quote(one, safe="")}
+            forms |= {json.dumps(one, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
     # The longest first, so that no part of a longer one remains.
     for form in sorted(forms, key=len, reverse=True):
-        text = text.replace(form, REDACTED)
+        if len(form) >= _MIN_REDACTED_LENGTH:
+            text = text.replace(form, REDACTED)
     return text
 
 
@@ -108,13 +113,3 @@ def write_private(path: Path, content: Mapping[str, Any]) -> None:
         return os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
     write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=open_private)
-
-
-def _written_forms(value: str) -> Iterable[str]:
-    for text in {value, *(value.splitlines() if "\n" in value else ())}:
-        yield text
-        yield json.dumps(text)[1:-1]
-        yield json.dumps(text, ensure_ascii=False)[1:-1]
-        yield repr(text)[1:-1]
-        yield shlex.quote(text)
-        yield urllib.parse.quote(text, safe="")

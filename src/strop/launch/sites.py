@@ -57,7 +57,6 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
         if name in tree.values[SITES_TABLE]
         for path, _ in walk_values(tree.values[SITES_TABLE][name])
     }
-    _refuse_credentials(merged, name, origins)
     section = BACKENDS.get(str(merged["backend"]))
     if section is None:
         raise ConfigError(
@@ -65,7 +64,7 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
             allowed=", ".join(BACKENDS),
             next_step="set backend",
         )
-    _refuse_job_options(merged, name, section, origins)
+    _refuse_entries(merged, name, section, origins)
     try:
         return Site(name=name, profile=section.model_validate(merged))
     except ValidationError as error:
@@ -134,26 +133,25 @@ def _unknown_site(
     )
 
 
-def _refuse_credentials(table: Mapping[str, Any], name: str, origins: Mapping[Any, str]) -> None:
+def _refuse_entries(
+    table: Mapping[str, Any], name: str, section: type[SiteOptions], origins: Mapping[Any, str]
+) -> None:
+    """Refuse credentials, and options of a single job. Raises: ConfigError."""
     for path, value in walk_values(table):
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
         form = next(filter(None, map(credential_form, texts)), None)
+        shown = f"{SITES_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')})"
         if form is not None:
             raise ConfigError(
-                f"{SITES_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')}) looks like {form}",
+                f"{shown} looks like {form}",
                 allowed="the name of an environment variable in `secrets`; no secret itself",
                 next_step="put the value into your environment, and its name into `secrets`",
             )
-
-
-def _refuse_job_options(
-    table: Mapping[str, Any], name: str, section: type[SiteOptions], origins: Mapping[Any, str]
-) -> None:
-    for key in table:
-        if key in section.model_fields and section.model_fields[key].exclude:
-            flag = section.flags().get(key)
+        info = section.model_fields.get(path[0])
+        if info is not None and info.exclude:
+            flag = section.flags().get(path[0])
             raise ConfigError(
-                f"{SITES_TABLE}.{name}.{key} ({origins.get((key,), '')}) is an option of one job alone",
+                f"{shown} is an option of one job alone",
                 allowed="what holds for every job of the site",
                 next_step=f"remove it, and give {flag.names[0]} to `strop submit`" if flag else "remove it",
             )

@@ -42,21 +42,17 @@ def take_snapshot(
         is in the middle of a merge or rebase; StoreError if a file cannot be read.
     """
     root = project_path.resolve()
-    # A folder that the repository around it ignores is a project of its own.
-    is_git = _is_git(root) and _git(root, "check-ignore", "-q", ".") is None
-    if is_git:
-        _refuse_unfinished(root)
+    is_git = _is_git(root)
     skipped = [path.resolve() for path in excluded]
     names = _list_git_files(root) if is_git else _list_all_files(root)
     files = tuple(sorted(name for name in names if _is_code(root, name, skipped)))
-    sizes = _measure(root, files)
-    _refuse_large(root, sizes, max_bytes)
+    size_bytes = _measure(root, files, max_bytes)
     commit = _git(root, "rev-parse", "HEAD") if is_git else None
     return CodeSnapshot(
         project_path=root,
         files=files,
         sha256=hash_code(root, files),
-        size_bytes=sum(sizes.values()),
+        size_bytes=size_bytes,
         commit=commit or None,
         diffstat=_describe_difference(root, commit, files) if is_git else "no git: every file is sent",
     )
@@ -134,7 +130,11 @@ def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
             archive.extractall(target, filter="data")
     except (OSError, tarfile.TarError) as error:
         raise _another_code(archive_path, f"cannot be unpacked ({error})") from error
-    files = tuple(sorted(_list_unpacked(target)))
+    unpacked: list[str] = []
+    for folder, folders, names in os.walk(target):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        unpacked += [(Path(folder) / name).relative_to(target).as_posix() for name in (*names, *links)]
+    files = tuple(sorted(unpacked))
     found = hash_code(target, files)
     if found != sha256:
         raise _another_code(archive_path, f"has the hash {found[:12]}, and {sha256[:12]} was submitted")
@@ -215,37 +215,40 @@ def _list_all_files(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _list_unpacked(root: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        for name in (*names, *links):
-            yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _measure(root: Path, files: tuple[str, ...]) -> dict[str, int]:
+def _measure(root: Path, files: tuple[str, ...], max_bytes: int) -> int:
+    """Return the bytes of all files together. Raises: ConfigError naming the largest if they are too many."""
     try:
-        return {name: os.lstat(os.path.join(root, name)).st_size for name in files}
+        sizes = {name: os.lstat(os.path.join(root, name)).st_size for name in files}
     except OSError as error:
         raise StoreError(
             f"{root} changes while it is looked at ({error.strerror}: {error.filename})",
             allowed="a working tree that stays as it is until the job is submitted",
             next_step="submit again",
         ) from error
+    total = sum(sizes.values())
+    if total > max_bytes:
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
+        shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+        raise ConfigError(
+            f"the code in {root} has {total / 1e6:.1f} MB; the largest files are {shown}",
+            allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
+            next_step="add data and models to .gitignore; `strop stage` brings them into a store",
+        )
+    return total
 
 
-def _refuse_large(root: Path, sizes: dict[str, int], max_bytes: int) -> None:
-    if sum(sizes.values()) <= max_bytes:
-        return
-    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
-    shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
-    raise ConfigError(
-        f"the code in {root} has {sum(sizes.values()) / 1e6:.1f} MB; the largest files are {shown}",
-        allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
-        next_step="add data and models to .gitignore; `strop stage` brings them into a store",
-    )
+def _is_git(root: Path) -> bool:
+    """Whether git knows the tree as code.
 
-
-def _refuse_unfinished(root: Path) -> None:
+    Raises: StoreError where there is a repository that git does not read; ConfigError within a merge.
+    """
+    if _git(root, "rev-parse", "--is-inside-work-tree") != "true":
+        if any((folder / ".git").exists() for folder in (root, *root.parents)):
+            raise _unlisted(root)
+        return False
+    if _git(root, "check-ignore", "-q", ".") is not None:
+        # A folder that the repository around it ignores is a project of its own.
+        return False
     folder = _git(root, "rev-parse", "--absolute-git-dir") or ""
     found = [name for name in _UNFINISHED if folder and (Path(folder) / name).exists()]
     if found:
@@ -254,15 +257,7 @@ def _refuse_unfinished(root: Path) -> None:
             allowed="a tree whose commit says what the code is",
             next_step="finish or abort it with git, or submit with --no-snapshot",
         )
-
-
-def _is_git(root: Path) -> bool:
-    """Whether git knows the tree. Raises: StoreError where there is a repository that git does not read."""
-    if _git(root, "rev-parse", "--is-inside-work-tree") == "true":
-        return True
-    if any((folder / ".git").exists() for folder in (root, *root.parents)):
-        raise _unlisted(root)
-    return False
+    return True
 
 
 def _describe_difference(root: Path, commit: str | None, files: tuple[str, ...]) -> str:

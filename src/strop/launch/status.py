@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,23 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
     for ref in refs:
         plan = read_plan(job_path_of(ref.home))
         mine = [_find_status(backend, ref, member.index, plan, answers, silence) for member in plan.members]
-        _write_known(ref, mine)
         found += mine
+        seen = {
+            str(one.member): {
+                "job_id": ref.job_id,
+                "state": one.state.value,
+                "reason": one.reason,
+                "at": time.time(),
+            }
+            for one in mine
+            if one.state is not JobState.UNKNOWN and one.source is not StatusSource.LAST_KNOWN
+        }
+        if seen:
+            path = job_path_of(ref.home) / STATE_NAME
+            states = {**_read_states(path), **seen}
+            # Only a full disk hinders it, and then the next answer is as good.
+            with suppress(StoreError):
+                write_bytes_atomically(path, json.dumps(states, indent=1).encode())
     return found
 
 
@@ -235,7 +251,14 @@ def decide_state(
     if answer is None:
         return StateDecision(state=JobState.UNKNOWN, reason="no source knows it", source=StatusSource.NOTHING)
     if answer.state is JobState.SUCCEEDED:
-        return _decide_unrecorded(answer, time.time() if now is None else now)
+        # A scheduler calls it completed, and it left no record of that.
+        now = time.time() if now is None else now
+        if answer.since is not None and now - answer.since < RECORD_LAG_S:
+            state, reason = JobState.RUNNING, "its record is not to be seen yet"
+        else:
+            state = JobState.FAILED
+            reason = f"no record: the scheduler says {answer.raw}, and the job wrote no verdict"
+        return StateDecision(state=state, reason=reason, source=StatusSource.SCHEDULER)
     state = answer.state
     if state in _LIVING:
         has_begun = latest is not None and latest.started_at is not None and not is_next
@@ -261,11 +284,7 @@ def _decide_ended(latest: AttemptRecord, answer: SchedulerStatus | None, last_nu
             state = JobState.RUNNING if answer.state in _LIVING else JobState.PREEMPTED
             return StateDecision(state=state, reason=f"ending: {reason}", source=StatusSource.SCHEDULER)
         return StateDecision(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
-    return _decide_saved(latest, answer, last_number)
-
-
-def _decide_saved(latest: AttemptRecord, answer: SchedulerStatus | None, last_number: int) -> StateDecision:
-    """Return the state of a member whose last attempt saved its state and asked to be requeued."""
+    # It saved its state, and asked to be requeued.
     state, reason = JobState.UNKNOWN, f"its state is saved; it was told to end by {latest.signal or 'nobody'}"
     if answer is not None and answer.state in _WAITING | _LIVING:
         # The next attempt has not begun, or its first node has not written its start record yet.
@@ -281,16 +300,6 @@ def _decide_saved(latest: AttemptRecord, answer: SchedulerStatus | None, last_nu
     elif answer is not None:
         return _from_scheduler(answer)
     return StateDecision(state=state, reason=reason, source=StatusSource.RECORD)
-
-
-def _decide_unrecorded(answer: SchedulerStatus, now: float) -> StateDecision:
-    """Return the state of a job that a scheduler calls completed, and that left no record of it."""
-    if answer.since is not None and now - answer.since < RECORD_LAG_S:
-        state, reason = JobState.RUNNING, "its record is not to be seen yet"
-    else:
-        state = JobState.FAILED
-        reason = f"no record: the scheduler says {answer.raw}, and the job wrote no verdict"
-    return StateDecision(state=state, reason=reason, source=StatusSource.SCHEDULER)
 
 
 def _from_scheduler(answer: SchedulerStatus, state: JobState | None = None) -> StateDecision:
@@ -317,28 +326,6 @@ def find_split_brain(attempts: Sequence[AttemptRecord]) -> str | None:
 
 # The last known state of every member, in `job/state.json`: for times when no source answers, and so that
 # jobs that ended long ago cost their schedulers nothing.
-
-
-def _write_known(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
-    """Write the states that were seen, all members in one write. Best effort: a full disk is ignored."""
-    seen = {
-        str(one.member): {
-            "job_id": ref.job_id,
-            "state": one.state.value,
-            "reason": one.reason,
-            "at": time.time(),
-        }
-        for one in statuses
-        if one.state is not JobState.UNKNOWN and one.source is not StatusSource.LAST_KNOWN
-    }
-    if not seen:
-        return
-    path = job_path_of(ref.home) / STATE_NAME
-    states = {**_read_states(path), **seen}
-    try:
-        write_bytes_atomically(path, json.dumps(states, indent=1).encode())
-    except StoreError:
-        return
 
 
 def _read_known(ref: JobRef, member: int, why: str, *, has_answer: bool = False) -> JobStatus:

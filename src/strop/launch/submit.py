@@ -136,23 +136,21 @@ class Submitter:
                     return self._record_accepted(accepted, old, is_new=False)
             refuse_next(self._backend, old, find_statuses(self._backend, [last]), is_begun=is_begun)
             self._refuse_running(last)
-            plan = old if is_begun else self._make_next_plan(old, last, submitted_at)
+            assert isinstance(self._backend, Renewable)  # `refuse_next` refuses other backends.
+            plan = old
+            if not is_begun:
+                plan = replace(
+                    old,
+                    submitted_at=submitted_at,
+                    num_past=self._count_attempts(last, old),
+                    follows=last.job_id,
+                    start_step=self._backend.find_saved_step(last, 0),
+                    num_resubmitted=old.num_resubmitted + 1,
+                )
+                plan = self._backend.renew(plan, submitted_at=submitted_at)
             require_none(check_plan(self._backend, plan))
             update_job_dir(plan)
             return self._record_accepted(self._backend.submit(plan), plan, is_new=True)
-
-    def _make_next_plan(self, old: JobPlan, last: JobRef, submitted_at: float) -> JobPlan:
-        """Return the plan of a run's next job. Raises: StoreError if a place does not answer."""
-        assert isinstance(self._backend, Renewable)  # `refuse_next` refuses other backends.
-        plan = replace(
-            old,
-            submitted_at=submitted_at,
-            num_past=self._count_attempts(last, old),
-            follows=last.job_id,
-            start_step=self._backend.find_saved_step(last, 0),
-            num_resubmitted=old.num_resubmitted + 1,
-        )
-        return self._backend.renew(plan, submitted_at=submitted_at)
 
     def _find_earlier(self, plan: JobPlan, root: Path) -> Path | None:
         """Return the directory of the same plan's job, if there is one.
@@ -334,15 +332,27 @@ def refuse_next(
 def _find_objection(
     backend: Backend, plan: JobPlan, statuses: Sequence[JobStatus], is_begun: bool
 ) -> str | None:
+    ref = statuses[0].ref
     if not isinstance(backend, Renewable):
         return "this scheduler starts jobs again by itself"
-    if _is_cancelled(statuses[0].ref) or any(one.state is JobState.CANCELLED for one in statuses):
+    path = job_path_of(ref.home) / CANCELLED_NAME
+    try:
+        is_cancelled = path.read_text().strip() == ref.job_id
+    except FileNotFoundError:
+        is_cancelled = False
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read ({error.strerror})",
+            allowed="a job directory that can be read",
+            next_step="check its rights",
+        ) from error
+    if is_cancelled or any(one.state is JobState.CANCELLED for one in statuses):
         return "it was cancelled"
     if len(statuses) > 1:
         return "members of a sweep go on by hand"
     if not may_go_on(statuses[0]) or statuses[0].is_silent:
         return "this is no end to go on from"
-    return None if is_begun else _find_spent(backend, plan, statuses[0].ref)
+    return None if is_begun else _find_spent(backend, plan, ref)
 
 
 def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
@@ -355,20 +365,6 @@ def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
     began = "without one" if plan.start_step is None else f"from step {plan.start_step}"
     now = "none" if step is None else f"step {step}"
     return f"no newer checkpoint: it began {began}, and now there is {now}"
-
-
-def _is_cancelled(ref: JobRef) -> bool:
-    path = job_path_of(ref.home) / CANCELLED_NAME
-    try:
-        return path.read_text().strip() == ref.job_id
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read ({error.strerror})",
-            allowed="a job directory that can be read",
-            next_step="check its rights",
-        ) from error
 
 
 def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:

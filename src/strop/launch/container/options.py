@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class ContainerSite(SiteOptions):
     """A container on this machine, by podman or docker."""
+
+    is_here: ClassVar[bool] = True
 
     backend: Literal["container"] = Field(default="container", description=KIND_HELP)
     image: Annotated[str | None, CliFlag(IMAGE_FLAGS)] = Field(

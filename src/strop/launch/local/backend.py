@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware import Lease, clear_leftovers, find_leases
+from strop.hardware import clear_leftovers, find_leases
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.process import start_detached
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
@@ -98,25 +98,20 @@ class LocalBackend:
         """Return whether each job's supervisor is alive. Jobs of other machines are left out."""
         answers: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
-            answer = self._ask_one(ref)
-            if answer is not None:
-                answers |= answer_members(ref, answer)
+            found = read_identity(job_path_of(ref.home))
+            if found is None or not found.is_here:
+                continue
+            state, raw, reason = JobState.RUNNING, "alive", ""
+            if found.cancelled_by:
+                state, raw = JobState.CANCELLED, found.cancelled_by
+            elif not found.process.is_alive():
+                state, raw = JobState.FAILED, "gone"
+                reason = (
+                    f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume"
+                )
+            answer = SchedulerStatus(state=state, raw=raw, reason=reason, nodes=found.host)
+            answers |= answer_members(ref, answer)
         return answers
-
-    def _ask_one(self, ref: JobRef) -> SchedulerStatus | None:
-        found = read_identity(job_path_of(ref.home))
-        if found is None or not found.is_here:
-            return None
-        if found.cancelled_by:
-            return SchedulerStatus(state=JobState.CANCELLED, raw=found.cancelled_by, nodes=found.host)
-        if found.process.is_alive():
-            return SchedulerStatus(state=JobState.RUNNING, raw="alive", nodes=found.host)
-        return SchedulerStatus(
-            state=JobState.FAILED,
-            raw="gone",
-            reason=f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume",
-            nodes=found.host,
-        )
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:
         """Return the member's directory."""
@@ -140,7 +135,9 @@ class LocalBackend:
         self._signal(ref, signal.SIGKILL)
         # Its agent dies with it; processes that the roles had started in sessions of their own do not.
         deadline = time.monotonic() + KILL_LIMIT_S
-        while _find_own_leases(ref) and time.monotonic() < deadline:
+        while any(one.attempt.startswith(f"{ref.job_id}-") for one in find_leases()):
+            if time.monotonic() > deadline:
+                break
             clear_leftovers()
             time.sleep(0.05)
 
@@ -162,8 +159,3 @@ class LocalBackend:
                 next_step="run the command there",
             )
         found.process.send(number)
-
-
-def _find_own_leases(ref: JobRef) -> list[Lease]:
-    """Return the leases that attempts of a job hold, or held when they were killed."""
-    return [lease for lease in find_leases() if lease.attempt.startswith(f"{ref.job_id}-")]

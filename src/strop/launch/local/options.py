@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class LocalSite(SiteOptions):
     """This machine: the job goes on when the terminal closes."""
+
+    is_here: ClassVar[bool] = True
 
     backend: Literal["local"] = Field(default="local", description=KIND_HELP)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
-from strop.hardware import ChildProcess, clear_leftovers, spawn
+from strop.hardware import clear_leftovers, spawn
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.launch.attempts import combine_exit_files, from_wait, write_verdict
 from strop.launch.contract import JobPlan, MemberPlan
@@ -143,7 +143,14 @@ def _run_attempt(
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
     argv += ["--term-grace", str(plan.grace_s)]
     agent = spawn(argv, attempt_path / "supervisor.log", cwd=member_path)
-    signal_name = _wait(agent, orders, member.index)
+    # The first one that is passed on to the agent.
+    signal_name = ""
+    while agent.poll() is None:
+        for order in orders.take(member.index):
+            signal_name = signal_name or order.name
+            os.kill(agent.pid, order)
+        reap_orphans([agent.pid])
+        time.sleep(_POLL_S)
     ended = agent.poll() or 0
     # Only if the agent itself was killed: after a role was killed it returns that role's code.
     exit_code, is_lost = from_wait(ended), ended < 0
@@ -164,18 +171,6 @@ def _run_attempt(
         nodes=(socket.gethostname(),),
     )
     return _AttemptEnd(exit_code=exit_code, is_lost=is_lost)
-
-
-def _wait(agent: ChildProcess, orders: _Orders, member: int) -> str:
-    """Wait for an agent's end; return the first signal that was passed on to it."""
-    first = ""
-    while agent.poll() is None:
-        for order in orders.take(member):
-            first = first or order.name
-            os.kill(agent.pid, order)
-        reap_orphans([agent.pid])
-        time.sleep(_POLL_S)
-    return first
 
 
 def main(arguments: list[str] | None = None, *, run: Callable[[Path, str], int] = supervise) -> int:

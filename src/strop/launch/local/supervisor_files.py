@@ -18,7 +18,7 @@ from strop.errors import EXIT_DONE
 from strop.hardware.identity import ProcessIdentity, identify_self
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
-from strop.launch.contract import JobRef, JobState, MemberPlan, SchedulerStatus
+from strop.launch.contract import JobRef, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.record.files import DirectoryRecord
 
@@ -105,15 +105,12 @@ def answer_members(ref: JobRef, answer: SchedulerStatus) -> dict[tuple[str, int]
         mine = answer
         if member.index in confirmed:
             mine = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
-        elif answer.state is JobState.CANCELLED and _has_succeeded(member):
-            mine = SchedulerStatus(state=JobState.SUCCEEDED, raw="done", nodes=answer.nodes)
+        elif answer.state is JobState.CANCELLED:
+            attempts = read_attempts(DirectoryRecord(Path(member.path)))
+            if attempts and attempts[-1].exit_code == EXIT_DONE and not attempts[-1].signal:
+                mine = SchedulerStatus(state=JobState.SUCCEEDED, raw="done", nodes=answer.nodes)
         answers[ref.job_id, member.index] = mine
     return answers
-
-
-def _has_succeeded(member: MemberPlan) -> bool:
-    attempts = read_attempts(DirectoryRecord(Path(member.path)))
-    return bool(attempts) and attempts[-1].exit_code == EXIT_DONE and not attempts[-1].signal
 
 
 def _find(job_path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
