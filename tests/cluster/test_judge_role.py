@@ -15,17 +15,11 @@ from strop.cluster import ModelSource, judge_role
 from strop.cluster.judge_role import JudgeRoles
 from strop.engine.server import CHAT_PATH
 from strop.errors import ConfigError, EngineError
+from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge import LlmJudge
-from strop.tasks.llm_judge.client import (
-    ROLES_VARIABLE,
-    adopt_handovers,
-    handover_path,
-    list_handovers,
-    read_handover,
-    write_handover,
-)
+from strop.tasks.llm_judge.client import endpoint_name
 from tests.fixtures.judged import judge_spec
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -51,9 +45,11 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
 
     async def act() -> None:
         await judges.start()
-        path = handover_path(tmp_path / "judges", "org/judge")
+        (path,) = (tmp_path / "judges").glob("endpoint-*.json")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        url, key = read_handover("org/judge")
+        endpoint = find_endpoint(endpoint_name("org/judge"))
+        assert endpoint is not None
+        url, key = endpoint.url, endpoint.key
         assert url.startswith("http://127.0.0.1:")
         assert key not in " ".join(os.environ.values())
         body = {"model": "org/judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -81,28 +77,9 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         await judges.stop()
         await judges.stop()
         assert not path.exists()
-        assert ROLES_VARIABLE not in os.environ
+        assert ENDPOINTS_VARIABLE not in os.environ
 
     asyncio.run(act())
-
-
-def test_who_judges_on_another_machine_is_handed_the_judges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(ROLES_VARIABLE, raising=False)
-    assert list_handovers() == {}
-    (tmp_path / "run").mkdir()
-    for number, model in enumerate(("org/judge", "org/other")):
-        write_handover(handover_path(tmp_path / "run", model), f"http://10.0.0.1:{number}", f"key-{number}")
-    monkeypatch.setenv(ROLES_VARIABLE, str(tmp_path / "run"))
-    handed = list_handovers()
-    monkeypatch.setenv(ROLES_VARIABLE, "/nowhere")
-    folder = tmp_path / "worker" / "keys"
-    for _ in range(2):
-        adopt_handovers(folder, handed)
-    assert read_handover("org/judge") == ("http://10.0.0.1:0/v1", "key-0")
-    assert read_handover("org/other") == ("http://10.0.0.1:1/v1", "key-1")
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize(

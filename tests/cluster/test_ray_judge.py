@@ -22,8 +22,8 @@ from strop.cluster.ray.node import NODE_MODULE
 from strop.cluster.ray.placement import RayPlacement
 from strop.environments import RolloutPlan
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
+from strop.io.endpoints import ENDPOINTS_VARIABLE
 from strop.rollout import Group, Sampling, Split
-from strop.tasks.llm_judge.client import ROLES_VARIABLE
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_model import tiny_model
@@ -42,7 +42,7 @@ def test_workers_of_both_nodes_are_answered_by_the_judge_on_the_first(
         pytest.skip("this machine has no address but loopback")
     for name, value in ((NODE_VARIABLE, "0"), (NUM_NODES_VARIABLE, "2"), ("GLOO_SOCKET_IFNAME", interface)):
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(ROLES_VARIABLE, raising=False)
+    monkeypatch.delenv(ENDPOINTS_VARIABLE, raising=False)
     joining = subprocess.Popen(
         [sys.executable, "-m", NODE_MODULE, str(tmp_path / "run")], env={**os.environ, NODE_VARIABLE: "1"}
     )

@@ -27,6 +27,7 @@ from strop.errors import EngineError, StoreError
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
+from strop.io.endpoints import Endpoint, write_secret
 from strop.spec.run import RunSpec
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -82,9 +83,9 @@ class EngineProcess:
         return None if self._engine is None else self._engine.version
 
     @property
-    def address(self) -> tuple[str, str]:
+    def endpoint(self) -> Endpoint:
         """Address and key, for a client in another process. Only once it is connected."""
-        return self._url, self._key
+        return Endpoint(url=self._url, key=self._key)
 
     @property
     def log_path(self) -> Path:
@@ -105,7 +106,7 @@ class EngineProcess:
             require_server_part(module)
         is_vllm = self._spec.engine.kind == "vllm"
         self._python = str(find_python(self._spec.engine.python)) if is_vllm else sys.executable
-        self._remove_handover()
+        self._remove_start_files()
         self._key = self._write_key()
         self._child = spawn(self._server_args(), self._log_path, self._child_environment())
 
@@ -117,7 +118,7 @@ class EngineProcess:
         child = self._child
         assert child is not None, "launch comes first"
         url = self._url = await self._await_ready(child)
-        self._remove_handover()
+        self._remove_start_files()
         self._engine = RemoteEngine(
             url,
             self._key,
@@ -136,7 +137,7 @@ class EngineProcess:
         if self._child is not None:
             await asyncio.to_thread(terminate, self._child, _STOP_GRACE_S)
             self._child = None
-        self._remove_handover()
+        self._remove_start_files()
         shutil.rmtree(self._modules_dir, ignore_errors=True)
 
     async def _await_ready(self, child: ChildProcess) -> str:
@@ -194,15 +195,12 @@ class EngineProcess:
         """Write a fresh key for the engine, readable by this user only."""
         key = secrets.token_urlsafe(32)
         try:
-            self._work_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(key)
+            write_secret(self._key_path, key)
         except OSError as error:
             raise explain_write_failure(error, self._key_path) from error
         return key
 
-    def _remove_handover(self) -> None:
+    def _remove_start_files(self) -> None:
         """Remove the files that only the start needs; left ones are of an attempt that was killed."""
         try:
             self._key_path.unlink(missing_ok=True)

@@ -21,11 +21,12 @@ from strop.hardware.ports import count_nodes
 from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
+from strop.io.endpoints import Endpoint, hand_over, withdraw
 from strop.spec.model import LoraSpec
 from strop.spec.own_tasks import LlmJudgeSpec
 from strop.spec.run import RunSpec
 from strop.spec.task import role_judges
-from strop.tasks.llm_judge.client import ROLES_VARIABLE, handover_path, write_handover
+from strop.tasks.llm_judge.client import endpoint_name
 from strop.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -71,21 +72,18 @@ class JudgeRoles:
             process.launch()
         for one in self._started:
             await one.process.connect()
-            path = handover_path(self._work_dir, one.model)
+            found = one.process.endpoint
+            judge = {endpoint_name(one.model): Endpoint(url=f"{found.url}/v1", key=found.key)}
             try:
-                write_handover(path, *one.process.address)
+                hand_over(self._work_dir, judge)
             except OSError as error:
-                raise explain_write_failure(error, path) from error
-        if self._started:
-            os.environ[ROLES_VARIABLE] = str(self._work_dir)
+                raise explain_write_failure(error, self._work_dir) from error
 
     async def stop(self) -> None:
         """End every judge and remove what was handed over. May be called at any time, and twice."""
         for one in self._started:
-            handover_path(self._work_dir, one.model).unlink(missing_ok=True)
+            withdraw(self._work_dir, [endpoint_name(one.model)])
             await one.process.stop()
-        if self._started:
-            os.environ.pop(ROLES_VARIABLE, None)
         self._started = []
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:

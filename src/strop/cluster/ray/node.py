@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.cluster.ray.keeper import Order, keep_node, say
-from strop.cluster.ray.runtime import HEAD_LIMIT_S, TOKEN_NAME, write_secret
+from strop.cluster.ray.runtime import HEAD_LIMIT_S, TOKEN_NAME
 from strop.cluster.ray.settings import (
     RAY_VERSION,
     NodeSettings,
@@ -32,6 +32,7 @@ from strop.errors import EXIT_DONE, CheckRefused, StropError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
+from strop.io.endpoints import write_secret
 from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
 
 NODE_MODULE = "strop.cluster.ray.node"

@@ -46,11 +46,11 @@ from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE, count_nodes
+from strop.io.endpoints import list_endpoints
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
-from strop.tasks.llm_judge.client import list_handovers
 from strop.tokenizer import Tokenizer
 
 DEFAULT_OBJECT_STORE_BYTES = 256 << 20
@@ -181,10 +181,10 @@ class RayPlacement:
             self._engines.append(self._make_client(role, address))
         workers = self._of(RoleKind.WORKER)
         chosen = assign_engines(len(workers), len(addresses))
-        own_dir, judges = self._find_own_dir(), list_handovers()
+        own_dir, endpoints = self._find_own_dir(), list_endpoints()
         calls = [
             worker.actor.load.remote(
-                worker.source, addresses[engine], self._make_task, judges, own_dir / worker.slot.name
+                worker.source, addresses[engine], self._make_task, endpoints, own_dir / worker.slot.name
             )
             for worker, engine in zip(workers, chosen, strict=True)
         ]
@@ -233,8 +233,8 @@ class RayPlacement:
         assert watch is not None
         log_path = Path(address.log_path)
         return RemoteEngine(
-            address.url,
-            address.key,
+            address.endpoint.url,
+            address.endpoint.key,
             find_death=lambda: watch.find(role.slot.name),
             read_log=lambda: read_log(log_path, role.facts.host),
             limits=self._limits,

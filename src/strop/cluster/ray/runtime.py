@@ -25,6 +25,7 @@ from strop.errors import CheckRefused, EngineError
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.atomic import explain_write_failure
+from strop.io.endpoints import write_secret
 
 START_LIMIT_S = 120.0
 """Ray's own processes take two to ten seconds."""
@@ -82,7 +83,7 @@ class RayHead:
 
         Raises: StoreError if the folder of `rendezvous_path` cannot be written.
         """
-        self._clear_handover()
+        self._clear_start_files()
         settings_path = self.settings_path
         try:
             self._token = secrets.token_hex(32)
@@ -169,7 +170,7 @@ class RayHead:
         if self._keeper is not None:
             await asyncio.to_thread(terminate, self._keeper, _STOP_GRACE_S)
             self._keeper = None
-        self._clear_handover()
+        self._clear_start_files()
 
     def _announce(self, address: str) -> None:
         """Write what a node needs to join, for this user alone: the token is in it."""
@@ -209,21 +210,13 @@ class RayHead:
     def _tail(self) -> str:
         return tail(Path(self._settings.log_path))
 
-    def _clear_handover(self) -> None:
+    def _clear_start_files(self) -> None:
         """Remove what only this life needs; left ones are of a life that was killed."""
         for path in (self._rendezvous_path, Path(self._settings.token_path)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise explain_write_failure(error, path) from error
-
-
-def write_secret(path: Path, text: str) -> None:
-    """Write a file of this user alone that is not there yet. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
 
 
 def read_nodes() -> list[JoinedNode]:

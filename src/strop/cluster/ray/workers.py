@@ -23,6 +23,7 @@ from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
 from strop.errors import EngineLost
 from strop.hardware.process import tail
+from strop.io.endpoints import Endpoint, hand_over
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 
@@ -38,8 +39,7 @@ _POLL_S = 0.1
 class EngineAddress:
     """Where an engine listens, and what opens it."""
 
-    url: str
-    key: str
+    endpoint: Endpoint
     is_streamed: bool
     """Whether replies come home as they end."""
     model_digest: str
@@ -90,11 +90,9 @@ async def _connect(process: EngineProcess) -> EngineAddress:
     """Wait until an engine listens, and return what a client needs."""
     engine = await process.connect()
     health = await engine.health()
-    url, key = process.address
     await engine.close()
     return EngineAddress(
-        url=url,
-        key=key,
+        endpoint=process.endpoint,
         is_streamed=engine.is_streamed,
         model_digest=health.model_digest,
         tokenizer_digest=health.tokenizer_digest,
@@ -118,27 +116,28 @@ class RolloutWorker(RayRole):
         source: ModelSource,
         address: EngineAddress,
         make_task: Callable[[], Task],
-        judges: Mapping[str, str],
+        endpoints: Mapping[str, Endpoint],
         work_dir: Path,
     ) -> None:
         """Build the task, open its judge and the engine's client.
 
-        `judges` are those of the run's own, as `list_handovers` tells them: their keys go into `work_dir`.
+        `endpoints` are servers of the run, such as judges: their keys go into `work_dir`.
 
         Raises: StropError as building the task does; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments import choose_environment
         from strop.tasks.judging import open_judge
-        from strop.tasks.llm_judge.client import adopt_handovers
         from strop.tokenizer import Tokenizer
 
-        if judges:
+        if endpoints:
             self._keys_dir = work_dir
-            adopt_handovers(work_dir, judges)
+            hand_over(work_dir, endpoints)
         task = make_task()
         self._judge = open_judge(task, make_task)
-        self._engine = RemoteEngine(address.url, address.key, is_streamed=address.is_streamed)
+        self._engine = RemoteEngine(
+            address.endpoint.url, address.endpoint.key, is_streamed=address.is_streamed
+        )
         self._tokenizer = Tokenizer.load(source.path)
         self._make_environment = choose_environment(task, self._judge)
 
@@ -154,7 +153,7 @@ class RolloutWorker(RayRole):
         return "it was told to end"
 
     async def end(self) -> None:  # type: ignore[override]
-        """Close judge and client, and remove the judges' keys."""
+        """Close judge and client, and remove the keys of the run's servers."""
         self._ended.set()
         if self._keys_dir is not None:
             shutil.rmtree(self._keys_dir, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The judge's HTTP client, its rate limit, and the address of judges that the run started (`role`).
+"""The judge's HTTP client and its rate limit; a judge that the run started (`role`) is found by its name.
 
 A failed call is a value, because the judged reply is not at fault: it stays unscored. Redirects are not
 followed, so the key goes to the named address only.
@@ -7,20 +7,19 @@ followed, so the key goes to the named address only.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError
+from strop.io.endpoints import Endpoint, find_endpoint
 from strop.rollout import Failure, FailureOwner
 from strop.spec.own_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
 from strop.tasks.llm_judge.rubric import UNPARSABLE
@@ -41,7 +40,7 @@ _BUSY = frozenset({429, 502, 503, 504})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
+class JudgeAddress:
     """Where a judge answers."""
 
     url: str
@@ -61,9 +60,9 @@ class _FailedTry:
 class JudgeClient:
     """Asks one judge; usable in forked processes."""
 
-    def __init__(self, endpoint: Endpoint, limiter: CallLimiter) -> None:
+    def __init__(self, address: JudgeAddress, limiter: CallLimiter) -> None:
         self.limiter = limiter
-        self._endpoint = endpoint
+        self._address = address
         self._client: tuple[int, httpx.Client] | None = None
 
     def ask(self, question: str) -> str | Failure:
@@ -83,7 +82,7 @@ class JudgeClient:
                     return _failure(
                         refusal, f"after {self.limiter.num_calls} calls; see task.max_judge_calls"
                     )
-                answer = _try(client, self._endpoint.model, question, deadline)
+                answer = _try(client, self._address.model, question, deadline)
                 if isinstance(answer, str):
                     return answer
                 failure = answer
@@ -109,11 +108,11 @@ class JudgeClient:
     def _open_client(self) -> httpx.Client:
         """Return this process's client: connections are not shared with the one that it was forked from."""
         if self._client is None or self._client[0] != os.getpid():
-            self._client = os.getpid(), _make_client(self._endpoint)
+            self._client = os.getpid(), _make_client(self._address)
         return self._client[1]
 
 
-def _make_client(endpoint: Endpoint) -> httpx.Client:
+def _make_client(address: JudgeAddress) -> httpx.Client:
     try:
         import httpx
     except ImportError as error:
@@ -122,17 +121,17 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
             allowed="an installation with the extra 'tasks'",
             next_step="pip install 'strop[tasks]'",
         ) from error
-    headers, url = {}, endpoint.url
+    headers, url = {}, address.url
     if url == ROLE:
-        url, key = read_handover(endpoint.model)
-        headers["Authorization"] = f"Bearer {key}"
-    if endpoint.key_env is not None:
-        key = os.environ.get(endpoint.key_env, "")
+        role = _find_role(address.model)
+        url, headers["Authorization"] = role.url, f"Bearer {role.key}"
+    if address.key_env is not None:
+        key = os.environ.get(address.key_env, "")
         if not key:
             raise ConfigError(
-                f"task.judge_key_env={endpoint.key_env}, and that variable is not set",
+                f"task.judge_key_env={address.key_env}, and that variable is not set",
                 allowed="a variable that holds the judge's key, or none for a judge without one",
-                next_step=f"export {endpoint.key_env} where the run is started",
+                next_step=f"export {address.key_env} where the run is started",
             )
         headers["Authorization"] = f"Bearer {key}"
     # The environment's proxies are not for a server on this machine.
@@ -287,63 +286,21 @@ def _open_unnamed() -> int:
     return file
 
 
-# A judge that the run itself started (`role`) is found by a file with its address and key, which only this
-# user may read. The run names the directory in an environment variable that all judging processes inherit; a
-# process on another machine gets the files' contents and keeps them in a directory of its own.
-
-ROLES_VARIABLE = "STROP_JUDGE_ROLES"
-"""Directory of the files."""
+def endpoint_name(model: str) -> str:
+    """Return the name under which a judge that the run started is handed over."""
+    return f"judge {model}"
 
 
-def handover_path(folder: Path, model: str) -> Path:
-    """Return the path of the file with a judge's address and key."""
-    return folder / f"{hashlib.sha256(model.encode()).hexdigest()[:16]}.json"
-
-
-def write_handover(path: Path, url: str, key: str) -> None:
-    """Write address and key, readable by this user only. Raises: OSError if that cannot be done."""
-    _write_privately(path, json.dumps({"url": f"{url}/v1", "key": key}))
-
-
-def list_handovers() -> dict[str, str]:
-    """Return the files' contents by name, keys included, for `adopt_handovers` on another machine."""
-    folder = os.environ.get(ROLES_VARIABLE)
-    return {path.name: path.read_text() for path in Path(folder).glob("*.json")} if folder else {}
-
-
-def adopt_handovers(folder: Path, handovers: Mapping[str, str]) -> None:
-    """Use judges that another process listed, in this process and all that it starts.
-
-    `folder` is created; the caller removes it.
-    Raises: OSError if it cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in handovers.items():
-        _write_privately(folder / name, content)
-    os.environ[ROLES_VARIABLE] = str(folder.absolute())
-
-
-def _write_privately(path: Path, content: str) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(content)
-
-
-def read_handover(model: str) -> tuple[str, str]:
+def _find_role(model: str) -> Endpoint:
     """Return address and key of a judge that the run started.
 
     Raises: ConfigError if this is no process of a run that started it.
     """
-    folder = os.environ.get(ROLES_VARIABLE)
-    try:
-        found = json.loads(handover_path(Path(folder or ""), model).read_text()) if folder else None
-    except (OSError, ValueError):
-        found = None
+    found = find_endpoint(endpoint_name(model))
     if found is None:
         raise ConfigError(
             f"task.judge_url=role, and no run has started {model} for this process",
             allowed="'role' while `strop train` runs, which starts the judge; else an address",
             next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
         )
-    return str(found["url"]), str(found["key"])
+    return found

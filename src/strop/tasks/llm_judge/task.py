@@ -20,7 +20,7 @@ from strop.tasks.llm_judge.client import (
     WAIT_LIMIT_S,
     CallLimiter,
     CallLimits,
-    Endpoint,
+    JudgeAddress,
     JudgeClient,
 )
 from strop.tasks.llm_judge.rubric import (
@@ -67,8 +67,8 @@ class LlmJudge:
             calls_per_s=spec.judge_calls_per_s,
             max_calls=spec.max_judge_calls,
         )
-        endpoint = Endpoint(url=spec.judge_url, model=spec.judge_model, key_env=spec.judge_key_env)
-        self.client = JudgeClient(endpoint, CallLimiter(rules))
+        address = JudgeAddress(url=spec.judge_url, model=spec.judge_model, key_env=spec.judge_key_env)
+        self.client = JudgeClient(address, CallLimiter(rules))
 
     @cached_property
     def version(self) -> str:
