@@ -2,13 +2,14 @@
 
 `python -m benchmarks.throttled_store ADDRESS RATE MD5` stands before a small S3 server at ADDRESS, which
 gets all small requests. Parts of large objects are taken at RATE bytes per second over all connections,
-thrown away unread, and answered with the MD5 that all of them have: a real store is another machine, and
-what it does with bytes must not be counted as the sender's cost. Prints its own address. Standard library
-only; Linux only.
+thrown away unread, and answered with the MD5 that all of them have, as is a question for the whole: a real
+store is another machine, and what it does with bytes must not be counted as the sender's cost. Prints its
+own address. Standard library only; Linux only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import io
 import os
@@ -34,6 +35,8 @@ class ThrottledStore(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.backend = backend.removeprefix("http://")
         self.part_md5 = part_md5
+        self.etags: dict[str, str] = {}
+        """Of large objects whose parts were joined, by path."""
         self.num_bytes = 0
         """Taken of large objects so far."""
         self._bytes_per_s = bytes_per_s
@@ -65,7 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if "uploadId=" in self.path:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            joined = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            num_parts = joined.count(b"<PartNumber>")
+            md5s = bytes.fromhex(self.server.part_md5) * num_parts
+            md5 = hashlib.md5(md5s, usedforsecurity=False).hexdigest()
+            self.server.etags[self.path.partition("?")[0]] = f'"{md5}-{num_parts}"'
             text = "<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
             self.answer(200, [("Content-Type", "application/xml")], text.encode())
         else:
@@ -78,9 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.forward()
 
     def do_HEAD(self) -> None:
-        self.forward()
+        if etag := self.server.etags.get(self.path):
+            self.answer(200, [("ETag", etag)], b"")
+        else:
+            self.forward()
 
-    do_DELETE = do_HEAD
+    def do_DELETE(self) -> None:
+        self.forward()
 
     def take_part(self) -> None:
         left_bytes = int(self.headers["Content-Length"])

@@ -6,6 +6,8 @@ import hashlib
 import os
 import random
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ from strop.errors import (
 )
 from strop.store import s3_client, s3_objects
 from strop.store.record_store import RecordStore
-from strop.store.s3_client import open_client
-from strop.store.s3_objects import NUM_WHOLE_ATTEMPTS, S3Objects, cut_parts
+from strop.store.s3_client import open_transfers
+from strop.store.s3_objects import NUM_WHOLE_ATTEMPTS, S3Objects
 from strop.store.uris import parse_s3
 from tests.fixtures.object_store import (
     BUCKET,
@@ -171,12 +173,14 @@ def test_an_answer_that_proves_nothing_makes_strop_read_back(
     proxy: SpoilingProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with KMS encryption, where the ETag is not the MD5 of the content.
-    monkeypatch.setattr(s3_objects, "_is_etag", lambda answer, md5: False)
-    for name, data in (("whole", b"small"), ("parts", LARGE)):
+    monkeypatch.setattr(S3Objects, "_etag_of", lambda self, content: "of what was encrypted")
+    for name, data, num_requests in (("whole", b"small", 1), ("parts", LARGE, 2)):
         (tmp_path / "f").write_bytes(data)
         proxy.seen.clear()
         make_objects().upload(tmp_path / "f", f"{s3_root}/{name}", sha256(data))
-        assert [one.method for one in proxy.seen if one.path.endswith(f"/{name}")].count("GET") == 1
+        assert [one.method for one in proxy.seen if one.path.endswith(f"/{name}")].count(
+            "GET"
+        ) == num_requests
 
 
 def test_what_is_missing_or_forbidden_is_asked_for_once(
@@ -235,7 +239,9 @@ def test_parts_carry_a_crc_unless_the_service_knows_none(
     uri = f"{s3_root}/{calculation}"
     make_objects().upload(tmp_path / "sent", uri, sha256(LARGE))
     place = parse_s3(uri)
-    head = open_client(SETTINGS).head_object(Bucket=place.bucket, Key=place.key, ChecksumMode="ENABLED")
+    head = open_transfers(SETTINGS).client.head_object(
+        Bucket=place.bucket, Key=place.key, ChecksumMode="ENABLED"
+    )
     assert ("ChecksumCRC32" in head) is (calculation == "when_supported")
 
 
@@ -273,7 +279,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, store_address: str) -> 
     use_store(monkeypatch, store_address)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    s3_client._make_client.cache_clear()
+    s3_client._make_transfers.cache_clear()
     with pytest.raises(RemoteDenied, match="Unable to locate credentials"):
         S3Objects(s3_client.S3Settings(part_bytes=1 << 20)).read(f"s3://{BUCKET}/x")
 
@@ -286,22 +292,9 @@ def test_variables_that_make_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_package_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    s3_client._make_client.cache_clear()
+    s3_client._make_transfers.cache_clear()
     with pytest.raises(ConfigError, match=r"needs the package boto3.*Next: pip install 'strop\[s3\]'"):
         make_objects().read(f"s3://{BUCKET}/x")
-
-
-def test_parts_by_hand() -> None:
-    # 10 = 4 + 4 + 2.
-    assert [(part.number, part.start, part.size_bytes) for part in cut_parts(10, 4)] == [
-        (1, 0, 4),
-        (2, 4, 4),
-        (3, 8, 2),
-    ]
-    assert [(part.start, part.size_bytes) for part in cut_parts(0, 4)] == [(0, 0)]
-    # S3 takes 10,000 parts: 25,000 bytes in parts of 1 would be more, so they are ceil(2.5) = 3.
-    assert cut_parts(25_000, 1)[0].size_bytes == 3
-    assert len(cut_parts(25_000, 1)) == 8334
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "dropped", "lost-reply"])
@@ -324,7 +317,7 @@ def test_a_passing_fault_while_writing_on_a_condition(
 
 
 def test_unfinished_uploads_below_a_prefix_are_given_up(s3_root: str) -> None:
-    client, place = open_client(SETTINGS), parse_s3(s3_root)
+    client, place = open_transfers(SETTINGS).client, parse_s3(s3_root)
     begun = {
         name: client.create_multipart_upload(Bucket=BUCKET, Key=f"{place.key}/{name}")["UploadId"]
         for name in ("mine/a", "mine/deep/b", "mine-not/c")
@@ -332,3 +325,12 @@ def test_unfinished_uploads_below_a_prefix_are_given_up(s3_root: str) -> None:
     make_objects().give_up_uploads(f"{s3_root}/mine")
     left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=place.key).get("Uploads", ())
     assert [entry["UploadId"] for entry in left] == [begun["mine-not/c"]]
+
+
+def test_an_upload_in_parts_keeps_to_the_limit(s3_root: str, tmp_path: Path) -> None:
+    data = bytes(12 << 20)  # Parts of 5, 5 and 2 MiB: the last one may go when 10 MiB had their time.
+    (tmp_path / "f").write_bytes(data)
+    objects = S3Objects(replace(SETTINGS, max_bytes_per_s=10 * 2**20 / 0.8))
+    began_at = time.monotonic()
+    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
+    assert time.monotonic() - began_at >= 0.8

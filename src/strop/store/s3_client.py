@@ -2,20 +2,19 @@
 
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
-obstore and s3fs are not faster. Its own retries are off: they do not cover the body of a reply, so
-strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION, and
-AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC.
+obstore and s3fs are not faster. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION,
+and AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC.
 
-Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
+Tried with boto3 1.44.8 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -36,8 +35,8 @@ _CLIENT_VARIABLES = (
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_REQUEST_CHECKSUM_CALCULATION"),
 )
 # Transient errors. Source: the list of error codes in the Amazon S3 reference.
-_PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
-_PASSING_CODES = frozenset(
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_TRANSIENT_CODES = frozenset(
     {
         *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling"),
         *("ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException", "OperationAborted"),
@@ -47,6 +46,7 @@ _PASSING_CODES = frozenset(
 )
 _MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
 _CHANGED_STATUS = 412
+_READ_BYTES = 1 << 18
 _REFUSED_STATUS = frozenset({401, 403})
 _NOT_FOUND_STATUS = 404
 
@@ -79,28 +79,26 @@ class S3Settings:
     """Longest wait for the next byte."""
     retries: RetryRules = field(default_factory=RetryRules)
     max_bytes_per_s: float | None = None
-    """Most that is sent on average, over all connections; None: as fast as it goes."""
+    """Most that is sent or fetched on average, over all connections; None: no limit."""
 
 
-class DamagedTransfer(Exception):
-    """Raised inside the room when the bytes that came are not the ones that were meant."""
+def open_transfers(settings: S3Settings) -> Any:
+    """Return the transfer manager of this process, whose `client`, threads and limit all files share.
 
-
-def open_client(settings: S3Settings) -> Any:
-    """Return a client of this process, made once for each set of variables it depends on.
-
+    Made once for each set of variables that it depends on.
     Raises: ConfigError if boto3 is not installed, or a variable or a profile makes no sense.
     """
     # A child that was forked must not share its parent's connections.
-    return _make_client(settings, os.getpid(), tuple(os.environ.get(name) for name in _CLIENT_VARIABLES))
+    return _make_transfers(settings, os.getpid(), tuple(map(os.environ.get, _CLIENT_VARIABLES)))
 
 
 @lru_cache(maxsize=4)
-def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ...]) -> Any:
+def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None, ...]) -> Any:
     try:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
+        from s3transfer.manager import TransferConfig, TransferManager
     except ImportError as error:
         raise ConfigError(
             "s3:// needs the package boto3, which is not installed",
@@ -109,7 +107,8 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         ) from error
     is_foreign = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
     config = Config(
-        retries={"total_max_attempts": 1},
+        # `_retry_handler` decides instead. In this mode the client's own rules stay out of its way.
+        retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=settings.connect_limit_s,
         read_timeout=settings.silence_limit_s,
         max_pool_connections=settings.num_connections * 2,
@@ -119,12 +118,10 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
             # A body's checksum is among the signed headers; hashing it once more proves nothing.
             "payload_signing_enabled": False,
         },
-        # strop hashes all that comes, and knows what to do when it is wrong.
-        response_checksum_validation="when_required",
     )
     region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
     try:
-        return boto3.session.Session(region_name=region).client("s3", config=config)
+        client = boto3.session.Session(region_name=region).client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
             f"the S3 client cannot be made ({error})",
@@ -132,65 +129,126 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
             next_step="correct the variable or ~/.aws/config",
         ) from error
 
+    client.meta.events.register("needs-retry.s3", _retry_handler(settings.retries))
+    return TransferManager(
+        client,
+        TransferConfig(
+            multipart_threshold=settings.part_bytes,
+            multipart_chunksize=settings.part_bytes,
+            max_request_concurrency=settings.num_connections,
+            num_download_attempts=settings.retries.num_attempts,
+            io_chunksize=1 << 20,
+            max_io_queue_size=64,
+            max_bandwidth=settings.max_bytes_per_s,
+        ),
+        _make_reader(is_limited=settings.max_bytes_per_s is not None),
+    )
 
-def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
-    """Do one step at S3; retry it while its error is transient.
+
+def _make_reader(*, is_limited: bool) -> Any:
+    """Return the transfer manager's access to files, which hands whole parts to the client.
+
+    The client would read a file twice, and send it in pieces of 16 KiB.
+    """
+    from s3transfer.utils import OSUtils
+
+    class PartReader(OSUtils):  # type: ignore[misc]
+        @contextmanager
+        def open_file_chunk_reader_from_fileobj(
+            self, fileobj: Any, chunk_size: int, *_: Any, **__: Any
+        ) -> Iterator[bytes]:
+            with fileobj:
+                if is_limited:
+                    fileobj.signal_transferring()  # Else the limit would not hold.
+                sizes = (min(_READ_BYTES, chunk_size - start) for start in range(0, chunk_size, _READ_BYTES))
+                yield b"".join(map(fileobj.read, sizes))
+
+    return PartReader()
+
+
+def _retry_handler(rules: RetryRules) -> Callable[..., float | None]:
+    """Return the client's hook that says after which pause a request is sent again, if at all."""
+
+    def choose_pause_s(
+        attempts: int, response: Any, caught_exception: Exception | None, operation: Any, **_: Any
+    ) -> float | None:
+        from botocore.exceptions import ReadTimeoutError
+
+        if attempts >= rules.num_attempts:
+            return None
+        if caught_exception is None:
+            is_transient = _is_transient_answer(response[1])
+        else:
+            # Those who read a body fetch it again when it stops; it must not be waited for twice as often.
+            is_silent_body = operation.name == "GetObject" and isinstance(caught_exception, ReadTimeoutError)
+            is_transient = _is_transient(caught_exception) and not is_silent_body
+        return rules.pause_s(attempts - 1) if is_transient else None
+
+    return choose_pause_s
+
+
+@contextmanager
+def errors_explained(uri: str, doing: str, rules: RetryRules) -> Iterator[None]:
+    """Raise strop's errors instead of the client's.
 
     `doing` is what failed, for messages: 'read', 'sent'.
-    Raises: RemoteMissing, RemoteDenied, RemoteUnreachable, StoreError. An action may raise those too.
+    Raises: RemoteMissing, RemoteDenied, RemoteUnreachable, StoreError.
     """
     from botocore.exceptions import BotoCoreError, ClientError
+    from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
 
-    def explain(failure: Exception, num_left: int) -> Exception | None:
-        if _may_pass(failure):
-            return None if num_left else _unreachable(uri, doing, failure, rules.num_attempts)
-        return _refusal(uri, doing, failure)
-
-    return retry(action, rules, (BotoCoreError, ClientError, DamagedTransfer), explain)
-
-
-def knows_crc(client: Any) -> bool:
-    """Whether S3 may be asked to check CRCs: always, unless the usual variable says otherwise."""
-    return bool(client.meta.config.request_checksum_calculation == "when_supported")
+    try:
+        yield
+    except RetriesExceededError as failure:
+        raise _unreachable(uri, doing, failure.last_exception, rules.num_attempts) from failure
+    except S3DownloadFailedError as failure:
+        raise _changed(uri, doing, failure) from failure
+    except (BotoCoreError, ClientError) as failure:
+        if _is_transient(failure):
+            raise _unreachable(uri, doing, failure, rules.num_attempts) from failure
+        raise _refusal(uri, doing, failure) from failure
 
 
 def is_status(error: Exception, *codes: str) -> bool:
     """Whether an error is the service's answer with one of these codes."""
-    return _code_of(error) in codes
+    return _code_of(_answer_of(error)) in codes
 
 
-def _code_of(error: Exception) -> str:
-    response: dict[str, Any] = getattr(error, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))
+def _answer_of(error: Exception) -> dict[str, Any]:
+    return getattr(error, "response", None) or {}
 
 
-def _status_of(error: Exception) -> int:
-    response: dict[str, Any] = getattr(error, "response", None) or {}
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+def _code_of(answer: dict[str, Any]) -> str:
+    return str(answer.get("Error", {}).get("Code", ""))
 
 
-def _may_pass(failure: Exception) -> bool:
+def _status_of(answer: dict[str, Any]) -> int:
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _is_transient_answer(answer: dict[str, Any]) -> bool:
+    return _status_of(answer) in _TRANSIENT_STATUS or _code_of(answer) in _TRANSIENT_CODES
+
+
+def _is_transient(failure: Exception) -> bool:
     from botocore.exceptions import (
         ConnectionError,
+        FlexibleChecksumError,
         HTTPClientError,
         IncompleteReadError,
     )
 
-    if isinstance(failure, (ConnectionError, HTTPClientError, IncompleteReadError, DamagedTransfer)):
-        return True
-    return _status_of(failure) in _PASSING_STATUS or _code_of(failure) in _PASSING_CODES
+    on_the_way = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError)
+    return isinstance(failure, on_the_way) or _is_transient_answer(_answer_of(failure))
 
 
 def _refusal(uri: str, doing: str, failure: Exception) -> StoreError:
-    status, cause = _status_of(failure), " ".join(str(failure).split())
-    if _code_of(failure) in _MISSING_CODES or status == _NOT_FOUND_STATUS:
-        return missing(uri, _code_of(failure))
+    answer = _answer_of(failure)
+    status, cause = _status_of(answer), _words_of(failure)
+    if _code_of(answer) in _MISSING_CODES or status == _NOT_FOUND_STATUS:
+        return missing(uri, _code_of(answer))
     if status == _CHANGED_STATUS:
-        return StoreError(
-            f"{uri} changed while it was {doing} ({cause})",
-            allowed="one writer at a time, and none while it is read",
-            next_step="start the same command again when the writer is done",
-        )
+        return _changed(uri, doing, failure)
     if status == 0 or status in _REFUSED_STATUS:
         return RemoteDenied(
             f"{uri} could not be {doing}: the store refuses us ({cause})",
@@ -215,13 +273,25 @@ def missing(uri: str, code: str = "") -> RemoteMissing:
     )
 
 
+def _changed(uri: str, doing: str, failure: Exception) -> StoreError:
+    return StoreError(
+        f"{uri} changed while it was {doing} ({_words_of(failure)})",
+        allowed="one writer at a time, and none while it is read",
+        next_step="start the same command again when the writer is done",
+    )
+
+
 def _unreachable(uri: str, doing: str, failure: Exception, num_attempts: int) -> RemoteUnreachable:
-    cause = " ".join(str(failure).split())
+    cause = f"{type(failure).__name__}: {_words_of(failure)}"
     return RemoteUnreachable(
-        f"{uri} could not be {doing} in {num_attempts} attempts ({type(failure).__name__}: {cause})",
+        f"{uri} could not be {doing} in {num_attempts} attempts ({cause})",
         allowed="a store that answers",
         next_step="start the same command again: what has arrived is not moved twice",
     )
+
+
+def _words_of(failure: Exception) -> str:
+    return " ".join(str(failure).split())
 
 
 def retry(
@@ -244,31 +314,3 @@ def retry(
                 raise error from failure
         time.sleep(rules.pause_s(attempt_index))
     raise AssertionError("after the last attempt, `explain` returns an error")
-
-
-class RateLimiter:
-    """Limits the rate of sending, so that others can use the connection too. Safe for several threads."""
-
-    def __init__(
-        self,
-        max_bytes_per_s: float | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._max_bytes_per_s = max_bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait_for(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be sent: when all that was let through before had its time."""
-        if self._max_bytes_per_s is None:
-            return
-        with self._lock:
-            now = self._clock()
-            wait_s = max(self._free_at - now, 0.0)
-            self._free_at = now + wait_s + num_bytes / self._max_bytes_per_s
-        if wait_s:
-            self._sleep(wait_s)

@@ -5,47 +5,37 @@ way, an object that changes while it is read, more than a thousand objects, uplo
 Not covered: two writers of one object (the later one wins, whole); versioned or archived objects;
 customer-supplied encryption keys.
 
-What arrived is proven without trust in the way: an upload carries a CRC, which S3 checks, and S3
-answers with an ETag, which for most objects is the MD5 of what it received. Where it is that of what was
-sent, all is well. Where it is not (for example with KMS encryption, or a compatible service that checks
-nothing) it proves nothing, and the object is read back and hashed.
+boto3's transfer manager moves the bytes. What arrived is proven without trust in the way: an upload
+carries a CRC, which S3 checks, and the ETag of most objects is made of the MD5s of what S3 received. Where
+it is that of what was sent, all is well. Where it is not (for example with KMS encryption, or a compatible
+service that checks nothing) it proves nothing, and the object is read back and hashed.
 """
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import hashlib
+import io
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from threading import BoundedSemaphore, local
-from typing import Any
+from typing import Any, BinaryIO
 
-from strop.errors import CorruptRecord, StoreError
+from strop.errors import CorruptRecord
 from strop.io.atomic import explain_write_failure
 from strop.store.contract import StoredObject
 from strop.store.s3_client import (
-    DamagedTransfer,
-    RateLimiter,
     S3Settings,
-    call,
+    errors_explained,
     is_status,
-    knows_crc,
-    open_client,
+    missing,
+    open_transfers,
 )
 from strop.store.uris import parse_s3
 
-# Source: the limits in the Amazon S3 user guide.
-_MAX_PARTS = 10_000
 _SHA256_KEY = "strop-sha256"
-_CHUNK_BYTES = 1 << 20
-_HASHED_BYTES = 1 << 18
 _GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
 """How often an object is moved whose digest is wrong although every step went well."""
@@ -53,53 +43,32 @@ ORPHAN_AGE_S = 86_400.0
 """An upload in parts that began longer ago was left by a kill; its parts cost money until it is aborted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """A stretch of an object."""
+class _Hashed:
+    """A stream that hashes what is written to it, and keeps it in a file if there is one.
 
-    number: int
-    """From 1, as S3 counts."""
-    start: int
-    size_bytes: int
-
-
-def cut_parts(size_bytes: int, part_bytes: int) -> list[_Part]:
-    """Cut an object into parts of equal size, the last one smaller; an empty object is one empty part."""
-    step = max(part_bytes, -(-size_bytes // _MAX_PARTS))
-    starts = range(0, max(size_bytes, 1), step)
-    return [
-        _Part(number=number, start=start, size_bytes=min(step, size_bytes - start))
-        for number, start in enumerate(starts, start=1)
-    ]
-
-
-class _Buffers(local):
-    """Memory of one thread for the part that it sends, used again: fresh memory costs more than its hashes.
-
-    A file given to the client instead would be read twice, and sent in pieces of 16 KiB.
+    It cannot seek, so the transfer manager writes in order, while later parts are on their way.
     """
 
-    buffer = bytearray()
+    def __init__(self, file: BinaryIO | None = None) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
 
-    def read_part(self, path: Path, part: _Part) -> tuple[bytearray, str, str]:
-        """Return a stretch of a file, its MD5 in hex, and its CRC-32 as S3 writes it.
+    def write(self, data: bytes) -> None:
+        self.sha256.update(data)
+        if self._file is not None:
+            self._file.write(data)
 
-        Holds until the thread's next call. Shorter if the file has become so.
-        """
-        if len(self.buffer) < part.size_bytes:
-            self.buffer = bytearray(part.size_bytes)
-        md5, crc32 = hashlib.md5(usedforsecurity=False), 0
-        with memoryview(self.buffer) as view, path.open("rb", buffering=0) as file:
-            file.seek(part.start)
-            left = view[: part.size_bytes]
-            # In pieces that are hashed while they are in the processor's cache.
-            while num_bytes := file.readinto(left[:_HASHED_BYTES]):
-                md5.update(left[:num_bytes])
-                crc32 = zlib.crc32(left[:num_bytes], crc32)
-                left = left[num_bytes:]
-            size_bytes = part.size_bytes - len(left)
-        whole = self.buffer if size_bytes == len(self.buffer) else self.buffer[:size_bytes]
-        return whole, md5.hexdigest(), base64.b64encode(crc32.to_bytes(4, "big")).decode()
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Tells the transfer manager the size and the version of what it fetches, so it need not ask."""
+
+    stored: StoredObject
+
+    def on_queued(self, future: Any, **_: Any) -> None:
+        future.meta.provide_transfer_size(self.stored.size_bytes)
+        # Else parts of two versions could be joined.
+        future.meta.provide_object_etag(self.stored.version)
 
 
 class S3Objects:
@@ -107,21 +76,18 @@ class S3Objects:
 
     def __init__(self, settings: S3Settings | None = None) -> None:
         self._settings = settings or S3Settings()
-        self._pool = ThreadPoolExecutor(self._settings.num_connections, thread_name_prefix="strop-s3")
-        # All parts hashed at once would take the cores from those that are being sent: on two cores, and
-        # with the server on the same machine, that cost a fifth of the speed.
-        self._may_hash = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
-        self._rate_limiter = RateLimiter(self._settings.max_bytes_per_s)
-        self._buffers = _Buffers()
 
     def find(self, uri: str) -> StoredObject | None:
         """Ask for the head of an object."""
-        place = parse_s3(uri)
-        found = self._answer_or_none(
-            uri, lambda: self._client.head_object(Bucket=place.bucket, Key=place.key)
-        )
-        if found is None:
-            return None
+        from botocore.exceptions import ClientError
+
+        with self._explained(uri, "looked up"):
+            try:
+                found = self._client.head_object(**_target(uri))
+            except ClientError as error:
+                if is_status(error, *_GONE):
+                    return None
+                raise
         return StoredObject(
             uri=uri,
             size_bytes=found["ContentLength"],
@@ -132,9 +98,7 @@ class S3Objects:
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Page through all keys below the URI."""
         place = parse_s3(uri)
-        request = {"Bucket": place.bucket, "Prefix": f"{place.key}/" if place.key else ""}
-        while True:
-            page = self._call(uri, "listed", partial(self._client.list_objects_v2, **request))
+        for page in self._pages(uri, "list_objects_v2", Prefix=f"{place.key}/" if place.key else ""):
             for entry in page.get("Contents", ()):
                 # Consoles make objects that stand for folders; their names end in a slash.
                 if not entry["Key"].endswith("/"):
@@ -143,51 +107,49 @@ class S3Objects:
                         size_bytes=entry["Size"],
                         version=entry["ETag"],
                     )
-            if not page.get("IsTruncated"):
-                return
-            request["ContinuationToken"] = page["NextContinuationToken"]
 
     def read(self, uri: str) -> bytes:
         """Read an object that fits into memory."""
-        place = parse_s3(uri)
-
-        def ask() -> bytes:
-            answer = self._client.get_object(Bucket=place.bucket, Key=place.key)
-            data: bytes = answer["Body"].read()
-            if len(data) != answer["ContentLength"]:
-                raise DamagedTransfer(f"{len(data)} of {answer['ContentLength']} bytes came")
-            return data
-
-        data: bytes = self._call(uri, "read", ask)
-        return data
+        found = self.read_versioned(uri)
+        if found is None:
+            raise missing(uri)
+        return found[0]
 
     def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
         """Read an object that fits into memory; its version is its ETag."""
-        place = parse_s3(uri)
+        from botocore.exceptions import (
+            ClientError,
+            FlexibleChecksumError,
+            IncompleteReadError,
+            ReadTimeoutError,
+            ResponseStreamingError,
+        )
 
-        def ask() -> tuple[bytes, str]:
-            answer = self._client.get_object(Bucket=place.bucket, Key=place.key)
-            return answer["Body"].read(), answer["ETag"]
-
-        found: tuple[bytes, str] | None = self._answer_or_none(uri, ask)
-        return found
+        damaged = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
+        with self._explained(uri, "read"):
+            for num_left in reversed(range(self._settings.retries.num_attempts)):
+                try:
+                    answer = self._client.get_object(**_target(uri))
+                    return answer["Body"].read(), answer["ETag"]
+                except ClientError as error:
+                    if is_status(error, *_GONE):
+                        return None
+                    raise
+                except damaged:
+                    if not num_left:
+                        raise
+        raise AssertionError("the last attempt returns or raises")
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
         """Write by a conditional request, which S3 has known since 2024."""
         from botocore.exceptions import ClientError
 
-        place = parse_s3(uri)
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
         sha256 = hashlib.sha256(data).hexdigest()
-
-        def send() -> bool:
+        with self._explained(uri, "sent"):
             try:
                 self._client.put_object(
-                    Bucket=place.bucket,
-                    Key=place.key,
-                    Body=data,
-                    Metadata={_SHA256_KEY: sha256},
-                    **condition,
+                    **_target(uri), Body=data, Metadata={_SHA256_KEY: sha256}, **condition
                 )
             except ClientError as error:
                 # 404: it should have a version, and is gone. 409: another's request is under way.
@@ -195,27 +157,36 @@ class S3Objects:
                     raise
                 # The attempt before may have succeeded, and its answer was lost.
                 return self.digest(uri) == sha256
-            return True
-
-        is_written: bool = self._call(uri, "sent", send)
-        return is_written
+        return True
 
     def write(self, uri: str, data: bytes) -> None:
         """Write an object that fits into memory."""
-        sha256 = hashlib.sha256(data).hexdigest()
-        self._put_whole(uri, data, sha256)
+        self._send(data, uri, hashlib.sha256(data).hexdigest())
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
         """Send a file in one request or in parts."""
-        size_bytes = path.stat().st_size
-        parts = cut_parts(size_bytes, self._settings.part_bytes)
-        if len(parts) == 1:
-            self._put_whole(uri, path.read_bytes(), sha256)
-            return
-        self._abort_orphans(uri)
+        if path.stat().st_size >= self._settings.part_bytes:
+            self._abort_orphans(uri)
+        self._send(path, uri, sha256)
+
+    def _send(self, content: Path | bytes, uri: str, sha256: str) -> None:
+        from botocore.exceptions import ClientError
+
+        place = parse_s3(uri)
+        extra = {"Metadata": {_SHA256_KEY: sha256}}
         for _ in range(NUM_WHOLE_ATTEMPTS):
-            is_proven = self._put_parts(path, uri, sha256, parts)
-            if is_proven or self._read_back(uri) == sha256:
+            with self._explained(uri, "sent"):
+                source = str(content) if isinstance(content, Path) else io.BytesIO(content)
+                sending = self._transfers.upload(source, place.bucket, place.key, extra_args=extra)
+                etag = self._etag_of(content)  # While it is sent.
+                try:
+                    sending.result()
+                except ClientError as error:
+                    # The attempt before joined the parts, and its answer was lost.
+                    if not (is_status(error, "NoSuchUpload") and self.digest(uri) == sha256):
+                        raise
+            found = self.find(uri)
+            if found is not None and (found.version.strip('"') == etag or self._fetch(found, None) == sha256):
                 return
         self.remove(uri)
         raise _altered(uri, "sent")
@@ -224,8 +195,14 @@ class S3Objects:
         """Fetch an object, its parts side by side, all of one version."""
         promised = sha256 or stored.sha256
         for _ in range(NUM_WHOLE_ATTEMPTS):
-            found = self._fetch(stored, path)
-            if promised is None or found == promised:
+            try:
+                with path.open("wb") as file:
+                    found = self._fetch(stored, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise explain_write_failure(error, path) from error
+            if found is not None and promised in {None, found}:
                 return found
         path.unlink(missing_ok=True)
         raise _altered(stored.uri, "fetched")
@@ -237,8 +214,8 @@ class S3Objects:
 
     def remove(self, uri: str) -> None:
         """Remove one object."""
-        place = parse_s3(uri)
-        self._call(uri, "removed", lambda: self._client.delete_object(Bucket=place.bucket, Key=place.key))
+        with self._explained(uri, "removed"):
+            self._client.delete_object(**_target(uri))
 
     def remove_below(self, uri: str) -> None:
         """Remove one object after the other."""
@@ -249,110 +226,44 @@ class S3Objects:
         """Page through the common prefixes."""
         place = parse_s3(uri)
         prefix = f"{place.key}/" if place.key else ""
-        request = {"Bucket": place.bucket, "Prefix": prefix, "Delimiter": "/"}
-        while True:
-            page = self._call(uri, "listed", partial(self._client.list_objects_v2, **request))
+        for page in self._pages(uri, "list_objects_v2", Prefix=prefix, Delimiter="/"):
             for entry in page.get("CommonPrefixes", ()):
                 yield entry["Prefix"].removeprefix(prefix).rstrip("/")
-            if not page.get("IsTruncated"):
-                return
-            request["ContinuationToken"] = page["NextContinuationToken"]
 
     def give_up_uploads(self, uri: str) -> None:
         """Abort all uploads in parts below the URI; a writer that is still at one fails."""
-        place = parse_s3(uri)
-        self._abort_uploads(uri, f"{place.key}/", lambda entry: True)
+        self._abort_uploads(uri, f"{parse_s3(uri).key}/", lambda entry: True)
 
     @property
     def _client(self) -> Any:
-        return open_client(self._settings)
+        return self._transfers.client
 
-    def _call(self, uri: str, doing: str, action: Any) -> Any:
-        return call(uri, doing, self._settings.retries, action)
+    @property
+    def _transfers(self) -> Any:
+        return open_transfers(self._settings)
 
-    def _answer_or_none(self, uri: str, action: Any) -> Any:
-        from botocore.exceptions import ClientError
+    def _explained(self, uri: str, doing: str) -> AbstractContextManager[None]:
+        return errors_explained(uri, doing, self._settings.retries)
 
-        def ask() -> Any:
-            try:
-                return action()
-            except ClientError as error:
-                if is_status(error, "404", "NoSuchKey"):
-                    return None
-                raise
+    def _pages(self, uri: str, operation: str, **request: str) -> Iterator[dict[str, Any]]:
+        with self._explained(uri, "listed"):
+            pages = self._client.get_paginator(operation).paginate(Bucket=parse_s3(uri).bucket, **request)
+            yield from pages
 
-        return self._call(uri, "looked up", ask)
+    def _etag_of(self, content: Path | bytes) -> str:
+        """Return the ETag of an object that is not encrypted by KMS: the MD5, or that of the parts' MD5s."""
+        from s3transfer.utils import ChunksizeAdjuster
 
-    def _put_whole(self, uri: str, data: bytes, sha256: str) -> None:
-        place = parse_s3(uri)
-        md5 = hashlib.md5(data, usedforsecurity=False)
-
-        def send() -> Any:
-            self._rate_limiter.wait_for(len(data))
-            return self._client.put_object(
-                Bucket=place.bucket,
-                Key=place.key,
-                Body=data,
-                Metadata={_SHA256_KEY: sha256},
-            )
-
-        for _ in range(NUM_WHOLE_ATTEMPTS):
-            answer = self._call(uri, "sent", send)
-            if _is_etag(answer, md5.hexdigest()) or self._read_back(uri) == sha256:
-                return
-        self.remove(uri)
-        raise _altered(uri, "sent")
-
-    def _put_parts(self, path: Path, uri: str, sha256: str, parts: Sequence[_Part]) -> bool:
-        """Send all parts and join them; return whether the answers prove what arrived."""
-        place = parse_s3(uri)
-        target = {"Bucket": place.bucket, "Key": place.key}
-        request = {**target, "Metadata": {_SHA256_KEY: sha256}}
-        if knows_crc(self._client):
-            request["ChecksumAlgorithm"] = "CRC32"
-        begun = self._call(uri, "sent", lambda: self._client.create_multipart_upload(**request))
-        upload = {**target, "UploadId": begun["UploadId"]}
-        is_joined = False
-        try:
-            futures = [self._pool.submit(self._put_part, path, uri, upload, part) for part in parts]
-            sent = tuple(_in_order(futures))
-            self._join(uri, upload, [answer for answer, _ in sent], sha256)
-            is_joined = True
-        finally:
-            if not is_joined:
-                # Also after an interrupt: parts that nobody joins are stored, and paid for, for ever.
-                with suppress(StoreError):
-                    self._call(uri, "given up", lambda: self._client.abort_multipart_upload(**upload))
-        return all(is_proven for _, is_proven in sent)
-
-    def _put_part(
-        self, path: Path, uri: str, upload: dict[str, Any], part: _Part
-    ) -> tuple[dict[str, Any], bool]:
-        """Send one part; return how S3 wants it named when all are joined, and whether it is proven."""
-        with self._may_hash:
-            body, md5, crc32 = self._buffers.read_part(path, part)
-        checksum = {"ChecksumCRC32": crc32} if knows_crc(self._client) else {}
-
-        def send() -> Any:
-            self._rate_limiter.wait_for(part.size_bytes)
-            return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
-
-        answer = self._call(uri, "sent", send)
-        named = {"PartNumber": part.number, "ETag": answer["ETag"], **checksum}
-        return named, _is_etag(answer, md5)
-
-    def _join(self, uri: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], sha256: str) -> None:
-        from botocore.exceptions import ClientError
-
-        def join() -> None:
-            try:
-                self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
-            except ClientError as error:
-                # The attempt before succeeded, and its answer was lost.
-                if not (is_status(error, "NoSuchUpload") and self.digest(uri) == sha256):
-                    raise
-
-        self._call(uri, "sent", join)
+        part_bytes = self._settings.part_bytes
+        with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size_bytes < part_bytes:
+                return hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
+            step = ChunksizeAdjuster().adjust_chunksize(part_bytes, size_bytes)
+            parts = iter(lambda: file.read(step), b"")
+            md5s = [hashlib.md5(part, usedforsecurity=False).digest() for part in parts]
+        return f"{hashlib.md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
 
     def _abort_orphans(self, uri: str) -> None:
         """Give up uploads of this very object that a killed process began a day ago or earlier."""
@@ -364,94 +275,38 @@ class S3Objects:
         self._abort_uploads(uri, key, is_orphan)
 
     def _abort_uploads(self, uri: str, prefix: str, is_meant: Callable[[dict[str, Any]], bool]) -> None:
-        bucket = parse_s3(uri).bucket
-        begun = self._call(
-            uri, "looked up", lambda: self._client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
-        )
-        for entry in filter(is_meant, begun.get("Uploads", ())):
-            target = {"Bucket": bucket, "Key": entry["Key"], "UploadId": entry["UploadId"]}
-            self._call(uri, "cleared", partial(self._abort_upload, target))
-
-    def _abort_upload(self, target: dict[str, str]) -> None:
         from botocore.exceptions import ClientError
 
-        try:
-            self._client.abort_multipart_upload(**target)
-        except ClientError as error:
-            if not is_status(error, "NoSuchUpload"):  # Its writer was faster.
-                raise
+        bucket = parse_s3(uri).bucket
+        with self._explained(uri, "cleared"):
+            begun = self._client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+            for entry in filter(is_meant, begun.get("Uploads", ())):
+                try:
+                    self._client.abort_multipart_upload(
+                        Bucket=bucket, Key=entry["Key"], UploadId=entry["UploadId"]
+                    )
+                except ClientError as error:
+                    if not is_status(error, "NoSuchUpload"):  # Its writer was faster.
+                        raise
 
-    def _read_back(self, uri: str) -> str:
-        """Return the digest of what a store really has."""
-        place = parse_s3(uri)
+    def _fetch(self, stored: StoredObject, file: BinaryIO | None) -> str | None:
+        """Fetch an object, into a file if there is one; return its digest, or None if it was altered."""
+        from botocore.exceptions import FlexibleChecksumError
 
-        def ask() -> str:
-            hashed = hashlib.sha256()
-            body = self._client.get_object(Bucket=place.bucket, Key=place.key)["Body"]
-            for chunk in body.iter_chunks(_CHUNK_BYTES):
-                hashed.update(chunk)
-            return hashed.hexdigest()
-
-        digest: str = self._call(uri, "read back", ask)
-        return digest
-
-    def _fetch(self, stored: StoredObject, path: Path) -> str:
-        """Write the object to a file and hash it while later parts are still on their way."""
-        parts = cut_parts(stored.size_bytes, self._settings.part_bytes)
-        hashed = hashlib.sha256()
-        try:
-            with path.open("w+b") as file:
-                descriptor = file.fileno()
-                futures = [
-                    self._pool.submit(self._fetch_part, stored, descriptor, part, is_whole=len(parts) == 1)
-                    for part in parts
-                ]
-                for part, _ in zip(parts, _in_order(futures), strict=True):
-                    hashed.update(os.pread(descriptor, part.size_bytes, part.start))
-                os.fsync(descriptor)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
-        return hashed.hexdigest()
-
-    def _fetch_part(self, stored: StoredObject, descriptor: int, part: _Part, *, is_whole: bool) -> None:
-        place = parse_s3(stored.uri)
-        end = part.start + part.size_bytes
-        # Else parts of two versions could be joined.
-        request = {"Bucket": place.bucket, "Key": place.key, "IfMatch": stored.version}
-        if not is_whole:
-            request["Range"] = f"bytes={part.start}-{end - 1}"
-
-        def ask() -> None:
-            position = part.start
-            body = self._client.get_object(**request)["Body"]
-            for chunk in body.iter_chunks(_CHUNK_BYTES):
-                if position + len(chunk) > end:
-                    raise DamagedTransfer(f"more than {part.size_bytes} bytes came")
-                os.pwrite(descriptor, chunk, position)
-                position += len(chunk)
-            if position != end:
-                raise DamagedTransfer(f"{position - part.start} of {part.size_bytes} bytes came")
-            # Here, while other parts are on their way: at the end, the disk would be waited for alone.
-            os.fsync(descriptor)
-
-        self._call(stored.uri, "fetched", ask)
+        place, target = parse_s3(stored.uri), _Hashed(file)
+        with self._explained(stored.uri, "fetched"):
+            try:
+                self._transfers.download(
+                    place.bucket, place.key, target, subscribers=[_Known(stored)]
+                ).result()
+            except FlexibleChecksumError:
+                return None
+        return target.sha256.hexdigest()
 
 
-def _in_order(futures: list[Future[Any]]) -> Iterator[Any]:
-    """Yield results in order; after a failure, no part is still writing when it leaves here."""
-    try:
-        for future in futures:
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.exception()
-
-
-def _is_etag(answer: dict[str, Any], md5: str) -> bool:
-    return str(answer.get("ETag", "")).strip('"') == md5
+def _target(uri: str) -> dict[str, str]:
+    place = parse_s3(uri)
+    return {"Bucket": place.bucket, "Key": place.key}
 
 
 def _altered(uri: str, doing: str) -> CorruptRecord:

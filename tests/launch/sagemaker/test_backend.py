@@ -322,11 +322,11 @@ def test_a_record_that_cannot_be_asked_is_an_error(site: Site, monkeypatch: pyte
     ref = site.backend.submit(site.plan())
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
-    from strop.store.s3_client import _make_client
+    from strop.store.s3_client import _make_transfers
 
-    _make_client.cache_clear()
+    _make_transfers.cache_clear()
     try:
         with pytest.raises(RemoteDenied):
             site.backend.open_record(ref, 0).read("run.json")
     finally:
-        _make_client.cache_clear()
+        _make_transfers.cache_clear()
