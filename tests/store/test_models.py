@@ -18,8 +18,14 @@ from strop.errors import ConfigError, CorruptRecord, HubUnreachable, StoreError
 from strop.io.atomic import AtomicDirectory, is_complete
 from strop.store import hub
 from strop.store.hub import PROBE_LIMIT_S, download_snapshot, find_cached_snapshot
-from strop.store.models import ModelHandle, converted_path, get_model, list_models
-from strop.store.package_model import open_package_weights, parse_package_uri
+from strop.store.models import (
+    ModelHandle,
+    converted_path,
+    get_model,
+    list_models,
+    open_package_weights,
+    parse_package_uri,
+)
 from tests.fixtures.tiny_hub import tiny_hub
 
 MODEL_FILES = {

@@ -2,8 +2,8 @@
 
 `write_bytes_atomically` and `AtomicDirectory` show a reader all of a file or nothing; `remove_leftovers`
 clears what killed writers left unfinished. `FileLock` dies with its process and names its holder.
-`strop.io.json_lines` appends lines that survive a kill. `user_cache_dir` is where strop keeps what it can
-make again. `strop.io.endpoints` hands the servers of a run, with their keys, to the processes that ask them.
+`user_cache_dir` is where strop keeps what it can make again. `strop.io.endpoints` hands the servers of a run,
+with their keys, to the processes that ask them.
 Not here: other places than this disk (store), the layout of a run (record).
 """
 

@@ -6,17 +6,20 @@ counted, and a cause that repeats is written 100 times and then at each power of
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from strop.errors import CorruptRecord, UnfitRecord
-from strop.io.json_lines import JsonLines
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
 
 MAX_DETAIL_CHARACTERS = 4096
 MAX_EXAMPLE_IDS = 64
@@ -67,11 +70,108 @@ class Event:
     """Unix seconds; set when it is written."""
 
 
-class EventLog:
-    """The events file of one run; one writer at a time."""
+class JsonLines:
+    """An append-only file of JSON lines, each with an integer `step`; one writer at a time.
+
+    An append is one write, so a kill tears at most the last line, and the next opening removes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def append_line(self, content: dict[str, Any]) -> None:
+        """Write one line; the operating system has it when this returns.
+
+        Raises: StoreError if the disk is full or not writable; ValueError for a value that JSON lacks.
+        """
+        line = json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        descriptor = self._open()
+        end = os.fstat(descriptor).st_size
+        try:
+            if os.write(descriptor, line) != len(line):
+                # A short write is how a disk that fills up in the middle of a line shows itself.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(descriptor, end)
+            raise explain_write_failure(error, self.path) from error
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        """Return all complete lines; a torn last one is left out.
+
+        Raises: CorruptRecord if a line before the last is not a JSON object with a step.
+        """
+        return [content for _, content in self._scan()]
+
+    def read_until(self, step: int) -> bytes:
+        """Return the complete lines of steps up to `step`, as they stand in the file.
+
+        Raises: CorruptRecord if a line before the last is not a JSON object with a step.
+        """
+        return b"".join(line for line, content in self._scan() if content["step"] <= step)
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines of later steps and a torn end; return how many complete lines went.
+
+        Raises: CorruptRecord if a line before the last is not a JSON object with a step.
+        """
+        lines = list(self._scan())
+        kept = [line for line, content in lines if content["step"] <= step]
+        data = b"".join(kept)
+        if not self.path.exists() or len(data) == self.path.stat().st_size:
+            return 0
+        self.close()
+        write_bytes_atomically(self.path, data)
+        return len(lines) - len(kept)
+
+    def sync(self) -> None:
+        """Make everything appended durable against power loss."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; the next append opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            try:
+                self._descriptor = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                )
+            except OSError as error:
+                raise explain_write_failure(error, self.path) from error
+            # Drop a line that a kill tore.
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
+        return self._descriptor
+
+    def _scan(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        data = self.path.read_bytes() if self.path.exists() else b""
+        # What follows the last line end is nothing, or a line that a kill tore.
+        for index, line in enumerate(data.split(b"\n")[:-1]):
+            try:
+                content = json.loads(line)
+                if not isinstance(content["step"], int):
+                    raise TypeError("its step is no integer")
+            except (ValueError, KeyError, TypeError) as error:
+                shown = line[:60].decode(errors="replace").strip()
+                raise CorruptRecord(
+                    f"{self.path}, line {index + 1}, is not a record: {shown!r}",
+                    allowed="one JSON object with an integer step per line",
+                    next_step="mend or delete that line; the rest of the file is intact",
+                ) from error
+            yield line + b"\n", content
+
+
+class EventLog(JsonLines):
+    """The events file of one run."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._lines = JsonLines(path)
+        super().__init__(path)
         self._clock = clock
         self._num_seen: Counter[tuple[EventKind, str]] = Counter()
 
@@ -86,7 +186,7 @@ class EventLog:
         if occurrence > NUM_WRITTEN_IN_FULL and not is_power_of_two:
             return False
         num_examples = len(event.example_ids) if event.num_examples is None else event.num_examples
-        self._lines.append(
+        self.append_line(
             {
                 "kind": event.kind.value,
                 "step": event.step,
@@ -106,23 +206,7 @@ class EventLog:
 
         Raises: CorruptRecord if a line is not an event.
         """
-        return [self._to_event(content) for content in self._lines.read()]
-
-    def read_until(self, step: int) -> bytes:
-        """Return the events of steps up to `step` as they stand in the file."""
-        return self._lines.read_until(step)
-
-    def truncate_after(self, step: int) -> int:
-        """Drop the events of later steps, for a resume at `step`; return how many went."""
-        return self._lines.truncate_after(step)
-
-    def sync(self) -> None:
-        """Make what was appended durable; a checkpoint calls this first."""
-        self._lines.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        return [self._to_event(content) for content in self.read_lines()]
 
     def _to_event(self, content: dict[str, object]) -> Event:
         try:
@@ -132,7 +216,7 @@ class EventLog:
             return Event(kind=kind, example_ids=tuple(ids), **values)  # type: ignore[arg-type]
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise CorruptRecord(
-                f"{self._lines.path} holds a line that is not an event ({error})",
+                f"{self.path} holds a line that is not an event ({error})",
                 allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
                 next_step="delete that line; the rest of the file is intact",
             ) from error
@@ -145,14 +229,14 @@ def _cut(detail: str) -> str:
     return f"{detail[:MAX_DETAIL_CHARACTERS]} ... {num_cut} characters cut"
 
 
-class MetricsLog:
-    """The metrics file of one run, one line per step: `{"step":12,"reward/mean":0.5}`. One writer at a time.
+class MetricsLog(JsonLines):
+    """The metrics file of one run, one line per step: `{"step":12,"reward/mean":0.5}`.
 
     A number that was not computed is absent: a reader must be able to tell a loss of 0 from no loss.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+        super().__init__(path)
         self._last_step: int | None = None
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
@@ -171,14 +255,14 @@ class MetricsLog:
                 )
             line[name] = value
         if self._last_step is None:
-            self._last_step = max((content["step"] for content in self._lines.read()), default=-1)
+            self._last_step = max((content["step"] for content in self.read_lines()), default=-1)
         if step <= self._last_step:
             raise UnfitRecord(
                 f"metrics of step {step} come after those of step {self._last_step}",
                 allowed="one line per step, in order",
                 next_step="truncate the log to the checkpoint before training goes on",
             )
-        self._lines.append(line)
+        self.append_line(line)
         self._last_step = step
 
     def read(self) -> list[dict[str, float]]:
@@ -186,21 +270,9 @@ class MetricsLog:
 
         Raises: CorruptRecord if an earlier line is damaged.
         """
-        return self._lines.read()
-
-    def read_until(self, step: int) -> bytes:
-        """Return the lines of steps up to `step` as they stand in the file."""
-        return self._lines.read_until(step)
+        return self.read_lines()
 
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, for a resume at `step`; return how many went."""
         self._last_step = None
-        return self._lines.truncate_after(step)
-
-    def sync(self) -> None:
-        """Make what was appended durable; a checkpoint calls this first."""
-        self._lines.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        return super().truncate_after(step)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from strop.errors import (
     ConfigError,
@@ -27,7 +26,6 @@ from strop.errors import (
     StoreError,
 )
 
-T = TypeVar("T")
 INSTALL = "pip install 'strop[s3]'"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CLIENT_VARIABLES = (
@@ -292,25 +290,3 @@ def _unreachable(uri: str, doing: str, failure: Exception, num_attempts: int) ->
 
 def _words_of(failure: Exception) -> str:
     return " ".join(str(failure).split())
-
-
-def retry(
-    action: Callable[[], T],
-    rules: RetryRules,
-    failures: tuple[type[Exception], ...],
-    explain: Callable[[Exception, int], Exception | None],
-) -> T:
-    """Return what the action returns; try again while it fails with one of `failures`.
-
-    `explain` is given a failure and the number of attempts left. It returns the error to raise, or
-    None where another attempt is worth while. All other exceptions pass.
-    """
-    for attempt_index in range(rules.num_attempts):
-        try:
-            return action()
-        except failures as failure:
-            error = explain(failure, rules.num_attempts - attempt_index - 1)
-            if error is not None:
-                raise error from failure
-        time.sleep(rules.pause_s(attempt_index))
-    raise AssertionError("after the last attempt, `explain` returns an error")

@@ -8,6 +8,7 @@ reads the usual variables, as other programs do; `SiteObjects` sets those for th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from strop.errors import (
 from strop.io.variables import set_variables
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.contract import StoredObject
-from strop.store.s3_client import RetryRules, retry
+from strop.store.s3_client import RetryRules
 
 if TYPE_CHECKING:
     from strop.store.s3_client import S3Settings
@@ -92,17 +93,14 @@ class AwsClients:
 
         method = getattr(self.client(service), operation)
 
-        def explain(failure: Exception, num_left: int) -> Exception | None:
-            if may_pass(failure) and num_left:
-                return None
-            return self.explain(failure, service, operation, resource)
-
-        return retry(
-            lambda: method(**arguments),
-            self.retries,
-            (BotoCoreError, ClientError, ResponseParserError),
-            explain,
-        )
+        for attempt_index in range(self.retries.num_attempts):
+            try:
+                return method(**arguments)
+            except (BotoCoreError, ClientError, ResponseParserError) as failure:
+                if not may_pass(failure) or attempt_index + 1 == self.retries.num_attempts:
+                    raise self.explain(failure, service, operation, resource) from failure
+            time.sleep(self.retries.pause_s(attempt_index))
+        raise AssertionError("the last attempt returns or raises")
 
     def explain(self, failure: Exception, service: str, operation: str, resource: str) -> StropError:
         """Return a failure as an error for the user."""
