@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import zlib
 from collections import Counter
@@ -60,13 +61,8 @@ class SimulationWish:
     num_engines: int
     num_learners: int = 1
     num_steps: int = 20
-    straggler_frac: float = 0.0
-    """Engines that are slow in all they do."""
-    straggler_factor: float = 3.0
-    failures_per_hour: float = 0.0
-    """Of one engine, on average."""
-    repair_s: float = 60.0
-    """After so long a dead engine answers again; it serves from the next publication on."""
+    trouble: SimulatedTrouble = field(default_factory=SimulatedTrouble)
+    """Of every engine. A dead one that was repaired serves from the next publication on."""
     solved_frac: float = 0.5
     """Mean chance that a reply is right; every example has its own."""
     reply_sigma: float = 0.6
@@ -74,14 +70,20 @@ class SimulationWish:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be tried. Raises: ConfigError naming the value."""
+        trouble = self.trouble
+        failures_per_hour = 3600.0 / trouble.mean_life_s
         wanted = {
             "engines": (self.num_engines, self.num_engines >= 1, "1 or more"),
             "learners": (self.num_learners, self.num_learners >= 1, "1 or more"),
             "steps": (self.num_steps, self.num_steps >= 1, "1 or more"),
-            "stragglers": (self.straggler_frac, 0.0 <= self.straggler_frac <= 1.0, "a share from 0 to 1"),
-            "straggler-factor": (self.straggler_factor, self.straggler_factor >= 1.0, "1 or more"),
-            "failures": (self.failures_per_hour, self.failures_per_hour >= 0.0, "0 or more for each hour"),
-            "repair": (self.repair_s, self.repair_s > 0.0, "seconds above 0"),
+            "stragglers": (
+                trouble.straggler_frac,
+                0.0 <= trouble.straggler_frac <= 1.0,
+                "a share from 0 to 1",
+            ),
+            "straggler-factor": (trouble.straggler_factor, trouble.straggler_factor >= 1.0, "1 or more"),
+            "failures": (failures_per_hour, failures_per_hour >= 0.0, "0 or more for each hour"),
+            "repair": (trouble.repair_s, trouble.repair_s > 0.0, "seconds above 0"),
             "solved": (self.solved_frac, 0.0 < self.solved_frac < 1.0, "a share between 0 and 1"),
             "sigma": (self.reply_sigma, self.reply_sigma >= 0.0, "0 or more"),
         }
@@ -314,16 +316,9 @@ class _Desk:
     def _build_engines(self) -> list[WatchedEngine]:
         given, wish = self._given, self._given.wish
         speed = simulated_speed(given.work, given.speeds, self._layout, wish)
-        life_s = 3600.0 / wish.failures_per_hour if wish.failures_per_hour else float("inf")
-        trouble = SimulatedTrouble(
-            straggler_frac=wish.straggler_frac,
-            straggler_factor=wish.straggler_factor,
-            mean_life_s=life_s,
-            repair_s=wish.repair_s,
-        )
         first_seed, clock = self._spec.seed << 20, asyncio.get_running_loop().time
         engines = [
-            WatchedEngine(SimulatedEngine(speed=speed, trouble=trouble, seed=first_seed + index), clock)
+            WatchedEngine(SimulatedEngine(speed=speed, trouble=wish.trouble, seed=first_seed + index), clock)
             for index in range(wish.num_engines)
         ]
         self._max_num_seqs = speed.max_num_seqs
@@ -435,10 +430,12 @@ def main(words: Sequence[str] | None = None) -> int:
         num_engines=placement.engines if given.engines is None else given.engines,
         num_learners=(placement.learners or 1) if given.learners is None else given.learners,
         num_steps=given.steps,
-        straggler_frac=given.stragglers,
-        straggler_factor=given.straggler_factor,
-        failures_per_hour=given.failures,
-        repair_s=given.repair,
+        trouble=SimulatedTrouble(
+            straggler_frac=given.stragglers,
+            straggler_factor=given.straggler_factor,
+            mean_life_s=3600.0 / given.failures if given.failures else math.inf,
+            repair_s=given.repair,
+        ),
         solved_frac=given.solved,
         reply_sigma=given.sigma,
     )

@@ -21,6 +21,7 @@ from strop.plan.estimate import Work, learn_s
 from strop.plan.roles import Layout
 from strop.spec import RunSpec
 from strop.tasks import build_task
+from strop.testing.simulated_engine import SimulatedTrouble
 from strop.tokenizer import Tokenizer
 from tests.plan.test_estimate import HALF, SIZE, make_speeds
 
@@ -74,7 +75,9 @@ def test_groups_end_in_one_way_each_and_time_is_shared_out(tmp_path: Path, tiny_
 
 def test_equal_input_gives_an_equal_result(tmp_path: Path, tiny_model_dir: Path) -> None:
     wish = SimulationWish(
-        num_engines=3, num_steps=4, straggler_frac=0.5, failures_per_hour=60.0, repair_s=5.0
+        num_engines=3,
+        num_steps=4,
+        trouble=SimulatedTrouble(straggler_frac=0.5, mean_life_s=60.0, repair_s=5.0),
     )
     first, second = (run_it(tmp_path, tiny_model_dir, wish, max_staleness=1) for _ in range(2))
     assert first == second
@@ -93,12 +96,16 @@ def test_sampling_ahead_hides_the_shorter_stage(tmp_path: Path, tiny_model_dir: 
 
 def test_slow_and_dying_engines_cost_time_and_lose_no_group(tmp_path: Path, tiny_model_dir: Path) -> None:
     steady = run_it(tmp_path, tiny_model_dir, SimulationWish(num_engines=4, num_steps=8))
-    slow = SimulationWish(num_engines=4, num_steps=8, straggler_frac=1.0, straggler_factor=4.0)
+    slow = SimulationWish(
+        num_engines=4, num_steps=8, trouble=SimulatedTrouble(straggler_frac=1.0, straggler_factor=4.0)
+    )
     # All engines are four times slower.
     assert run_it(tmp_path, tiny_model_dir, slow).seconds["generate"] == pytest.approx(
         4 * steady.seconds["generate"], rel=0.05
     )
-    dying = SimulationWish(num_engines=4, num_steps=8, failures_per_hour=600.0, repair_s=1.0)
+    dying = SimulationWish(
+        num_engines=4, num_steps=8, trouble=SimulatedTrouble(mean_life_s=6.0, repair_s=1.0)
+    )
     found = run_it(tmp_path, tiny_model_dir, dying)
     assert found.engine_events["replica_lost"] >= 1
     assert found.fates["started"] == 64
@@ -109,7 +116,9 @@ def test_hundreds_of_engines_with_stragglers_and_deaths_lose_no_group(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     wish = SimulationWish(
-        num_engines=300, num_steps=3, straggler_frac=0.05, failures_per_hour=20.0, repair_s=5.0
+        num_engines=300,
+        num_steps=3,
+        trouble=SimulatedTrouble(straggler_frac=0.05, mean_life_s=180.0, repair_s=5.0),
     )
     found = run_it(tmp_path, tiny_model_dir, wish, prompts_per_step=300, max_staleness=1)
     assert found.fates["started"] == 900
@@ -163,23 +172,23 @@ def test_chances_have_the_mean_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("values", "said"),
     [
-        ("num_engines", 0, "--engines 0"),
-        ("num_engines", -2, "--engines -2"),
-        ("num_learners", 0, "--learners 0"),
-        ("num_steps", 0, "--steps 0"),
-        ("straggler_frac", 1.1, "--stragglers 1.1"),
-        ("straggler_factor", 0.5, "--straggler-factor 0.5"),
-        ("failures_per_hour", -1.0, "--failures -1.0"),
-        ("repair_s", 0.0, "--repair 0.0"),
-        ("solved_frac", 1.0, "--solved 1.0"),
-        ("reply_sigma", -0.1, "--sigma -0.1"),
+        ({"num_engines": 0}, "--engines 0"),
+        ({"num_engines": -2}, "--engines -2"),
+        ({"num_learners": 0}, "--learners 0"),
+        ({"num_steps": 0}, "--steps 0"),
+        ({"trouble": SimulatedTrouble(straggler_frac=1.1)}, "--stragglers 1.1"),
+        ({"trouble": SimulatedTrouble(straggler_factor=0.5)}, "--straggler-factor 0.5"),
+        ({"trouble": SimulatedTrouble(mean_life_s=-3600.0)}, "--failures -1.0"),
+        ({"trouble": SimulatedTrouble(repair_s=0.0)}, "--repair 0.0"),
+        ({"solved_frac": 1.0}, "--solved 1.0"),
+        ({"reply_sigma": -0.1}, "--sigma -0.1"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(name: str, value: float, said: str) -> None:
+def test_what_cannot_be_simulated_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said} cannot be simulated.*Allowed: .*Next: correct --"):
-        SimulationWish(**{"num_engines": 1, name: value})  # type: ignore[arg-type]
+        SimulationWish(**{"num_engines": 1, **values})
 
 
 def test_a_run_that_only_imitates_has_nothing_to_simulate(tmp_path: Path, tiny_model_dir: Path) -> None:
