@@ -12,7 +12,7 @@ from strop.cli.arguments import Json
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.run.doctor import DeviceUse, Diagnosis, Holding
+    from strop.run.doctor import Diagnosis
 
 Clean = Annotated[
     bool,
@@ -43,17 +43,9 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
     if json:
         output.give_json(asdict(found))
         return
-    output.give_table(("machine", "found"), _machine_rows(found))
-    checks = [(check.name, "ok" if check.is_ok else "no", check.detail) for check in found.checks]
-    output.give_table(("check", "ok?", "detail"), checks)
-    if found.devices:
-        columns = ("GPU", "index", "name", "free", "of", "in use by")
-        output.give_table(columns, [_device_row(use) for use in found.devices])
-    if found.holdings:
-        columns = ("lease", "run", "attempt", "state", "GPUs", "processes")
-        output.give_table(columns, [_holding_row(holding) for holding in found.holdings])
-    disks = [(disk.path, str(disk).partition(": ")[2]) for disk in found.disks]
-    output.give_table(("disk", "detail"), disks)
+    for columns, rows in _tables(found):
+        if rows:
+            output.give_table(columns, rows)
     if any(holding.state == "dead" for holding in found.holdings):
         output.say("dead runs have left something; `strop doctor --clean` ends exactly that")
     for pid, lease_id in found.strays.items():
@@ -62,9 +54,10 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
         )
 
 
-def _machine_rows(found: Diagnosis) -> list[tuple[str, object]]:
+def _tables(found: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, ...]]]]:
+    """Return columns and rows of what is shown."""
     machine, speed = found.machine, found.calibration
-    return [
+    facts: list[tuple[object, ...]] = [
         ("processor", machine.cpu_name),
         ("cores", f"{machine.num_physical_cores} physical, {machine.num_logical_cpus} logical"),
         ("memory", f"{_gigabytes(machine.memory_bytes)}, {_gigabytes(machine.free_memory_bytes)} free"),
@@ -75,31 +68,38 @@ def _machine_rows(found: Diagnosis) -> list[tuple[str, object]]:
         ("copy", f"{speed.copy_gb_per_s:.1f} GB/s"),
         ("ports", f"{len(found.ports)} are listened on"),
     ]
-
-
-def _device_row(use: DeviceUse) -> tuple[object, ...]:
-    device = use.device
-    used_by = [*([f"held by {use.holder}"] if use.holder else []), *use.users]
-    return (
-        device.uuid,
-        f"{device.gpu.index}, a MIG slice" if device.is_slice else device.gpu.index,
-        device.gpu.name,
-        _gigabytes(device.free_memory_bytes),
-        _gigabytes(device.memory_bytes),
-        "; ".join(used_by) or "nobody",
-    )
-
-
-def _holding_row(holding: Holding) -> tuple[object, ...]:
-    lease = holding.lease
-    return (
-        lease.lease_id,
-        lease.run,
-        lease.attempt,
-        holding.state.value,
-        ", ".join(lease.gpus) or "none",
-        ", ".join(map(str, holding.processes)) or "none",
-    )
+    devices: list[tuple[object, ...]] = [
+        (
+            use.device.uuid,
+            f"{use.device.gpu.index}, a MIG slice" if use.device.is_slice else use.device.gpu.index,
+            use.device.gpu.name,
+            _gigabytes(use.device.free_memory_bytes),
+            _gigabytes(use.device.memory_bytes),
+            "; ".join([*([f"held by {use.holder}"] if use.holder else []), *use.users]) or "nobody",
+        )
+        for use in found.devices
+    ]
+    leases: list[tuple[object, ...]] = [
+        (
+            one.lease.lease_id,
+            one.lease.run,
+            one.lease.attempt,
+            one.state.value,
+            ", ".join(one.lease.gpus) or "none",
+            ", ".join(map(str, one.processes)) or "none",
+        )
+        for one in found.holdings
+    ]
+    return [
+        (("machine", "found"), facts),
+        (
+            ("check", "ok?", "detail"),
+            [(check.name, "ok" if check.is_ok else "no", check.detail) for check in found.checks],
+        ),
+        (("GPU", "index", "name", "free", "of", "in use by"), devices),
+        (("lease", "run", "attempt", "state", "GPUs", "processes"), leases),
+        (("disk", "detail"), [(disk.path, str(disk).partition(": ")[2]) for disk in found.disks]),
+    ]
 
 
 def _gigabytes(num_bytes: int | None) -> str:

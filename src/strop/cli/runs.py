@@ -62,7 +62,11 @@ def list_runs(
         )
         return
     rows = [_row_of_run(run, jobs) for run in runs]
-    rows += [_row_of_job(one) for one in jobs if not _has_begun(one, runs)]
+    for one in jobs:
+        if not _has_begun(one, runs):
+            name = Path(one.ref.home).name + (f"/members/{one.member}" if one.member else "")
+            where = f"{one.ref.site} {one.ref.job_id}"
+            rows.append((name, one.state.value, 0, "-", _show_time(one.ref.submitted_at), where))
     if not rows:
         output.say(f"no runs in {root}")
         return
@@ -84,12 +88,6 @@ def _row_of_run(run: RunSummary, jobs: list[JobStatus]) -> tuple[object, ...]:
         _show_time(run.created_at),
         "-" if job is None else f"{job.ref.site} {job.ref.job_id}",
     )
-
-
-def _row_of_job(job: JobStatus) -> tuple[object, ...]:
-    name = Path(job.ref.home).name + (f"/members/{job.member}" if job.member else "")
-    where = f"{job.ref.site} {job.ref.job_id}"
-    return (name, job.state.value, 0, "-", _show_time(job.ref.submitted_at), where)
 
 
 def _show_time(at: float | None) -> str:

@@ -331,7 +331,12 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
 
     Raises: ConfigError for what can be known to be impossible.
     """
-    _check_home(request.home)
+    if any(ord(character) < 32 or ord(character) == 127 for character in request.home):
+        raise ConfigError(
+            f"the job's directory {show_text(request.home)} holds a control character",
+            allowed="a path of printable characters; spaces, quotes and $ are fine",
+            next_step="change output.root or output.dir",
+        )
     spec, job = request.resolved.spec, request.resolved.spec.job
     members = tuple(
         MemberPlan(index=index, path=f"{request.home}/{MEMBERS_FOLDER}/{index}", overrides=overrides)
@@ -402,15 +407,6 @@ def hash_request(request: JobRequest) -> str:
 def tag_of(plan_hash: str) -> str:
     """Return the label that a plan's job carries."""
     return TAG_PREFIX + plan_hash
-
-
-def _check_home(home: str) -> None:
-    if any(ord(character) < 32 or ord(character) == 127 for character in home):
-        raise ConfigError(
-            f"the job's directory {show_text(home)} holds a control character",
-            allowed="a path of printable characters; spaces, quotes and $ are fine",
-            next_step="change output.root or output.dir",
-        )
 
 
 def _digest(text: str) -> str:

@@ -46,7 +46,16 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
     trees = _read_trees(project_path, environ)
     tables = [tree.values[SITES_TABLE][name] for tree in trees if name in tree.values[SITES_TABLE]]
     if not tables and name not in BACKENDS:
-        raise _unknown_site(name, trees, project_path, environ)
+        known = [*dict.fromkeys(site for tree in trees for site in tree.values[SITES_TABLE]), *BACKENDS]
+        near = difflib.get_close_matches(name, known, n=1)
+        looked = " and ".join(str(path) for path in site_files(project_path, environ))
+        raise ConfigError(
+            f"there is no site {show_value(name)}; looked in {looked}",
+            allowed=", ".join(dict.fromkeys(known)),
+            next_step=f"did you mean {near[0]}?"
+            if near
+            else f"write a table [{SITES_TABLE}.{name}] in one of them",
+        )
     merged: dict[str, Any] = {}
     for table in tables:
         merged |= table
@@ -116,21 +125,6 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
                 next_step="correct the file",
             )
     return trees
-
-
-def _unknown_site(
-    name: str, trees: list[Tree], project_path: Path, environ: Mapping[str, str]
-) -> ConfigError:
-    known = [*dict.fromkeys(site for tree in trees for site in tree.values[SITES_TABLE]), *BACKENDS]
-    near = difflib.get_close_matches(name, known, n=1)
-    looked = " and ".join(str(path) for path in site_files(project_path, environ))
-    return ConfigError(
-        f"there is no site {show_value(name)}; looked in {looked}",
-        allowed=", ".join(dict.fromkeys(known)),
-        next_step=f"did you mean {near[0]}?"
-        if near
-        else f"write a table [{SITES_TABLE}.{name}] in one of them",
-    )
 
 
 def _refuse_entries(

@@ -80,7 +80,7 @@ class Submitter:
         with lock_name(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
-                request = _choose_free_dir(request)
+                request = replace(request, home=str(_find_free_dir(request)))
             elif has_ref(earlier):
                 return Submitted(ref=read_ref(job_path_of(earlier)), plan=plan, is_new=False)
             else:
@@ -267,21 +267,19 @@ def lock_name(root: Path, name: str) -> FileLock:
     return FileLock(root / f".{name}.submit.lock")
 
 
-def _choose_free_dir(request: JobRequest) -> JobRequest:
-    """Return the request with a directory that no job has: its own may have been taken since it was named.
+def _find_free_dir(request: JobRequest) -> Path:
+    """Return a directory that no job has: the request's own may have been taken since it was named.
 
     Raises: CheckRefused if the run file or a flag names one that is taken.
     """
     home, spec = Path(request.home), request.resolved.spec
-    if not has_plan(home):
-        return request
-    if spec.output.dir is not None:
+    if has_plan(home) and spec.output.dir is not None:
         raise CheckRefused(
             f"{home} is the directory of another job",
             allowed="a directory of its own for every job",
             next_step="name another output.dir, or go on in it with --resume",
         )
-    return replace(request, home=str(name_job_dir(home.parent, spec.name, request.submitted_at)))
+    return name_job_dir(home.parent, spec.name, request.submitted_at) if has_plan(home) else home
 
 
 # Which job may follow in the directory of one that has ended. By itself the run goes on after exit code 75
