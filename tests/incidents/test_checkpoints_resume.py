@@ -37,43 +37,13 @@ from strop.spec import load_spec
 from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint
-from tests.fixtures.attempts import LIMIT_S, Bench
+from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
 from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, Curve, new_run, read_curve, tiny_spec
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 5
 NUM_KILLS = 6
 MAX_ROUNDS = 6
-RUN_FILE = """
-name = "killed"
-seed = 3
-[model]
-uri = "{model}"
-dtype = "{dtype}"
-[task]
-name = "reverse-text"
-partial_marks = "any-order"
-num_train = 20
-num_held_out = 4
-max_words = 1
-max_reply_tokens = 12
-[optimizer]
-lr = 1e-3
-[train]
-steps = {steps}
-prompts_per_step = 3
-group_size = 4
-checkpoint_every = 2
-accept = "weights: a random model for a test; audit: it earns something"
-[eval]
-every = 3
-num_examples = 2
-num_samples = 2
-[placement]
-threads = 1
-"""
-
-
 # In the order in which a run comes by. The end of a line is the moment before it happens.
 DEATHS = (
     r"os\.rename .*/runs/[^/]*\.partial-[^/]*$",  # the run directory is whole and has no name yet
@@ -89,11 +59,6 @@ DEATHS = (
     r"os\.rename .*/checkpoints/step-000005\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/checkpoints/step-000002$",  # all is trained, and the run not marked as done
 )
-
-
-def describe_run(model_dir: Path, dtype: str, num_steps: int = NUM_STEPS) -> str:
-    """Return the text of a run file."""
-    return RUN_FILE.format(model=model_dir, dtype=dtype, steps=num_steps)
 
 
 def finish(bench: Bench) -> Curve:
@@ -121,7 +86,10 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    bench = Bench(tmp_path_factory.mktemp("whole") / dtype, describe_run(tiny_model_dir, dtype))
+    bench = Bench(
+        tmp_path_factory.mktemp("whole") / dtype,
+        describe_run("killed", tiny_model_dir, NUM_STEPS, dtype=dtype),
+    )
     curve = finish(bench)
     assert [line["step"] for line in curve.metrics] == list(range(1, NUM_STEPS + 1))
     assert sorted(curve.evals) == [f"reverse-text-step-00000{step}.json" for step in (0, 3, 5)]
@@ -134,7 +102,7 @@ def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def new_bench(dtype: str, tmp_path: Path, tiny_model_dir: Path) -> Callable[[str], Bench]:
-    return lambda name: Bench(tmp_path / name, describe_run(tiny_model_dir, dtype))
+    return lambda name: Bench(tmp_path / name, describe_run("killed", tiny_model_dir, NUM_STEPS, dtype=dtype))
 
 
 @pytest.mark.slow
@@ -340,7 +308,7 @@ def test_ckp_6_a_run_directory_that_cannot_be_written_is_refused_by_name(
     place = make_unwritable(tmp_path, kind)
     run_file = tmp_path / "run.toml"
     # The model does not exist either: the refusal comes before it is looked for.
-    run_file.write_text(describe_run(tmp_path / "absent", "float32", num_steps=2))
+    run_file.write_text(describe_run("killed", tmp_path / "absent", 2))
     resolved = load_spec(run_file, [f"{setting}={place}"])
     with pytest.raises(CheckRefused, match="the run's directory cannot be written to ") as caught:
         train_here(resolved, SilentObserver(), on_run=lambda run_dir: None)
@@ -354,7 +322,7 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: three of four sweep jobs left traces only; results were copied at a successful end."""
-    bench = Bench(tmp_path / "killed", describe_run(tiny_model_dir, "float32", num_steps=500))
+    bench = Bench(tmp_path / "killed", describe_run("killed", tiny_model_dir, 500))
     process = bench.start()
     bench.wait_until_begun(process)
     run = bench.only_run()

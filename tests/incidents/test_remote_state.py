@@ -17,43 +17,17 @@ from strop.run.mirroring import continue_from
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver
-from tests.fixtures.attempts import Bench
+from tests.fixtures.attempts import Bench, describe_run
 from tests.fixtures.mirrored import Clock, PlayedRun, list_files, model_bytes
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.tiny_run import Curve
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 5
-RUN_FILE = """
-name = "remote"
-seed = 3
-[model]
-uri = "{model}"
-dtype = "float32"
-[task]
-name = "reverse-text"
-partial_marks = "any-order"
-num_train = 20
-num_held_out = 4
-max_words = 1
-max_reply_tokens = 12
-[optimizer]
-lr = 1e-3
-[train]
-steps = {steps}
-prompts_per_step = 3
-group_size = 4
-checkpoint_every = 2
-accept = "weights: a random model for a test; audit: it earns something"
-[eval]
-every = 3
-num_examples = 2
-num_samples = 2
-[placement]
-threads = 1
+# On a busy machine the uploader, which gives way to everybody, takes minutes.
+STORE = """
 [store]
 mirror_every_s = 0.1
-# On a busy machine the uploader, which gives way to everybody, takes minutes.
 flush_limit_s = 280.0
 stop_flush_limit_s = 280.0
 """
@@ -66,8 +40,8 @@ DEATHS = (
 )
 
 
-def describe_run(model_dir: Path) -> str:
-    return RUN_FILE.format(model=model_dir, steps=NUM_STEPS)
+def short_run(model_dir: Path) -> str:
+    return describe_run("remote", model_dir, NUM_STEPS) + STORE
 
 
 @pytest.mark.parametrize(
@@ -80,7 +54,7 @@ def test_ckp_6_a_store_that_cannot_be_written_is_refused_before_anything_else(
     proxy.spoil = lambda exchange: fault if exchange.method == "PUT" else None
     run_file = tmp_path / "run.toml"
     # The model does not exist either: the refusal comes before it is looked for.
-    run_file.write_text(describe_run(tmp_path / "absent"))
+    run_file.write_text(short_run(tmp_path / "absent"))
     resolved = load_spec(run_file, [f"store.uri={s3_root}", f"output.root={tmp_path / 'runs'}"])
     with pytest.raises(
         CheckRefused, match=f"runs cannot be mirrored to s3://.*/checkpoints: .*{expected}"
@@ -94,7 +68,7 @@ def test_ckp_6_a_store_that_cannot_be_written_is_refused_before_anything_else(
 @pytest.fixture(scope="module")
 def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """A run that nobody disturbed."""
-    return Bench(tmp_path_factory.mktemp("whole") / "bench", describe_run(tiny_model_dir)).finish()
+    return Bench(tmp_path_factory.mktemp("whole") / "bench", short_run(tiny_model_dir)).finish()
 
 
 @pytest.mark.slow
@@ -107,7 +81,7 @@ def test_ckp_6_the_disk_is_lost_again_and_again_and_the_curve_stays_the_same(
     store. A checkpoint that had not arrived is trained again.
     """
     store = tmp_path / "store"
-    text = describe_run(tiny_model_dir) + f'uri = "{store}"\nmirror = true\n'
+    text = short_run(tiny_model_dir) + f'uri = "{store}"\nmirror = true\n'
     bench = Bench(tmp_path / "0", text)
     # The first one may end when its first checkpoint is there.
     assert bench.end(Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)) == 75

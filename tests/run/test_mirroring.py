@@ -30,47 +30,18 @@ from strop.store import get_model
 from strop.store.opening import open_record_store
 from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
-from tests.fixtures.attempts import LIMIT_S, Bench, start_command, wait_for_end, wait_until
+from tests.fixtures.attempts import LIMIT_S, Bench, describe_run, start_command, wait_for_end, wait_until
 from tests.fixtures.object_store import Exchange, SpoilingProxy
 from tests.fixtures.tiny_run import Curve, Notes, read_curve
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 6
 MIRROR_ALARMS = {"upload_failed", "upload_incomplete", "uploader_died", "mirror_fenced"}
-RUN_FILE = """
-name = "here"
-seed = 3
-[model]
-uri = "{model}"
-dtype = "float32"
-[task]
-name = "reverse-text"
-partial_marks = "any-order"
-num_train = 20
-num_held_out = 4
-max_words = 1
-max_reply_tokens = 12
-[optimizer]
-lr = 1e-3
-[train]
-steps = {steps}
-prompts_per_step = 2
-group_size = 3
-checkpoint_every = 2
-accept = "weights: a random model for a test; audit: it earns something"
-[eval]
-every = 3
-num_examples = 2
-num_samples = 2
-[placement]
-threads = 1
-[store]
-mirror_every_s = 0.1
-"""
 
 
-def describe_run(model_dir: Path, steps: int = NUM_STEPS) -> str:
-    return RUN_FILE.format(model=model_dir, steps=steps)
+def short_run(model_dir: Path) -> str:
+    text = describe_run("here", model_dir, NUM_STEPS, prompts_per_step=2, group_size=3)
+    return text + "[store]\nmirror_every_s = 0.1\n"
 
 
 class Here:
@@ -80,7 +51,7 @@ class Here:
         folder.mkdir(parents=True, exist_ok=True)
         self.runs_path = folder / "runs"
         self.run_file = folder / "run.toml"
-        self.run_file.write_text(describe_run(model_dir))
+        self.run_file.write_text(short_run(model_dir))
         self.store_uri = store_uri
         self.notes = Notes()
 
@@ -105,7 +76,7 @@ def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
 @pytest.fixture(scope="module")
 def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """A run that nobody disturbed, and nobody mirrored."""
-    bench = Bench(tmp_path_factory.mktemp("whole") / "bench", describe_run(tiny_model_dir))
+    bench = Bench(tmp_path_factory.mktemp("whole") / "bench", short_run(tiny_model_dir))
     return bench.finish()
 
 
@@ -288,7 +259,7 @@ def test_a_run_goes_on_from_its_mirror_on_another_machine(
     here: Here, tmp_path: Path, whole: Curve, tiny_model_dir: Path
 ) -> None:
     """Stopped by a signal after step 3; the machine is gone; another one has the run file and the store."""
-    bench = Bench(tmp_path / "first", describe_run(tiny_model_dir))
+    bench = Bench(tmp_path / "first", short_run(tiny_model_dir))
     with bench.run_file.open("a") as file:
         file.write(f'uri = "{here.store_uri}"\nmirror = true\n')
     stop = Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)
@@ -472,7 +443,7 @@ def test_all_is_killed_and_the_run_goes_on_from_s3(
     here: Here, s3_root: str, tmp_path: Path, whole: Curve, tiny_model_dir: Path
 ) -> None:
     """A kill -9 of trainer and uploader, once a checkpoint is in the store; the disk is lost."""
-    bench = Bench(tmp_path / "first", describe_run(tiny_model_dir))
+    bench = Bench(tmp_path / "first", short_run(tiny_model_dir))
     with bench.run_file.open("a") as file:
         file.write(f'uri = "{s3_root}"\n')
     # The loop is held at the metrics of step 4 until the checkpoint of step 2 has arrived.

@@ -11,41 +11,9 @@ import pytest
 from strop.rollout import Split
 from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
-from tests.fixtures.attempts import Bench
+from tests.fixtures.attempts import Bench, describe_run
 from tests.fixtures.train_here import Moment
 
-RUN_FILE = """
-name = "killed"
-seed = 3
-[model]
-uri = "{model}"
-dtype = "float32"
-[task]
-name = "reverse-text"
-partial_marks = "any-order"
-num_train = 20
-num_held_out = 4
-max_words = 1
-max_reply_tokens = 12
-[optimizer]
-lr = 1e-3
-[train]
-terms = "{terms}"
-steps = 5
-prompts_per_step = 3
-group_size = 4
-checkpoint_every = 2
-accept = "weights: a random model for a test; audit: it earns something"
-[sft]
-source = "rows.jsonl"
-rows_per_step = 6
-[eval]
-every = 3
-num_examples = 2
-num_samples = 2
-[placement]
-threads = 1
-"""
 DEATHS = (
     r"os\.rename .*/checkpoints/step-000002\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/eval/reverse-text-step-000003\.json",  # right after the metrics of step 3
@@ -60,7 +28,8 @@ def make_bench(folder: Path, model_dir: Path, terms: str) -> Bench:
         for example in task.examples(Split.TRAIN)
         if example.answer is not None and len(example.answer) < 12
     ]
-    bench = Bench(folder, RUN_FILE.format(model=model_dir, terms=terms))
+    text = describe_run("killed", model_dir).replace("[train]", f'[train]\nterms = "{terms}"')
+    bench = Bench(folder, f'{text}[sft]\nsource = "rows.jsonl"\nrows_per_step = 6\n')
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return bench
 
