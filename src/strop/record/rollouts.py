@@ -185,15 +185,11 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"{path} cannot be read ({error.strerror})",
-        allowed="a rollouts file of a run",
-        next_step="list the run's rollouts/ for the steps that it has",
-    )
+        raise StoreError(
+            f"{path} cannot be read ({error.strerror})",
+            allowed="a rollouts file of a run",
+            next_step="list the run's rollouts/ for the steps that it has",
+        ) from error
 
 
 def _no_rollouts(path: Path, error: Exception) -> CorruptRecord:
@@ -214,7 +210,18 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "answer": rollout.example.answer,
         "step": rollout.step,
         "sample_index": rollout.sample_index,
-        "turns": [_turn_to_row(turn) for turn in rollout.turns],
+        "turns": [
+            {
+                "role": turn.role,
+                "text": turn.text,
+                "token_ids": turn.token_ids,
+                "logprobs": turn.logprobs,
+                "policy_version": turn.policy_version,
+                "finish_reason": turn.finish_reason and turn.finish_reason.value,
+                "segments": [{"start": one.start, "version": one.version} for one in turn.segments],
+            }
+            for turn in rollout.turns
+        ],
         "reward": outcome.reward,
         "reward_parts": list(outcome.parts.items()),
         "is_correct": outcome.is_correct,
@@ -234,18 +241,6 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _turn_to_row(turn: Turn) -> dict[str, Any]:
-    return {
-        "role": turn.role,
-        "text": turn.text,
-        "token_ids": turn.token_ids,
-        "logprobs": turn.logprobs,
-        "policy_version": turn.policy_version,
-        "finish_reason": turn.finish_reason and turn.finish_reason.value,
-        "segments": [{"start": one.start, "version": one.version} for one in turn.segments],
-    }
-
-
 def _from_row(row: dict[str, Any]) -> Rollout:
     failure = row["failure"]
     outcome = Outcome(
@@ -259,11 +254,23 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         metrics=row["metrics"],
         failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
     )
+    turns = tuple(
+        Turn(
+            role=turn["role"],
+            text=turn["text"],
+            token_ids=np.array(turn["token_ids"], dtype=np.int32),
+            logprobs=None if turn["logprobs"] is None else np.array(turn["logprobs"], dtype=np.float32),
+            policy_version=turn["policy_version"],
+            finish_reason=None if turn["finish_reason"] is None else FinishReason(turn["finish_reason"]),
+            segments=tuple(VersionSegment(**one) for one in turn["segments"]),
+        )
+        for turn in row["turns"]
+    )
     return Rollout(
         example=_to_example(row),
         step=row["step"],
         sample_index=row["sample_index"],
-        turns=tuple(_turn_from_row(turn) for turn in row["turns"]),
+        turns=turns,
         outcome=outcome,
         sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
         seconds=row["seconds"],
@@ -276,17 +283,4 @@ def _to_example(row: dict[str, Any]) -> Example:
         example_id=row["example_id"],
         fields=json.loads(row["fields"]),
         answer=row["answer"],
-    )
-
-
-def _turn_from_row(row: dict[str, Any]) -> Turn:
-    reason = row["finish_reason"]
-    return Turn(
-        role=row["role"],
-        text=row["text"],
-        token_ids=np.array(row["token_ids"], dtype=np.int32),
-        logprobs=None if row["logprobs"] is None else np.array(row["logprobs"], dtype=np.float32),
-        policy_version=row["policy_version"],
-        finish_reason=None if reason is None else FinishReason(reason),
-        segments=tuple(VersionSegment(**one) for one in row["segments"]),
     )

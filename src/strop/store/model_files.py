@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io.atomic import (
@@ -41,8 +41,17 @@ def check_model_dir(path: Path) -> None:
         missing.append("config.json")
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer.model").is_file():
         missing.append("tokenizer.json")
-    if (path / WEIGHTS_INDEX).is_file():
-        missing += [name for name in _shard_names(path / WEIGHTS_INDEX) if not (path / name).is_file()]
+    index_path = path / WEIGHTS_INDEX
+    if index_path.is_file():
+        try:
+            shards = sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CorruptRecord(
+                f"{index_path} is not an index of weights ({error})",
+                allowed='a JSON object whose "weight_map" names the file of each tensor',
+                next_step="fetch or export the model again",
+            ) from error
+        missing += [name for name in shards if not (path / name).is_file()]
     elif not any(path.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
@@ -82,7 +91,12 @@ def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
         own = {name: file for name, file in manifest.files.items() if "/" not in name}
         return {name: record.sha256 for name, record in own.items() if _is_model_file(path / name)}
     memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
-    remembered = _read_memory(memory_path)
+    try:
+        remembered = json.loads(memory_path.read_bytes())
+    except (OSError, ValueError):
+        remembered = {}
+    if not isinstance(remembered, dict):
+        remembered = {}
     files = {entry.name: entry.stat() for entry in path.iterdir() if _is_model_file(entry)}
     # The time of change too: a copy may bring its time of modification along.
     marks = {name: [found.st_size, found.st_mtime_ns, found.st_ctime_ns] for name, found in files.items()}
@@ -94,37 +108,13 @@ def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
     fresh = hash_files(path, sorted(set(marks) - set(known)))
     sha256_by_name = known | fresh
     if fresh:
-        _write_memory(memory_path, {n: {"mark": marks[n], "sha256": sha256_by_name[n]} for n in marks})
+        content = {name: {"mark": marks[name], "sha256": sha256_by_name[name]} for name in marks}
+        # A read-only home costs the next start one more hash; it is no reason to stop this one.
+        with suppress(OSError, StoreError):
+            memory_path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomically(memory_path, json.dumps(content).encode())
     return sha256_by_name
 
 
 def _is_model_file(path: Path) -> bool:
     return path.suffix in MODEL_SUFFIXES and path.is_file()
-
-
-def _shard_names(index_path: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptRecord(
-            f"{index_path} is not an index of weights ({error})",
-            allowed='a JSON object whose "weight_map" names the file of each tensor',
-            next_step="fetch or export the model again",
-        ) from error
-
-
-def _read_memory(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _write_memory(path: Path, content: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(path, json.dumps(content).encode())
-    except (OSError, StoreError):
-        # A read-only home costs the next start one more hash; it is no reason to stop this one.
-        return

@@ -332,9 +332,14 @@ def open_package_weights(package: PackageName, *, offline: bool) -> Iterator[Pat
 
     Raises: ConfigError if the package ships none; StoreError if it cannot be had.
     """
-    installed = _find_installed(package)
-    if installed is not None:
-        yield installed
+    try:
+        distribution = importlib.metadata.distribution(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        distribution = None
+    if distribution is not None and distribution.version == package.version:
+        names = [entry for entry in distribution.files or [] if str(entry).endswith(".gguf")]
+        found = [Path(str(distribution.locate_file(name))) for name in names]
+        yield _only_gguf(package, [path for path in found if path.is_file()])
         return
     if offline:
         raise _unobtainable(package, "it is not installed and offline mode is on")
@@ -370,18 +375,6 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
         model.save_pretrained(target)
         model.generation_config.save_pretrained(target)
         tokenizer.save_pretrained(target)
-
-
-def _find_installed(package: PackageName) -> Path | None:
-    try:
-        distribution = importlib.metadata.distribution(package.name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if distribution.version != package.version:
-        return None
-    names = [entry for entry in distribution.files or [] if str(entry).endswith(".gguf")]
-    found = [Path(str(distribution.locate_file(name))) for name in names]
-    return _only_gguf(package, [path for path in found if path.is_file()])
 
 
 def _only_gguf(package: PackageName, found: list[Path]) -> Path:

@@ -200,7 +200,19 @@ class RecordStore:
             if path.exists() and _is_same_record(path, manifest, replace=replace):
                 return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
             incoming = path.with_name(path.name + INCOMING_SUFFIX)
-            moved = self._fetch_missing(uri, manifest, incoming)
+            _make_directory(incoming)
+            # What an interrupted call left that does not belong to this record goes, its seal included.
+            for entry in incoming.rglob("*"):
+                if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
+                    entry.unlink()
+            for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
+                if not any(below.is_file() for below in entry.rglob("*")):
+                    shutil.rmtree(entry)
+            files = manifest.files
+            moved = tuple(name for name in sorted(files) if not _is_kept(incoming / name, files[name]))
+            side_by_side(
+                lambda name: self._fetch_file(join_uri(uri, name), incoming / name, files[name]), moved
+            )
             try:
                 sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=manifest.sha256_by_name)
                 publish_directory(incoming, path, replace=replace)
@@ -208,18 +220,6 @@ class RecordStore:
             except OSError as error:
                 raise explain_write_failure(error, path) from error
         return Transfer(uri=uri, manifest=sealed, moved=moved)
-
-    def _fetch_missing(self, uri: str, manifest: Manifest, incoming: Path) -> tuple[str, ...]:
-        """Fetch what an earlier call did not; return the names, sorted."""
-        _make_directory(incoming)
-        _remove_others(incoming, manifest)
-        names = tuple(
-            name for name, record in sorted(manifest.files.items()) if not _is_kept(incoming / name, record)
-        )
-        side_by_side(
-            lambda name: self._fetch_file(join_uri(uri, name), incoming / name, manifest.files[name]), names
-        )
-        return names
 
     def _fetch_file(self, uri: str, path: Path, promised: FileRecord) -> None:
         stored = self._objects.find(uri)
@@ -253,14 +253,11 @@ class RecordStore:
         return Transfer(uri=stored.uri, manifest=manifest, moved=() if is_kept else (path.name,))
 
     def _send(self, path: Path, uri: str, facts: Mapping[str, Any] | None, *, replace: bool) -> Transfer:
-        if path.is_file():
-            return self._send_object(path, uri, replace=replace)
-        if not path.is_dir():
+        if path.is_dir():
+            manifest, paths = describe_directory(path, facts)
+            return self._send_files(paths, uri, manifest, replace=replace, is_whole=True)
+        if not path.is_file():
             raise _no_source(path)
-        manifest, paths = describe_directory(path, facts)
-        return self._send_files(paths, uri, manifest, replace=replace, is_whole=True)
-
-    def _send_object(self, path: Path, uri: str, *, replace: bool) -> Transfer:
         record = describe_files({path.name: path})[path.name]
         manifest = Manifest(files={path.name: record})
         stored = self._objects.find(uri)
@@ -284,7 +281,10 @@ class RecordStore:
         """Send what is missing, then the manifest, unless the same one is there already."""
         found = self.find_manifest(uri)
         if found is not None and not replace:
-            _require_same(uri, manifest, found, is_whole=is_whole)
+            mine, theirs = manifest.sha256_by_name, found.sha256_by_name
+            for name in sorted(mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    raise _other_record(uri, name)
         if found is not None and not is_whole:
             manifest = Manifest(
                 files={**found.files, **manifest.files}, facts={**found.facts, **manifest.facts}
@@ -362,15 +362,6 @@ def describe_directory(
     return Manifest(files=describe_files(paths), facts=dict(facts or {})), paths
 
 
-def _require_same(uri: str, manifest: Manifest, found: Manifest, *, is_whole: bool) -> None:
-    """Refuse to put another content under a name that a complete record has."""
-    mine, theirs = manifest.sha256_by_name, found.sha256_by_name
-    names = mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()
-    for name in sorted(names):
-        if mine.get(name) != theirs.get(name):
-            raise _other_record(uri, name)
-
-
 def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
     """Hash files, and return what a manifest promises about them, by the given names."""
     # Times first: a change after this moment is seen when the file has been sent.
@@ -407,16 +398,6 @@ def _is_same_record(path: Path, manifest: Manifest, *, replace: bool) -> bool:
     except StoreError:
         return False  # Damaged since; fetched again.
     return is_same
-
-
-def _remove_others(incoming: Path, manifest: Manifest) -> None:
-    """Remove what an interrupted call left that does not belong to this record, its seal included."""
-    for entry in incoming.rglob("*"):
-        if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
-            entry.unlink()
-    for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
-        if not any(below.is_file() for below in entry.rglob("*")):
-            shutil.rmtree(entry)
 
 
 def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:

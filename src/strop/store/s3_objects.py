@@ -166,7 +166,15 @@ class S3Objects:
     def upload(self, path: Path, uri: str, sha256: str) -> None:
         """Send a file in one request or in parts."""
         if path.stat().st_size >= self._settings.part_bytes:
-            self._abort_orphans(uri)
+            # Uploads of this very object that a killed process began a day ago or earlier.
+            key, now = parse_s3(uri).key, dt.datetime.now(dt.UTC)
+            self._abort_uploads(
+                uri,
+                key,
+                lambda entry: (
+                    entry["Key"] == key and (now - entry["Initiated"]).total_seconds() > ORPHAN_AGE_S
+                ),
+            )
         self._send(path, uri, sha256)
 
     def _send(self, content: Path | bytes, uri: str, sha256: str) -> None:
@@ -264,15 +272,6 @@ class S3Objects:
             parts = iter(lambda: file.read(step), b"")
             md5s = [hashlib.md5(part, usedforsecurity=False).digest() for part in parts]
         return f"{hashlib.md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
-
-    def _abort_orphans(self, uri: str) -> None:
-        """Give up uploads of this very object that a killed process began a day ago or earlier."""
-        key, now = parse_s3(uri).key, dt.datetime.now(dt.UTC)
-
-        def is_orphan(entry: dict[str, Any]) -> bool:
-            return bool(entry["Key"] == key and (now - entry["Initiated"]).total_seconds() > ORPHAN_AGE_S)
-
-        self._abort_uploads(uri, key, is_orphan)
 
     def _abort_uploads(self, uri: str, prefix: str, is_meant: Callable[[dict[str, Any]], bool]) -> None:
         from botocore.exceptions import ClientError

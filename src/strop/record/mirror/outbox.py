@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,15 +184,37 @@ class TraceSender:
         Raises: StoreErrors; OSError if a file cannot be read.
         """
         # Taken before the rollouts are listed, and sent after them.
-        logs = {name: data for name in LOGS if (data := self._read_log(name, is_whole)) is not None}
+        logs = {
+            name: (sign(self._run_path / name), cut_at_line_end((self._run_path / name).read_bytes()))
+            for name in LOGS
+            if self._is_due(name, is_whole=is_whole)
+        }
         names = [name for name in self._list_names() if self._is_due(name, is_whole=is_whole)]
-        for missing in self._drop_known(names):
-            self._send(missing)
+        if not self._has_compared:
+            # What an earlier uploader sent is left out: the store is asked once, by digests.
+            fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
+            missing = set(self._store.plan_put(fixed, self._uri).moved)
+            for name in fixed.keys() - missing:
+                self._sent[name] = sign(self._run_path / name)
+            self._has_compared = True
+            names = [name for name in names if name not in fixed or name in missing]
+        for name in names:
+            path, place = self._run_path / name, join_uri(self._uri, name)
+            # A resumed run removes what it writes anew.
+            with suppress(FileNotFoundError):
+                signature = sign(path)
+                is_growing = path.suffix in _GROWING
+                if signature[0] <= SMALL_BYTES or is_growing:
+                    data = path.read_bytes()
+                    self._store.write(place, cut_at_line_end(data) if is_growing else data)
+                else:
+                    self._store.put_file(pin_file(self._run_path, path), place)
+                self._sent[name] = signature
             if should_yield():
                 return False
-        for log, (content, signature) in logs.items():
-            self._store.write(join_uri(self._uri, log), content)
-            self._sent[log] = signature
+        for name, (signature, content) in logs.items():
+            self._store.write(join_uri(self._uri, name), content)
+            self._sent[name] = signature
         return True
 
     def _list_names(self) -> Iterator[str]:
@@ -200,17 +223,6 @@ class TraceSender:
                 if path.is_file() and not path.is_symlink() and LEFTOVER_PATTERN.search(path.name) is None:
                     yield path.relative_to(self._run_path).as_posix()
         yield from (name for name in _SINGLE if (self._run_path / name).is_file())
-
-    def _drop_known(self, names: list[str]) -> list[str]:
-        """Leave out what an earlier uploader sent: asked of the store once, by digests."""
-        if self._has_compared:
-            return names
-        fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
-        missing = set(self._store.plan_put(fixed, self._uri).moved)
-        for name in fixed.keys() - missing:
-            self._sent[name] = sign(self._run_path / name)
-        self._has_compared = True
-        return [name for name in names if name not in fixed or name in missing]
 
     def _is_due(self, name: str, *, is_whole: bool) -> bool:
         try:
@@ -224,27 +236,6 @@ class TraceSender:
         return is_shorter or size_bytes - before[0] > (
             0 if size_bytes < EAGER_BYTES else GROWTH_FRAC * before[0]
         )
-
-    def _read_log(self, name: str, is_whole: bool) -> tuple[bytes, Signature] | None:
-        path = self._run_path / name
-        if not path.is_file() or not self._is_due(name, is_whole=is_whole):
-            return None
-        signature = sign(path)
-        return cut_at_line_end(path.read_bytes()), signature
-
-    def _send(self, name: str) -> None:
-        path, place = self._run_path / name, join_uri(self._uri, name)
-        try:
-            signature = sign(path)
-            is_growing = path.suffix in _GROWING
-            if signature[0] <= SMALL_BYTES or is_growing:
-                data = path.read_bytes()
-                self._store.write(place, cut_at_line_end(data) if is_growing else data)
-            else:
-                self._store.put_file(pin_file(self._run_path, path), place)
-        except FileNotFoundError:
-            return  # A resumed run removes what it writes anew.
-        self._sent[name] = signature
 
 
 def sign(path: Path) -> Signature:

@@ -227,7 +227,21 @@ def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
 
 def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) -> list[str]:
     """Bring what is not here with its digest; return the names that moved."""
-    are_moved = side_by_side(lambda name: _fetch_object(store, uris[name], folder / name), uris)
+
+    def fetch(name: str) -> bool:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for num_left in reversed(range(NUM_OBJECT_ATTEMPTS)):
+            try:
+                return store.get_object(uris[name], path)
+            except RemoteMissing:
+                raise
+            except StoreError:  # Its writer replaced it meanwhile.
+                if not num_left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    are_moved = side_by_side(fetch, uris)
     return [name for name, is_moved in zip(uris, are_moved, strict=True) if is_moved]
 
 
@@ -241,20 +255,6 @@ def _list_traces(store: RecordStore, uri: str) -> dict[str, str]:
         if is_inner_name(name):
             found[name] = stored.uri
     return found
-
-
-def _fetch_object(store: RecordStore, uri: str, path: Path) -> bool:
-    """Fetch one object, again where its writer replaced it meanwhile; return whether it moved."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for attempt_index in range(NUM_OBJECT_ATTEMPTS):
-        try:
-            return store.get_object(uri, path)
-        except RemoteMissing:
-            raise
-        except StoreError:
-            if attempt_index == NUM_OBJECT_ATTEMPTS - 1:
-                raise
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _name_record(found: RemoteRun, part: str) -> str | None:

@@ -227,7 +227,18 @@ class Uploader:
             self._send_pinned(pinned)
         finally:
             unpin(self._run.path)
-        self._note_skipped(step)
+        sent_step = self._sent_step
+        skipped = [
+            event.step
+            for event in (self._run.events.read() if sent_step is not None else ())
+            if event.kind is EventKind.CHECKPOINT
+            and event.cause == "written"
+            and sent_step is not None
+            and sent_step < event.step < step
+        ]
+        if skipped:  # Complete and never sent, because sending is slower than saving.
+            steps = ", ".join(map(str, sorted(set(skipped))))
+            self._note("upload_skipped", f"checkpoints not sent, as step {step} was newer: {steps}")
         self._sent_step = step
         self._is_retention_due = True
         return not self._has_news()
@@ -235,7 +246,14 @@ class Uploader:
     def _send_pinned(self, pinned: PinnedCheckpoint) -> None:
         assert self._latest is not None
         order, began_at = self._order, self._clock()
-        name, found = self._choose_name(pinned)
+        name = RecordName(step=pinned.step)
+        found = self._find(name)
+        if found is not None and not _holds(found, pinned.manifest):
+            # A complete record stays; this content gets a name of its own.
+            name = RecordName(step=pinned.step, fence=self._latest.fence)
+            found = self._find(name)
+            if found is not None and not _holds(found, pinned.manifest):
+                found = None
         uri = name.uri(order.uri, self._run.state.name)
         if found is None:
             facts = {
@@ -257,17 +275,6 @@ class Uploader:
 
     def _require_claim(self) -> None:
         require_claim(self._store, self._order.uri, self._order.owner)
-
-    def _choose_name(self, pinned: PinnedCheckpoint) -> tuple[RecordName, Manifest | None]:
-        """Return the name that this content has in the store, or may have; a complete record stays."""
-        assert self._latest is not None
-        plain = RecordName(step=pinned.step)
-        found = self._find(plain)
-        if found is None or _holds(found, pinned.manifest):
-            return plain, found
-        own = RecordName(step=pinned.step, fence=self._latest.fence)
-        found = self._find(own)
-        return own, found if found is not None and _holds(found, pinned.manifest) else None
 
     def _find(self, name: RecordName) -> Manifest | None:
         return self._store.find_manifest(name.uri(self._order.uri, self._run.state.name))
@@ -328,21 +335,6 @@ class Uploader:
         finally:
             unpin(self._run.path)
         return True
-
-    def _note_skipped(self, step: int) -> None:
-        """Say which checkpoints were complete and never sent, because sending is slower than saving."""
-        if self._sent_step is None:
-            return
-        skipped = sorted(
-            event.step
-            for event in self._run.events.read()
-            if event.kind is EventKind.CHECKPOINT
-            and event.cause == "written"
-            and self._sent_step < event.step < step
-        )
-        if skipped:
-            steps = ", ".join(map(str, dict.fromkeys(skipped)))
-            self._note("upload_skipped", f"checkpoints not sent, as step {step} was newer: {steps}")
 
     def _note_success(self, part: _Part) -> None:
         if part.num_failures:
