@@ -228,6 +228,19 @@ class JobPlan:
     conflicts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
+    def refer_to(self, job_id: str, details: Mapping[str, Any] | None = None) -> JobRef:
+        """Return the reference to this plan's job, which its scheduler knows as `job_id`."""
+        return JobRef(
+            name=self.name,
+            site=self.site,
+            backend=self.backend,
+            home=self.home,
+            job_id=job_id,
+            plan_hash=self.plan_hash,
+            submitted_at=self.submitted_at,
+            details=details or {},
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRef:

@@ -219,15 +219,7 @@ class FakeBackend:
         number = 1
         while True:
             path = self._folder / f"{number}.json"
-            ref = JobRef(
-                name=plan.name,
-                site=plan.site,
-                backend=self.name,
-                home=plan.home,
-                job_id=f"fake-{number}",
-                plan_hash=plan.plan_hash,
-                submitted_at=plan.submitted_at,
-            )
+            ref = plan.refer_to(f"fake-{number}")
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:

@@ -10,10 +10,9 @@ from strop.hardware.findings import Finding, Severity
 from strop.hardware.identity import find_user_name
 from strop.launch.backends import open_backend
 from strop.launch.build_request import make_plan
-from strop.launch.container.backend import ContainerBackend, remove_leftovers
+from strop.launch.container.backend import ContainerBackend, probe_plan, remove_leftovers
 from strop.launch.container.engine import locate_engine
 from strop.launch.container.options import ContainerSite
-from strop.launch.container.probing import probe_plan
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 from tests.launch.container.test_engine import install

@@ -12,8 +12,8 @@ from strop.errors import Interrupted
 from strop.hardware.allocation import Allocation
 from strop.launch.build_request import make_plan
 from strop.launch.local.backend import LocalBackend
+from strop.launch.node.agent import check_node
 from strop.launch.node.environment import NodeTask
-from strop.launch.node.preflight import check_node
 from tests.fixtures.jobs import make_request, project, saver
 
 __all__ = ["project"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.launch.node.environment import NodeTask
-from strop.launch.node.watchdogs import PeerWatch
+from strop.launch.node.roles import PeerWatch
 
 
 def task(folder: Path, node: int) -> NodeTask:
@@ -21,7 +21,7 @@ def test_a_first_node_that_never_gives_a_sign_is_not_waited_for_for_ever(
 ) -> None:
     """Incident: node 0 was lost before its first sign of life, and the others kept their GPUs for days."""
     assert PeerWatch(task(tmp_path, 1), is_sidecar=False).check() is None
-    monkeypatch.setattr("strop.launch.node.watchdogs.FIRST_HEARTBEAT_LIMIT_S", 0.0)
+    monkeypatch.setattr("strop.launch.node.roles.FIRST_HEARTBEAT_LIMIT_S", 0.0)
     order = PeerWatch(task(tmp_path, 1), is_sidecar=False).check()
     assert order is not None
     assert (order.exit_code, order.cause) == (1, "node 0 has given no sign of life for 0 s")
@@ -30,8 +30,8 @@ def test_a_first_node_that_never_gives_a_sign_is_not_waited_for_for_ever(
 
 
 def test_a_first_node_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.launch.node.watchdogs.MAX_SILENCE_S", 0.0)
-    monkeypatch.setattr("strop.launch.node.watchdogs._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("strop.launch.node.roles.MAX_SILENCE_S", 0.0)
+    monkeypatch.setattr("strop.launch.node.roles._LOOK_EVERY_S", 0.0)
     watch = PeerWatch(task(tmp_path, 1), is_sidecar=False)
     assert watch.check() is None
     sign = tmp_path / "attempts" / "7-0" / "alive"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from strop.errors import CheckRefused, StoreError, StropError
-from strop.hardware import read_gpu_users, read_gpus
-from strop.hardware.findings import Finding
+from strop.hardware import free_disk_bytes, read_gpu_users, read_gpus
+from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.hardware.identity import find_user_name
 from strop.launch.container.command import (
     DEVICES,
@@ -29,11 +29,13 @@ from strop.launch.container.command import (
     Mount,
     choose_devices,
     complete_plan,
+    count_cpus,
     device_words,
     fill_argv,
     leased_devices,
     mounts_of,
     name_container,
+    parse_memory_bytes,
 )
 from strop.launch.container.engine import (
     Engine,
@@ -51,7 +53,6 @@ from strop.launch.container.image import (
     strop_folder,
 )
 from strop.launch.container.options import ContainerSite
-from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import (
     END_NAME,
     LOG_NAME,
@@ -76,6 +77,8 @@ START_LIMIT_S = 60.0
 """How long process 1 may take to write its identity."""
 KILL_LIMIT_S = 10.0
 _POLL_S = 0.1
+_MIN_STORAGE_BYTES = 1 << 30
+_IMPORT_CHECK = "import strop.launch.local.supervisor"
 
 
 class ContainerBackend:
@@ -131,7 +134,7 @@ class ContainerBackend:
             # A refused job must not run on, without a watcher to end it in time.
             _end_at_once(engine, name, job_path)
             raise
-        return self._refer_to(plan, details)
+        return _refer_to(plan, details)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
         """Return the job whose container was started in this home, even if it has ended since."""
@@ -144,7 +147,7 @@ class ContainerBackend:
         if facts is None and read_identity(job_path) is None:
             return None
         start_watcher(job_path)
-        return self._refer_to(plan, start)
+        return _refer_to(plan, start)
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """Ask each engine once for all containers; for those that are gone, read the record of their end."""
@@ -290,23 +293,127 @@ class ContainerBackend:
                 next_step=f"try it by hand: {engine.kind} kill --signal {signal_name} {name}",
             )
 
-    def _refer_to(self, plan: JobPlan, details: Mapping[str, Any]) -> JobRef:
-        return JobRef(
-            name=plan.name,
-            site=plan.site,
-            backend=self.name,
-            home=plan.home,
-            job_id=name_container(plan),
-            plan_hash=plan.plan_hash,
-            submitted_at=plan.submitted_at,
-            details={key: details[key] for key in ("image", "image_id", "devices")},
+
+def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Finding]:
+    """Return every finding about a plan. Raises nothing that the engine or the disk does."""
+    found = [*_probe_mounts(plan), *_probe_resources(plan)]
+    try:
+        found += _probe_engine(plan, profile)
+    except CheckRefused as error:
+        found.append(find_refusal("engine", error))
+    except StoreError as error:
+        found.append(find_refusal("engine", error, severity=Severity.UNKNOWN))
+    return found
+
+
+def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
+    engine = locate_engine(profile.engine)
+    named = str(plan.details["image"])
+    name = named or own_image(profile)
+    image = find_image(engine, name)
+    if image is None:
+        prove_engine(engine)
+        shown = ", ".join(list_images(engine)) or "none yet"
+        yield Finding(
+            code="image",
+            given=f"{engine.kind} has no image {name!r}",
+            allowed=f"an image that it has; of this project: {shown}",
+            next_step="correct `image` in the site profile, or remove it"
+            if named
+            else f"build it: python -m strop.launch.container --variant {_own_variant(profile)}",
+        )
+        return
+    proven = prove_engine(engine, image[0])
+    yield from _probe_storage(proven)
+    if profile.environment == "mounted":
+        return
+    words = ("--rm", "--pull", "never", "--network", "none", "--entrypoint", plan.python, image[0])
+    done = proven.ask("run", *words, "-c", _IMPORT_CHECK, limit_s=120.0)
+    if done.returncode != 0:
+        yield Finding(
+            code="python",
+            given=f"{plan.python} of image {name!r} cannot be the supervisor: {quote_words(done)}",
+            allowed="an image with an interpreter that has strop",
+            next_step="build the project's own image, or set `python` in the site profile",
+        )
+
+
+def _probe_storage(engine: Engine) -> Iterator[Finding]:
+    """Check the free space where containers write outside the job's home."""
+    word = "{{.Store.GraphRoot}}" if engine.kind == "podman" else "{{.DockerRootDir}}"
+    done = engine.ask("info", "--format", word)
+    free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
+    shown = "an unknown amount" if free is None else f"{free / 1e9:.2f} GB"
+    if free is None or free < _MIN_STORAGE_BYTES:
+        yield Finding(
+            code="storage",
+            given=f"the storage of {engine.kind} has {shown} free",
+            allowed=f"{_MIN_STORAGE_BYTES / 1e9:.1f} GB or more for what is written beside the job's home",
+            next_step="free some: remove images that are not needed",
+            severity=Severity.UNKNOWN if free is None else Severity.ERROR,
+        )
+
+
+def _probe_mounts(plan: JobPlan) -> Iterator[Finding]:
+    shown = mounts_of(plan.details)
+    for mount in shown:
+        # The home is made when the job is submitted.
+        if mount.source == plan.home or Path(mount.source).exists():
+            continue
+        yield Finding(
+            code="mount",
+            given=f"{mount.source} is not there, and was to be shown as {mount.target}",
+            allowed="folders of this machine",
+            next_step="make it, or correct mounts or the variable in the site profile",
+            severity=Severity.WARNING if mount.is_optional else Severity.ERROR,
+        )
+    inside = [mount.target for mount in shown]
+    for path in plan.details.get("paths", ()):
+        if not Path(path).exists() or any(PurePosixPath(path).is_relative_to(target) for target in inside):
+            continue
+        yield Finding(
+            code="path",
+            given=f"the run file names {path}, which the container will not see",
+            allowed="paths in the job's home or in a folder that is shown inside",
+            next_step=f"add '{path}:{path}:ro' to mounts in the site profile",
+            severity=Severity.WARNING,
+        )
+
+
+def _probe_resources(plan: JobPlan) -> Iterator[Finding]:
+    num_cpus, has_cpus = count_cpus(plan), os.cpu_count() or 1
+    if num_cpus is not None and num_cpus > has_cpus:
+        yield Finding(
+            code="cpus",
+            given=f"{num_cpus} cores are asked for, and this machine has {has_cpus}",
+            allowed=f"{has_cpus} at most",
+            next_step="change job.cpus or job.cpus_per_gpu",
+        )
+    has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.resources.memory is not None and parse_memory_bytes(plan.resources.memory) > has_bytes:
+        yield Finding(
+            code="memory",
+            given=f"{plan.resources.memory} is asked for, and this machine has {has_bytes / 1e9:.1f} GB",
+            allowed="no more than there is",
+            next_step="change job.memory",
+        )
+    num_gpus = plan.resources.gpus_per_node
+    if num_gpus and num_gpus > (has_gpus := len(read_gpus())):
+        yield Finding(
+            code="gpus",
+            given=f"{num_gpus} GPUs are asked for, and this machine has {has_gpus}",
+            allowed=f"{has_gpus} at most",
+            next_step="ask for fewer, or send the run to another site",
         )
 
 
 def own_image(profile: ContainerSite) -> str:
     """Return the name of the project's own image, as it would be built from this environment now."""
-    variant = Variant.BASE if profile.environment == "mounted" else Variant.FULL
-    return plan_image(variant, base_image=profile.base_image).name
+    return plan_image(_own_variant(profile), base_image=profile.base_image).name
+
+
+def _own_variant(profile: ContainerSite) -> Variant:
+    return Variant.BASE if profile.environment == "mounted" else Variant.FULL
 
 
 def require_image(engine: Engine, name: str) -> str:
@@ -378,3 +485,7 @@ def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
         allowed="a container that starts",
         next_step="correct it, then submit again; `strop check` tests without starting the job",
     )
+
+
+def _refer_to(plan: JobPlan, start: Mapping[str, Any]) -> JobRef:
+    return plan.refer_to(name_container(plan), {key: start[key] for key in ("image", "image_id", "devices")})

@@ -76,23 +76,12 @@ class LocalBackend:
                 allowed="an environment in which `python -m strop.cli --version` works",
                 next_step="mend the environment, then submit again",
             )
-        return self._refer_to(plan, job_id)
+        return plan.refer_to(job_id)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
         """Return the job whose supervisor has begun in this directory."""
         found = read_identity(job_path_of(plan.home))
-        return None if found is None else self._refer_to(plan, found.job_id)
-
-    def _refer_to(self, plan: JobPlan, job_id: str) -> JobRef:
-        return JobRef(
-            name=plan.name,
-            site=plan.site,
-            backend=self.name,
-            home=plan.home,
-            job_id=job_id,
-            plan_hash=plan.plan_hash,
-            submitted_at=plan.submitted_at,
-        )
+        return None if found is None else plan.refer_to(found.job_id)
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """Return whether each job's supervisor is alive. Jobs of other machines are left out."""

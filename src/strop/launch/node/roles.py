@@ -4,12 +4,15 @@ All end together: with success once every role that must succeed has ended with 
 name and the last lines of the first one that ended otherwise. A sidecar must not end while the run goes
 on. A role that is awaited may end before the others or after them: its end is reported, and does not end
 the job.
+
+`PeerWatch` and `StallWatch` end them from outside: for another node's end, a later attempt, a stall.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,10 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
-from strop.hardware import ChildProcess, spawn
-from strop.launch.attempts import SIGNAL_BASE, describe_exit, from_wait
-from strop.launch.contract import RolePlan
+from strop.hardware import ChildProcess, spawn, tail
+from strop.launch.attempts import SIGNAL_BASE, describe_exit, from_wait, read_exit_code
+from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.node.environment import NodeTask
+from strop.record.fence import read_fence
 
+HEARTBEAT_EVERY_S = 5.0
+MAX_SILENCE_S = 120.0
+"""Shared file systems show a change to other nodes after up to a minute."""
+FIRST_HEARTBEAT_LIMIT_S = 900.0
+"""For code and preflight of node 0, which come before its first heartbeat, and may wait for all nodes."""
+_LOOK_EVERY_S = 1.0
 NUM_TAIL_LINES = 20
 ORDERED_END_S = 10.0
 """How long roles may take to end once another one has."""
@@ -110,14 +121,18 @@ def watch_roles(
 ) -> NodeEnd:
     """Wait until the roles are done, one of them fails, or an end is asked for. All have ended on return.
 
-    `check` is called repeatedly: it returns an end that comes from outside, see `watchdogs`. `say` reports
+    `check` is called repeatedly: it returns an end that comes from outside. `say` reports
     failures that do not end the run.
     """
     is_stopping = False
     failed: set[str] = set()
     while True:
         for role in roles:
-            if role.name not in failed and not is_stopping and _has_failed_alone(role):
+            code = role.child.poll()
+            if is_stopping or role.name in failed or code is None or from_wait(code) in _REFUSALS:
+                continue
+            # The run does not need these, and goes on.
+            if role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE):
                 failed.add(role.name)
                 say(f"{_describe_end(role)}\nthe run goes on without it")
         end = _find_end(roles, is_stopping=is_stopping)
@@ -179,7 +194,12 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
     awaited = [role for role in roles if role.plan.is_awaited]
     has_succeeded = all(codes[role.name] == EXIT_DONE for role in needed)
     if (needed or awaited) and has_succeeded and all(codes[role.name] is not None for role in awaited):
-        return _end_well(needed, awaited, is_stopping=is_stopping)
+        bad = [role for role in awaited if codes[role.name] != EXIT_DONE]
+        if bad and is_stopping:
+            # The next attempt finishes it, and has nothing else to do.
+            return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=bad[0].name)
+        name = (needed or awaited)[0].name
+        return NodeEnd(exit_code=EXIT_DONE, cause="\n".join(map(_describe_end, bad)), role=name)
     for role in roles:
         code = codes[role.name]
         if code is None or (code == EXIT_DONE and (role.plan.must_succeed or role.plan.is_awaited)):
@@ -196,24 +216,6 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
         failure = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
         return NodeEnd(exit_code=failure, cause=_describe_end(role), role=role.name)
     return None
-
-
-def _end_well(needed: Sequence[Role], awaited: Sequence[Role], *, is_stopping: bool) -> NodeEnd:
-    """Return the end where all needed roles have succeeded; failures of awaited ones are in its cause."""
-    bad = [role for role in awaited if role.child.poll() != EXIT_DONE]
-    name = (list(needed) or list(awaited))[0].name
-    if bad and is_stopping:
-        # The next attempt finishes it, and has nothing else to do.
-        return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=bad[0].name)
-    return NodeEnd(exit_code=EXIT_DONE, cause="\n".join(map(_describe_end, bad)), role=name)
-
-
-def _has_failed_alone(role: Role) -> bool:
-    """Whether a role has failed that the run does not need."""
-    code = role.child.poll()
-    if code is None or from_wait(code) in _REFUSALS:
-        return False
-    return role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE)
 
 
 def _describe_end(role: Role) -> str:
@@ -233,3 +235,120 @@ def _signal_all(roles: Sequence[Role], number: signal.Signals) -> None:
 
 def _names(roles: Sequence[Role]) -> str:
     return ", ".join(role.name for role in roles) or "no role"
+
+
+class PeerWatch:
+    """Watches the other nodes through the attempt's files, at most once a second.
+
+    A node whose peer has ended must not run on for hours. Every agent reads the others' exit files; node 0
+    also writes a heartbeat, so that its loss without an exit file is noticed too.
+    """
+
+    def __init__(self, task: NodeTask, *, is_sidecar: bool) -> None:
+        self._task = task
+        self._is_sidecar = is_sidecar
+        self._looked_at = 0.0
+        self._heartbeat_path = task.attempt_path / "alive"
+        self._seen: tuple[float | None, float] = (None, time.monotonic())
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._write_heartbeats, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> PeerWatch:
+        """Begin to write heartbeats, on node 0."""
+        if self._task.node == 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Stop."""
+        self._stopped.set()
+
+    def check(self) -> NodeEnd | None:
+        """Return why this node must end because of another one, or because a later attempt has begun."""
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return None
+        self._looked_at = time.monotonic()
+        fence = read_fence(self._task.member_path)
+        if fence is not None and fence[0] > self._task.number:
+            cause = f"attempt {fence[1]} has begun: this one is cut off from the run and ends"
+            return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
+        return self._find_ended() or self._find_lost()
+
+    def _find_ended(self) -> NodeEnd | None:
+        """Return the end that another node's exit causes. After node 0's success only sidecars end."""
+        for path in sorted((self._task.attempt_path / "exit").glob("[0-9]*")):
+            if not path.name.isdigit() or int(path.name) == self._task.node:
+                continue
+            code = read_exit_code(path)
+            if code is None or (code == EXIT_DONE and not (path.name == "0" and self._is_sidecar)):
+                continue
+            if self._is_sidecar and path.name == "0":
+                return NodeEnd(exit_code=EXIT_DONE, cause="")
+            if code == EXIT_INTERRUPTED:
+                # It was told to end, and so was this one, or will be.
+                continue
+            cause = f"node {path.name} ended with {describe_exit(code)}"
+            return NodeEnd(exit_code=EXIT_DONE if self._is_sidecar else EXIT_FAILED, cause=cause)
+        return None
+
+    def _find_lost(self) -> NodeEnd | None:
+        """Return the end that the silence of node 0 causes."""
+        if self._task.node == 0:
+            return None
+        try:
+            changed_at = self._heartbeat_path.stat().st_mtime
+        except OSError:
+            changed_at = None
+        seen, since = self._seen
+        # Changes are timed by this node's clock: the other one's may be minutes off.
+        if changed_at is not None and changed_at != seen:
+            self._seen = (changed_at, time.monotonic())
+            return None
+        silent_s = time.monotonic() - since
+        if silent_s < (FIRST_HEARTBEAT_LIMIT_S if seen is None else MAX_SILENCE_S):
+            return None
+        cause = f"node 0 has given no sign of life for {silent_s:.0f} s"
+        return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
+
+    def _write_heartbeats(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_EVERY_S):
+            try:
+                self._heartbeat_path.write_text(f"{time.time():.0f}")
+            except OSError:
+                # A full disk ends the roles by itself; the next heartbeat may succeed.
+                continue
+
+
+class StallWatch:
+    """Notices that neither a role's log nor the run's record grows any more.
+
+    The training loop has a watchdog for its own stages; this one also sees a role that hangs before or
+    outside of it. It compares sizes, not times: clocks of file servers differ.
+    """
+
+    def __init__(self, plan: JobPlan, task: NodeTask, roles: list[str]) -> None:
+        self._limit_s = plan.max_silence_s
+        self._logs = [task.log_path / f"{role}.log" for role in roles]
+        self._paths = [*self._logs, task.member_path / "metrics.jsonl", task.member_path / "events.jsonl"]
+        self._paths.append(task.attempt_path / "train.log")
+        self._sizes = self._measure()
+        self._moved_at = self._looked_at = time.monotonic()
+
+    def check(self) -> NodeEnd | None:
+        """Return the end that a silence beyond the limit causes, with the last line of every log."""
+        now = time.monotonic()
+        if self._limit_s is None or now - self._looked_at < min(_LOOK_EVERY_S, self._limit_s / 4):
+            return None
+        self._looked_at = now
+        sizes = self._measure()
+        if sizes != self._sizes:
+            self._sizes, self._moved_at = sizes, now
+            return None
+        if now - self._moved_at < self._limit_s:
+            return None
+        last_lines = "; ".join(f"{path.stem} said last {tail(path, 1)!r}" for path in self._logs)
+        cause = f"nothing moved for {now - self._moved_at:.0f} s: {last_lines}"
+        return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent", is_stall=True)
+
+    def _measure(self) -> list[int]:
+        return [path.stat().st_size if path.exists() else 0 for path in self._paths]

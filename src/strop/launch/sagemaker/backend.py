@@ -283,15 +283,9 @@ class SageMakerBackend:
                 ) from error
 
     def _to_ref(self, plan: JobPlan, accepted: list[dict[str, Any]], image: str) -> JobRef:
-        return JobRef(
-            name=plan.name,
-            site=plan.site,
-            backend=self.name,
-            home=plan.home,
-            job_id=accepted[0]["name"],
-            plan_hash=plan.plan_hash,
-            submitted_at=plan.submitted_at,
-            details={
+        return plan.refer_to(
+            accepted[0]["name"],
+            {
                 "jobs": accepted,
                 "run_key": plan.details["run_key"],
                 "region": self._profile.region,
