@@ -125,10 +125,11 @@ def test_a_run_is_the_same_on_an_emulated_processor(
 
 @pytest.mark.slow
 def test_the_numerical_tests_pass_without_a_compiler(tmp_path: Path) -> None:
-    """Those that compare kernels with PyTorch say that they are left out; all others hold."""
+    """Tests of what has kernels: comparisons with PyTorch say that they are left out; all others hold."""
     environment = {**os.environ, "CC": "no-such-compiler", "STROP_CACHE": str(tmp_path)}
     environment.pop("STROP_CI", None)
-    chosen = ["tests/policy", "tests/algorithm", "tests/engine/test_sampler.py"]
+    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "proof", "recompute")
+    chosen = [*(f"tests/policy/test_{name}.py" for name in policy), "tests/engine/test_sampler.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *chosen],
         cwd=ROOT,
