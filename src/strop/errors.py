@@ -156,7 +156,8 @@ class LearnerError(StropError, RuntimeError):
 class SandboxError(StropError, RuntimeError):
     """Raised when a sandbox could not do what was asked; the caller has no result, which is not 0.
 
-    `kind` is one word for programs. Of files: missing, directory, not_regular, denied, too_large, no_space.
+    `kind` is one word for programs. Of files: missing, directory, not_regular, denied, too_large, no_space,
+    exists.
     """
 
     def __init__(

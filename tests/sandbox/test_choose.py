@@ -15,7 +15,7 @@ import pytest
 
 import strop
 from strop.errors import ConfigError, SandboxRefused
-from strop.sandbox import IsolationLevel, Mount, SandboxSpec, choose_backend, client, make_backend
+from strop.sandbox import IsolationLevel, Mount, SandboxSpec, choose_backend, local, make_backend
 from tests.fixtures.sandboxes import needs_bubblewrap, spec_of
 
 
@@ -62,7 +62,7 @@ def test_a_mount_that_is_not_there_is_told_in_the_words_of_bwrap() -> None:
 def test_a_host_without_a_python_for_programs_is_told_when_one_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(client._pythons, "process", ())
+    monkeypatch.setitem(local._pythons, "process", ())
 
     async def run() -> None:
         async with await make_backend("process").create(spec_of()) as sandbox:
@@ -138,7 +138,7 @@ def _choose(shelf: Path) -> tuple[str, str]:
 STARVE = """
 import asyncio, os, resource
 from strop.errors import SandboxRefused
-from strop.sandbox import SandboxSpec, client, make_backend
+from strop.sandbox import SandboxSpec, local, make_backend
 async def main():
     # Loaded before nothing can be opened any more.
     backend = make_backend("process")

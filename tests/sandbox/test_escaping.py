@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxLost
-from strop.sandbox import ExecKind, Guard, IsolationLevel, Mount, Sandbox, make_backend
+from strop.sandbox import ExecKind, Guard, IsolationLevel, Mount, make_backend
+from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import (
     IS_ROOT,
     appearance_of,
@@ -139,7 +140,7 @@ def test_14_only_declared_paths_are_there(tmp_path: Path) -> None:
     (tmp_path / "given/file").write_text("seen\n")
     mounts = (Mount(host_path=str(tmp_path / "given"), inside_path="/data"),)
 
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         result = await sandbox.exec(
             ["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=10
         )
@@ -221,7 +222,7 @@ print(
 
 @on_every_backend
 def test_16_the_record_says_whose_network_it_is(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> str:
+    async def work(sandbox: LocalSandbox) -> str:
         return sandbox.isolation.network
 
     assert in_sandbox(backend, work) == ("none" if backend == "bubblewrap" else "host")
@@ -295,7 +296,7 @@ def test_24_the_host_is_not_named() -> None:
 
 @where_users_differ
 def test_what_was_reached_is_recorded(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         reached = sandbox.isolation
         assert reached.backend == backend
         assert reached.no_new_privs

@@ -17,7 +17,7 @@ import pytest
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
-from strop.sandbox.keeper import SCRATCH_BASES
+from strop.sandbox.daemon import SCRATCH_BASES
 from tests.fixtures.sandboxes import (
     appearance_of,
     cut_off,
@@ -256,12 +256,12 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
 
 
 @on_every_backend
-def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
+def test_the_death_of_the_daemon_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
     async def run() -> None:
         sandbox = await make_backend(backend).create(spec_of())
         command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=600))
         pid, *_ = await appearance_of("7203")
-        # The keeper is the one of its ancestors that this process started; other tests have children too.
+        # The daemon is the one of its ancestors that this process started; other tests have children too.
         while (parent := _parent(pid)) != os.getpid():
             assert parent
             pid = parent
@@ -287,7 +287,7 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
         line = [pid]
         while (parent := _parent(line[-1])) not in (own, 1, None):
             line.append(parent)
-        # From the program up: the runner, (bwrap's process 1 is not above it,) the supervisor, the keeper.
+        # From the program up: the runner, (bwrap's process 1 is not above it,) the supervisor, the daemon.
         os.kill(line[-2], signal.SIGKILL)
         with pytest.raises(SandboxLost):
             await command
@@ -295,7 +295,7 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
 
     asyncio.run(run())
     _wait_until_gone("7205")
-    # The keeper lives on.
+    # The daemon lives on.
     assert shell(backend, "echo next").stdout == b"next\n"
 
 
@@ -335,7 +335,7 @@ asyncio.run(main())
 """
 
 
-def test_directories_of_killed_keepers_are_removed_and_others_stay() -> None:
+def test_directories_of_killed_daemons_are_removed_and_others_stay() -> None:
     base = next(base for base in SCRATCH_BASES if os.access(base, os.W_OK))
     abandoned, held, young = (Path(tempfile.mkdtemp(prefix="strop-sandbox-", dir=base)) for _ in range(3))
     (abandoned / "1/deep").mkdir(parents=True)

@@ -16,9 +16,9 @@ from strop.errors import SandboxRefused
 from strop.sandbox import Limits, cgroup, linux
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
 from strop.sandbox.command import measure_tree
+from strop.sandbox.daemon_handle import DaemonHandle
 from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
-from strop.sandbox.keeper_handle import KeeperHandle
 from strop.sandbox.linux import can_reach
 from strop.sandbox.supervisor import Capture
 
@@ -85,7 +85,7 @@ def test_a_kernel_without_process_descriptors_is_refused_with_that_reason(
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(SandboxRefused, match=r"no pidfd_open, which Linux has from 5\.3 on\. Allowed: "):
-        KeeperHandle().start({}, "")
+        DaemonHandle().start({}, "")
 
 
 def test_without_user_namespaces_every_user_id_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import pytest
 
 import strop
-from strop.sandbox import ExecKind, ExecResult, Limits, Sandbox, SandboxSpec, make_backend
+from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
+from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ T = TypeVar("T")
 def with_source(
     backend: str,
     source: str,
-    work: Callable[[Sandbox], Awaitable[T]],
+    work: Callable[[LocalSandbox], Awaitable[T]],
     *,
     limits: Limits | None = None,
     env: dict[str, str] | None = None,
@@ -35,9 +36,8 @@ def with_source(
             limits=limits or Limits(),
             env=env or {},
             min_level=spec_of().min_level,
-            python_source=source,
         )
-        async with await make_backend(backend).create(spec) as sandbox:
+        async with await make_backend(backend).create(spec, main_source=source) as sandbox:
             return await work(sandbox)
 
     return asyncio.run(run())
@@ -76,7 +76,7 @@ def depth(n=0):
 
 @on_every_backend
 def test_a_fork_is_as_an_interpreter_that_was_started_inside(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         found = []
         for _ in range(2):
             result = await sandbox.run_main(stdin=b"given", wall_limit_s=60)
@@ -128,12 +128,15 @@ def test_a_fork_has_nothing_of_other_sandboxes_in_its_memory() -> None:
 
     async def run() -> tuple[str, str]:
         backend = make_backend("bubblewrap")
-        other = SandboxSpec(min_level=spec_of().min_level, python_source=FIND, env={"SECRET": canary})
-        mine = SandboxSpec(min_level=spec_of().min_level, python_source=FIND, env={"OWN": own})
-        async with await backend.create(other) as before:
+        other = SandboxSpec(min_level=spec_of().min_level, env={"SECRET": canary})
+        mine = SandboxSpec(min_level=spec_of().min_level, env={"OWN": own})
+        async with await backend.create(other, main_source=FIND) as before:
             await before.exec(["/bin/echo", canary], stdin=canary.encode(), wall_limit_s=60)
             await before.write("file", canary.encode())
-            async with await backend.create(mine) as sandbox, await backend.create(mine) as control:
+            async with (
+                await backend.create(mine, main_source=FIND) as sandbox,
+                await backend.create(mine, main_source=FIND) as control,
+            ):
                 result = await sandbox.run_main(stdin=canary.encode().hex().encode(), wall_limit_s=60)
                 # It would find what is there.
                 positive = await control.run_main(stdin=own.encode().hex().encode(), wall_limit_s=60)
@@ -173,7 +176,7 @@ def main():
 
 @on_every_backend
 def test_a_fork_that_hangs_is_ended(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         result = await sandbox.run_main(wall_limit_s=0.5)
         assert result.kind is ExecKind.TIMED_OUT
         assert (await sandbox.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
@@ -186,7 +189,7 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
     """Incident: a command forked meanwhile held the other end of it."""
     data = bytes(300_000)
 
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         script = "until [ -e begun ]; do sleep 0.05; done; wc -c"
         reader = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", script], stdin=data, wall_limit_s=120))
         # The reader's request is sent, and so is the first.

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.sandbox import ExecKind, Guard, Limits, Sandbox
+from strop.sandbox import ExecKind, Guard, Limits
 from strop.sandbox.contract import MIB
 from strop.sandbox.family import find_descendants
+from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import (
     IS_ROOT,
     in_sandbox,
@@ -80,7 +81,7 @@ for child in children:
 
 @on_every_backend
 def test_2_memory_is_bounded_and_the_kill_is_seen_behind_exit_0(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         await sandbox.write("balloon.py", BALLOON.encode())
         python_words = " ".join(sandbox.python_argv)
         # 4 x 60 MiB do not fit into 128 MiB; the pipeline ends with 0 all the same.
@@ -120,7 +121,7 @@ else:
 
 @on_every_backend
 def test_3_the_private_directory_is_bounded(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         command = [*sandbox.python_argv, "-c", FILL, sandbox.scratch]
         result = await sandbox.exec(command, wall_limit_s=60)
         if sandbox.isolation.disk is Guard.WATCHED:
@@ -136,7 +137,7 @@ def test_3_the_private_directory_is_bounded(backend: str) -> None:
 
 @needs_bubblewrap
 def test_3_shared_memory_is_bounded_and_nothing_else_is_writable() -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         result = await sandbox.exec([*sandbox.python_argv, "-c", FILL, "/dev/shm"], wall_limit_s=60)
         number, total = map(int, result.stdout.split())
         assert (number, total <= 4 * MIB) == (28, True)
@@ -190,7 +191,7 @@ SURVIVORS = {
 @pytest.mark.parametrize("attack", SURVIVORS)
 @on_every_backend
 def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         started_at = time.monotonic()
         result = await sandbox.exec(["/bin/sh", "-c", SURVIVORS[attack]], wall_limit_s=0.5)
         assert time.monotonic() - started_at < 60
@@ -213,7 +214,7 @@ def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> N
     # Of other tests, and no business of this one.
     before = set(find_descendants(os.getpid()))
 
-    async def work(sandbox: Sandbox) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
         script = "yes a-line-of-some-length & yes another >&2"
         result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
         assert result.kind is ExecKind.OUTPUT_FLOOD

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from strop.sandbox.keeper import SCRATCH_BASES
+from strop.sandbox.daemon import SCRATCH_BASES
 
 _PROC = Path("/proc")
 _MAX_DEPTH = 3

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
-from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
+from strop.sandbox.contract import Guard, Isolation, IsolationLevel
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
@@ -41,22 +41,6 @@ INSIDE_ID = 1000
 _START_LIMIT_S = 10.0
 # Since Linux 5.14 a user's processes are counted in each user namespace apart.
 _KERNEL_WITH_COUNTS = (5, 14)
-
-
-class BubblewrapBackend:
-    """Makes sandboxes of level `namespace`."""
-
-    name = "bubblewrap"
-
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Return a fresh sandbox.
-
-        Raises: SandboxRefused with kind missing (no bwrap), mounts, bubblewrap, level or host.
-        """
-        # Here: the keeper imports this file too, and a small process is forked faster.
-        from strop.sandbox.client import find_program, start_sandbox
-
-        return await start_sandbox(self.name, spec, bwrap_path=find_program("bwrap", "bubblewrap"))
 
 
 class BubblewrapPlace:

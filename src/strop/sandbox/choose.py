@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from strop.errors import ConfigError, SandboxRefused
-from strop.sandbox.contract import IsolationLevel, SandboxBackend, SandboxSpec
+from strop.sandbox.contract import IsolationLevel, SandboxSpec
+from strop.sandbox.local import LocalBackend
 
 BACKENDS = ("bubblewrap", "process")
 """Best first."""
 _tried: dict[tuple[str, IsolationLevel], SandboxRefused | None] = {}
 
 
-def make_backend(name: str) -> SandboxBackend:
+def make_backend(name: str) -> LocalBackend:
     """Return a backend without trying it.
 
     Raises: ConfigError for a name that there is not.
     """
-    # Here: both are for Linux, and one that is not wanted need not load.
-    if name == "bubblewrap":
-        from strop.sandbox.bubblewrap import BubblewrapBackend
-
-        return BubblewrapBackend()
-    if name == "process":
-        from strop.sandbox.process import ProcessBackend
-
-        return ProcessBackend()
+    if name in BACKENDS:
+        return LocalBackend(name)
     raise ConfigError(
         f"sandbox backend {name!r}", allowed=", ".join(("auto", *BACKENDS)), next_step="name one of them"
     )
@@ -31,7 +25,7 @@ def make_backend(name: str) -> SandboxBackend:
 
 async def choose_backend(
     wanted: str = "auto", min_level: IsolationLevel = IsolationLevel.NAMESPACE
-) -> SandboxBackend:
+) -> LocalBackend:
     """Return the first backend that reaches `min_level` here; 'auto' tries all, best first.
 
     Each is tried by one real start. The answer is kept for the life of this process, and every sandbox
@@ -56,7 +50,7 @@ async def choose_backend(
     )
 
 
-async def _try(backend: SandboxBackend, min_level: IsolationLevel) -> SandboxRefused | None:
+async def _try(backend: LocalBackend, min_level: IsolationLevel) -> SandboxRefused | None:
     key = (backend.name, min_level)
     if key not in _tried:
         try:

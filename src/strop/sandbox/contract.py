@@ -4,7 +4,9 @@ A program's failure, its time-out and the limits it hits are values in `ExecResu
 raises `SandboxError`. What isolation was reached is measured when a sandbox is created and stands in
 its `Isolation` record; a backend that cannot keep a line of it says so there.
 
-Left out on purpose: sessions, background jobs, snapshots and trees of files; they come with the runtime.
+A sandbox is a session: its files stay from one command to the next, until it is stopped. It names no
+language; what the sandboxes of this machine have beside it is in `local`. Shells that stay open, background
+jobs, snapshots and pauses come with the sandbox service.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -123,9 +126,11 @@ class SandboxSpec:
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the clean environment: PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
-    python_source: str = ""
-    """Python that defines `main`, for `Sandbox.run_main`. It is the caller's own: it is loaded once, outside
-    of every sandbox, and must do no more than import and define."""
+    image: str | None = None
+    """Name of a container image whose root the programs see. None: this host's /usr. A backend that has no
+    images refuses a name."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Written before the first command, by path; a relative one starts in the private directory."""
     network: str = "none"
     """'none', or 'host' where a backend has it. A backend that cannot do without says so in its record."""
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
@@ -202,11 +207,6 @@ class Sandbox(Protocol):
         """The private directory as a program sees it: its HOME, and where commands start."""
         ...
 
-    @property
-    def python_argv(self) -> tuple[str, ...]:
-        """A Python (3.11 or newer) inside, with `-I -S -B`; append a file, or `-c` and code."""
-        ...
-
     async def exec(
         self,
         argv: Sequence[str],
@@ -225,16 +225,6 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run `main` of `SandboxSpec.python_source`, as `exec` runs a program.
-
-        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source
-        already, where that interpreter is `python_argv`'s; else in one that is started.
-
-        Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
-        """
-        ...
-
     async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
         """Return a regular file's bytes from `offset`. A relative path starts in the private directory.
 
@@ -246,6 +236,26 @@ class Sandbox(Protocol):
         """Put a file in place, whole or not at all; its parents are made.
 
         Raises: SandboxError with kind missing, directory, denied or no_space.
+        """
+        ...
+
+    async def upload(self, host_path: Path, path: str) -> None:
+        """Copy a file, or a directory with all below it, of the host into the sandbox, with permission bits.
+
+        Raises: SandboxError like `write`, and with kind not_regular for a link or a device in the tree.
+        """
+        ...
+
+    async def download(
+        self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
+    ) -> tuple[str, ...]:
+        """Copy a file, or a directory with all below it, out of the sandbox, to a place where nothing is yet.
+
+        Only regular files and directories are made, with the permission bits that a user's files may have.
+        Returns the paths, relative to `path`, of links and special files, which are left out.
+
+        Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` together, and
+        with kind exists if something is at `host_path`.
         """
         ...
 
@@ -275,6 +285,7 @@ class SandboxBackend(Protocol):
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Return a fresh sandbox that is ready for its first command.
 
-        Raises: SandboxRefused if the host will not, or if less than `spec.min_level` was reached.
+        Raises: SandboxRefused if the host will not, or if less than `spec.min_level` was reached;
+        SandboxError like `write` for one of `spec.files`.
         """
         ...

@@ -7,6 +7,7 @@ is swapped meanwhile leads nowhere but into the sandbox. The exit code says what
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -89,6 +90,29 @@ def _write(request: dict[str, Any]) -> int:
     return 0
 
 
+def _make_dir(request: dict[str, Any]) -> int:
+    os.makedirs(request["path"], exist_ok=True)
+    return 0
+
+
+def _list(request: dict[str, Any]) -> int:
+    """Write what is at and below a path: relative name, kind, permission bits. Links are not followed."""
+    top, max_files = request["path"], request["max_files"]
+    found = []
+    queue = [""]
+    while queue:
+        name = queue.pop()
+        mode = os.lstat(os.path.join(top, name) if name else top).st_mode
+        kind = "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+        found.append((name, kind, stat.S_IMODE(mode)))
+        if len(found) > max_files:
+            return _CODES["too_large"]
+        if kind == "directory":
+            queue += sorted(os.path.join(name, entry) for entry in os.listdir(os.path.join(top, name)))
+    _write_all(1, json.dumps(found).encode())
+    return 0
+
+
 def read_namespaces() -> dict[str, str]:
     """Return what the namespaces of this process are called; "" for a kind that the kernel does not have."""
     names = dict.fromkeys(_NAMESPACES, "")
@@ -127,4 +151,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-_BUILTINS: dict[str, Callable[[dict[str, Any]], int]] = {"read": _read, "write": _write}
+_BUILTINS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "read": _read,
+    "write": _write,
+    "make_dir": _make_dir,
+    "list": _list,
+}

@@ -1,6 +1,6 @@
 """The system calls of Linux that Python 3.11 does not offer, and the users that programs run as.
 
-Only what the keeper and its supervisors need; nothing here imports more than the standard library.
+Only what the daemon and its supervisors need; nothing here imports more than the standard library.
 """
 
 from __future__ import annotations

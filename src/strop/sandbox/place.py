@@ -12,7 +12,7 @@ from strop.sandbox.contract import Guard, Isolation, Limits
 
 @dataclass(kw_only=True, slots=True)
 class Order:
-    """What a keeper is asked to make."""
+    """What a daemon is asked to make."""
 
     backend: str
     limits: Limits
@@ -36,7 +36,7 @@ class LoadedPython:
 
 @dataclass(kw_only=True, slots=True)
 class Ground:
-    """What the keeper prepared for all its sandboxes."""
+    """What the daemon prepared for all its sandboxes."""
 
     runtime_dir: str
     """A directory that any user may enter; private directories are made in it."""

@@ -17,26 +17,9 @@ from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.command import count_user_tasks
-from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
+from strop.sandbox.contract import Guard, Isolation, IsolationLevel
 from strop.sandbox.linux import detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
-
-
-class ProcessBackend:
-    """Makes sandboxes of level `rlimit`."""
-
-    name = "process"
-
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Return a fresh sandbox. Mounts are refused: a program sees the host's files where they are.
-
-        Raises: SandboxRefused with kind mounts, level or host.
-        """
-        # Here: the keeper imports this file too, and a small process is forked faster.
-        from strop.sandbox.client import refuse_mounts, start_sandbox
-
-        refuse_mounts(spec)
-        return await start_sandbox(self.name, spec)
 
 
 class ProcessPlace:
@@ -118,7 +101,7 @@ class ProcessPlace:
 
 def remove_tree(path: str) -> None:
     """Remove a directory of this user's and all below it, whatever the modes are."""
-    # Here: it brings threads along, which every fork of the keeper would look after.
+    # Here: it brings threads along, which every fork of the daemon would look after.
     import subprocess
 
     # rm: Python's own removal recurses, and a program may nest directories deeper than that.

@@ -1,8 +1,8 @@
 """The process above one sandbox: takes requests, runs commands, keeps their clocks, cleans up.
 
-It is forked from the keeper, so starting one costs a millisecond. It reads every command's output
+It is forked from the daemon, so starting one costs a millisecond. It reads every command's output
 itself: time limits hold and pipes are drained however busy the process is that asked. When its
-connection or its keeper ends, it ends everything in the sandbox.
+connection or its daemon ends, it ends everything in the sandbox.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Supervisor:
     """Serves one connection over one place."""
 
     def __init__(
-        self, place: Place, python: LoadedPython, connection: socket.socket, keeper_end: int
+        self, place: Place, python: LoadedPython, connection: socket.socket, daemon_end: int
     ) -> None:
         self._place = place
         self._python = python
         self._first: Started | None = None
         """The command that waits for the first request."""
         self._connection = connection
-        self._keeper_end = keeper_end
+        self._daemon_end = daemon_end
         self._selector = selectors.DefaultSelector()
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -73,7 +73,7 @@ class Supervisor:
         """Measure the place, then take requests until the end."""
         self._connection.setblocking(False)
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_connection)
-        self._selector.register(self._keeper_end, selectors.EVENT_READ, lambda: self._lose("infra"))
+        self._selector.register(self._daemon_end, selectors.EVENT_READ, lambda: self._lose("infra"))
         if self._place.holder is not None:
             self._selector.register(
                 self._place.holder,

@@ -66,9 +66,8 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
         min_level=min_level,
         mounts=mounts,
         env=_ENV if mounts else {},
-        python_source=read_runner(),
     )
-    async with await backend.create(spec) as sandbox:
+    async with await backend.create(spec, main_source=read_runner()) as sandbox:
         isolation = sandbox.isolation.level.word
         try:
             result = await sandbox.run_main(

@@ -1,4 +1,7 @@
-"""The client side of a sandbox: one connection to its supervisor, requests by number.
+"""The sandboxes of this machine, from the side that asks: one connection to a supervisor, requests by number.
+
+Beside the contract they have Python: `python_argv`, and `run_main`, which runs a function in a fork of the
+interpreter that loaded it once. The judge of programs is made of it.
 
 Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
 never wrong.
@@ -10,10 +13,12 @@ import asyncio
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
@@ -26,9 +31,9 @@ from strop.sandbox.contract import (
     IsolationLevel,
     SandboxSpec,
 )
+from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.frames import LENGTHS, pack
 from strop.sandbox.inside import EXIT_KINDS
-from strop.sandbox.keeper_handle import keeper_of, python_candidates
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
@@ -37,8 +42,8 @@ _PYTHON_FLAGS = ("-I", "-S", "-B")
 _MIN_PYTHON = (3, 11)
 
 
-class KeeperSandbox:
-    """A sandbox that a keeper's supervisor serves. Usable from one event loop."""
+class LocalSandbox:
+    """A sandbox that a daemon's supervisor serves. Usable from one event loop."""
 
     def __init__(
         self,
@@ -100,7 +105,13 @@ class KeeperSandbox:
         return _as_result(*await self._ask({**request, "env": {**self._env, **(env or {})}}, stdin))
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run `main` of the Python source; see `Sandbox.run_main`."""
+        """Run `main` of the source that the sandbox was made with, as `exec` runs a program.
+
+        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source
+        already, where that interpreter is `python_argv`'s; else in one that is started.
+
+        Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
+        """
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
         return _as_result(*await self._ask({**request, "env": self._env}, stdin))
 
@@ -112,6 +123,43 @@ class KeeperSandbox:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Put a file in place; see `Sandbox.write`."""
         await self._work_inside("write", {"path": path, "mode": mode}, data)
+
+    async def upload(self, host_path: Path, path: str) -> None:
+        """Copy a file or a tree into the sandbox; see `Sandbox.upload`."""
+        for place, mode in _walk_host(host_path):
+            inside = str(PurePosixPath(path, place.relative_to(host_path)))
+            if stat.S_ISDIR(mode):
+                await self._work_inside("make_dir", {"path": inside}, b"")
+            elif stat.S_ISREG(mode):
+                await self.write(inside, place.read_bytes(), mode=stat.S_IMODE(mode) & 0o777)
+            else:
+                raise SandboxError(
+                    f"cannot upload {str(place)!r}: it is a link or a special file",
+                    allowed="regular files and directories",
+                    next_step="copy what it points to, or leave it out",
+                    kind="not_regular",
+                )
+
+    async def download(
+        self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
+    ) -> tuple[str, ...]:
+        """Copy a file or a tree out of the sandbox; see `Sandbox.download`."""
+        _require_free(host_path)
+        details = {"path": path, "max_files": max_files, "max_bytes": MIB + 5000 * max_files}
+        left_out = []
+        # Names are directory entries, and nobody else writes below the new path: none leads elsewhere.
+        for name, kind, mode in json.loads(await self._work_inside("list", details, b"")):
+            inside, target = (str(PurePosixPath(path, name)), host_path / name) if name else (path, host_path)
+            if kind == "directory":
+                target.mkdir(mode=0o700)
+            elif kind == "file":
+                data = await self.read(inside, max_bytes=max_bytes)
+                max_bytes -= len(data)
+                target.write_bytes(data)
+                target.chmod((mode & 0o755) | stat.S_IRUSR | stat.S_IWUSR)
+            else:
+                left_out.append(name)
+        return tuple(left_out)
 
     async def stop(self) -> None:
         """End everything in it."""
@@ -210,17 +258,43 @@ class KeeperSandbox:
         )
 
 
-async def start_sandbox(backend: str, spec: SandboxSpec, *, bwrap_path: str = "") -> KeeperSandbox:
-    """Have the keeper make a sandbox, and wait until it is measured.
+class LocalBackend:
+    """Makes sandboxes on this machine: `bubblewrap` of level namespace, `process` of level rlimit."""
 
-    Raises: SandboxRefused if it was not made.
-    """
-    if backend not in _pythons:
-        # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
-        plain = SandboxSpec(min_level=IsolationLevel.NONE)
-        async with await _start(backend, plain, bwrap_path, ()) as sandbox:
-            _pythons[backend] = await sandbox.find_python()
-    return await _start(backend, spec, bwrap_path, _pythons[backend])
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def create(self, spec: SandboxSpec, *, main_source: str = "") -> LocalSandbox:
+        """Return a fresh sandbox; see `SandboxBackend.create`.
+
+        `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
+        outside of every sandbox, and must do no more than import and define.
+
+        Raises: SandboxRefused with kind image, mounts, missing (no bwrap), bubblewrap, level or host.
+        """
+        if spec.image is not None:
+            raise SandboxRefused(
+                f"image {spec.image!r} in a {self.name} sandbox",
+                allowed="no image: its programs see this host's /usr",
+                next_step="leave the image out",
+                kind="image",
+            )
+        if self.name == "process":
+            refuse_mounts(spec)
+        bwrap_path = find_program("bwrap", "bubblewrap") if self.name == "bubblewrap" else ""
+        if self.name not in _pythons:
+            # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
+            plain = SandboxSpec(min_level=IsolationLevel.NONE)
+            async with await _start(self.name, plain, bwrap_path, "", ()) as sandbox:
+                _pythons[self.name] = await sandbox.find_python()
+        made = await _start(self.name, spec, bwrap_path, main_source, _pythons[self.name])
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(made)
+            for path, data in spec.files.items():
+                await made.write(path, data)
+            # All are there: the sandbox is the caller's.
+            stack.pop_all()
+        return made
 
 
 _pythons: dict[str, tuple[str, ...]] = {}
@@ -228,8 +302,8 @@ _pythons: dict[str, tuple[str, ...]] = {}
 
 
 async def _start(
-    backend: str, spec: SandboxSpec, bwrap_path: str, python_argv: tuple[str, ...]
-) -> KeeperSandbox:
+    backend: str, spec: SandboxSpec, bwrap_path: str, main_source: str, python_argv: tuple[str, ...]
+) -> LocalSandbox:
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
@@ -238,9 +312,7 @@ async def _start(
         "binds": _binds(spec) if bwrap_path else [],
         "bwrap_path": bwrap_path,
     }
-    reader, writer = await asyncio.open_unix_connection(
-        sock=keeper_of(os.getpid()).start(order, spec.python_source)
-    )
+    reader, writer = await asyncio.open_unix_connection(sock=daemon_of(os.getpid()).start(order, main_source))
     try:
         async with asyncio.timeout(_START_LIMIT_S):
             header, _ = await _read_frame(reader)
@@ -260,7 +332,7 @@ async def _start(
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
-    return KeeperSandbox(reader, writer, isolation, header["scratch"], python_argv, spec.env)
+    return LocalSandbox(reader, writer, isolation, header["scratch"], python_argv, spec.env)
 
 
 def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:
@@ -270,6 +342,21 @@ def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> Sandbox
         next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
         kind=header["refused"],
     )
+
+
+def _walk_host(top: Path) -> list[tuple[Path, int]]:
+    """Return a file or directory and all below it with their modes, directories before what is in them."""
+    return [(place, place.lstat().st_mode) for place in (top, *sorted(top.rglob("*")))]
+
+
+def _require_free(path: Path) -> None:
+    if os.path.lexists(path):
+        raise SandboxError(
+            f"cannot download to {str(path)!r}: something is there",
+            allowed="a path where nothing is",
+            next_step="remove it, or name another path",
+            kind="exists",
+        )
 
 
 def refuse_mounts(spec: SandboxSpec) -> None:

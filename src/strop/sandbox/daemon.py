@@ -53,7 +53,7 @@ MAX_ORDER_BYTES = 1 << 18
 _END_LIMIT_S = 10.0
 _PREFIX = "strop-sandbox-"
 SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where a keeper may make its folder; the first that it can write to."""
+"""Where a daemon may make its folder; the first that it can write to."""
 _ABANDONED_AFTER_S = 60.0
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
     "process": ProcessPlace,
@@ -68,10 +68,10 @@ def main(descriptor: int, parent_pid: int) -> None:
         return
     hide_from_tracers()
     become_subreaper()
-    _Keeper(socket.socket(fileno=descriptor), parent).serve()
+    _Daemon(socket.socket(fileno=descriptor), parent).serve()
 
 
-class _Keeper:
+class _Daemon:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._parent = parent
@@ -199,9 +199,9 @@ class _Keeper:
 
 
 def _become_supervisor(
-    order: Order, python: LoadedPython, ground: Ground, connection: socket.socket, keeper_end: int
+    order: Order, python: LoadedPython, ground: Ground, connection: socket.socket, daemon_end: int
 ) -> NoReturn:
-    """Make the place and serve it. Nothing returns into the keeper's code."""
+    """Make the place and serve it. Nothing returns into the daemon's code."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -210,11 +210,11 @@ def _become_supervisor(
         uid, is_private_uid = sandbox_uid(os.getpid())
         place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
         if place is not None:
-            Supervisor(place, python, connection, keeper_end).serve(IsolationLevel(order.min_level))
+            Supervisor(place, python, connection, daemon_end).serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:
-            # For the keeper's standard error; the client of this sandbox sees its connection close.
+            # For the daemon's standard error; the client of this sandbox sees its connection close.
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
@@ -269,7 +269,7 @@ def _prepare_ground() -> Ground:
 
 
 def _remove_abandoned(base: str) -> None:
-    """Remove the directories of keepers that were killed."""
+    """Remove the directories of daemons that were killed."""
     for path in Path(base).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             found = path.lstat()

@@ -1,4 +1,4 @@
-"""The client side of the keeper: starts it on first use, sends it orders, ends it with this process."""
+"""The client side of the daemon: starts it on first use, sends it orders, ends it with this process."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ import strop
 from strop.errors import SandboxRefused
 
 # The source's place comes over standard input: a command line can be read from inside a sandbox.
-_KEEPER_CODE = """
+_DAEMON_CODE = """
 import sys
 sys.path.insert(0, sys.stdin.readline().rstrip())
-from strop.sandbox.keeper import main
+from strop.sandbox.daemon import main
 # Its forks must find modules where any Python would.
 del sys.path[0]
 main(int(sys.argv[1]), int(sys.argv[2]))
 """
 
 
-class KeeperHandle:
-    """The keeper of this process, from outside. Started on first use."""
+class DaemonHandle:
+    """The daemon of this process, from outside. Started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._sources: dict[str, int] = {}
-        """Python sources that the running keeper has, and what it calls them."""
+        """Python sources that the running daemon has, and what it calls them."""
 
     def start(self, order: dict[str, Any], python_source: str) -> socket.socket:
         """Order a sandbox; return this end of its connection. Usable from any thread.
@@ -78,8 +78,8 @@ class KeeperHandle:
     def _running_control(self) -> socket.socket:
         if self._control is None:
             require_kernel()
-            control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with keeper_end:
+            control, daemon_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with daemon_end:
                 self._popen = subprocess.Popen(
                     [
                         python_candidates()[0],
@@ -87,12 +87,12 @@ class KeeperHandle:
                         "-S",
                         "-B",
                         "-c",
-                        _KEEPER_CODE,
-                        str(keeper_end.fileno()),
+                        _DAEMON_CODE,
+                        str(daemon_end.fileno()),
                         str(os.getpid()),
                     ],
                     stdin=subprocess.PIPE,
-                    pass_fds=[keeper_end.fileno()],
+                    pass_fds=[daemon_end.fileno()],
                     env={"LANG": "C.UTF-8"},
                     cwd="/",
                     start_new_session=True,
@@ -104,7 +104,7 @@ class KeeperHandle:
         return self._control
 
     def close(self) -> None:
-        """Let the keeper end all sandboxes, and wait for it."""
+        """Let the daemon end all sandboxes, and wait for it."""
         if self._control is not None and self._popen is not None:
             self._control.close()
             self._popen.wait()
@@ -112,7 +112,7 @@ class KeeperHandle:
         self._sources.clear()
 
     def forget(self) -> None:
-        """Close this copy after a fork: the keeper is the parent's."""
+        """Close this copy after a fork: the daemon is the parent's."""
         if self._control is not None:
             self._control.close()
 
@@ -139,15 +139,15 @@ def python_candidates() -> tuple[str, ...]:
 
 
 @cache
-def keeper_of(own_pid: int) -> KeeperHandle:
-    """Return the handle of this process's keeper."""
-    # By process id: a forked copy of this process starts a keeper of its own.
-    keeper = KeeperHandle()
-    atexit.register(_close_own, keeper, own_pid)
-    os.register_at_fork(after_in_child=keeper.forget)
-    return keeper
+def daemon_of(own_pid: int) -> DaemonHandle:
+    """Return the handle of this process's daemon."""
+    # By process id: a forked copy of this process starts a daemon of its own.
+    daemon = DaemonHandle()
+    atexit.register(_close_own, daemon, own_pid)
+    os.register_at_fork(after_in_child=daemon.forget)
+    return daemon
 
 
-def _close_own(keeper: KeeperHandle, own_pid: int) -> None:
+def _close_own(daemon: DaemonHandle, own_pid: int) -> None:
     if os.getpid() == own_pid:
-        keeper.close()
+        daemon.close()

@@ -1,0 +1,127 @@
+"""Files and trees that go into a sandbox and come out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.errors import SandboxError, SandboxRefused
+from strop.sandbox import Sandbox, SandboxSpec, make_backend
+from tests.fixtures.sandboxes import in_sandbox, on_every_backend, spec_of
+
+
+def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with await make_backend(backend).create(spec) as sandbox:
+            await work(sandbox)
+
+    asyncio.run(run())
+
+
+async def say(sandbox: Sandbox, script: str) -> str:
+    result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout.decode()
+
+
+@on_every_backend
+def test_a_tree_goes_in_and_comes_out_as_it_was(backend: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "a" / "empty").mkdir(parents=True)
+    (source / "a" / "data").write_bytes(bytes(range(256)) * 1000)
+    (source / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (source / "run.sh").chmod(0o755)
+    odd = "one\ntwo ä"
+    (source / odd).write_text("odd")
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.upload(source, "tree")
+        assert (
+            await say(sandbox, "tree/run.sh; ls -d tree/a/empty; echo more > tree/new")
+            == "ran\ntree/a/empty\n"
+        )
+        assert await sandbox.download("tree", tmp_path / "back") == ()
+        await sandbox.upload(source / "a" / "data", "one")
+        assert await sandbox.download("one", tmp_path / "one") == ()
+
+    in_sandbox(backend, work)
+    back = tmp_path / "back"
+    found = {str(path.relative_to(back)) for path in back.rglob("*")}
+    assert found == {"a", "a/empty", "a/data", "run.sh", "new", odd}
+    assert (back / "a" / "data").read_bytes() == (source / "a" / "data").read_bytes()
+    assert (back / "a" / "data").read_bytes() == (tmp_path / "one").read_bytes()
+    assert os.access(back / "run.sh", os.X_OK)
+
+
+@on_every_backend
+def test_links_and_pipes_do_not_come_out_and_lead_nowhere(backend: str, tmp_path: Path) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await say(
+            sandbox,
+            "mkdir -p tree/d && cd tree && echo x > d/file && ln -s /etc/passwd link && ln -s / root"
+            " && mkfifo pipe && chmod 4777 d/file",
+        )
+        left_out = await sandbox.download("tree", tmp_path / "back")
+        assert sorted(left_out) == ["link", "pipe", "root"]
+        # What stands at the top is no exception.
+        assert await sandbox.download("tree/link", tmp_path / "link") == ("",)
+
+    in_sandbox(backend, work)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "back",
+        "back/d",
+        "back/d/file",
+    ]
+    # No set-uid bit, and nothing that others could write to.
+    assert (tmp_path / "back/d/file").stat().st_mode & 0o7777 == 0o755
+
+
+@on_every_backend
+def test_what_does_not_fit_or_is_no_file_is_an_error(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "link").symlink_to("/etc/passwd")
+    (tmp_path / "there").write_text("mine")
+
+    async def work(sandbox: Sandbox) -> None:
+        zeros = "head -c 3000 /dev/zero"
+        await say(
+            sandbox, f"mkdir big many && {zeros} > big/a && {zeros} > big/b && touch many/1 many/2 many/3"
+        )
+        cases: tuple[tuple[str, Awaitable[object]], ...] = (
+            ("too_large", sandbox.download("big", tmp_path / "big", max_bytes=5000)),
+            ("too_large", sandbox.download("many", tmp_path / "many", max_files=3)),
+            ("missing", sandbox.download("absent", tmp_path / "absent")),
+            ("exists", sandbox.download("big", tmp_path / "there")),
+            ("not_regular", sandbox.upload(tmp_path / "linked", "tree")),
+            ("directory", sandbox.upload(tmp_path / "there", "big")),
+        )
+        for kind, attempt in cases:
+            with pytest.raises(SandboxError) as caught:
+                await attempt
+            assert caught.value.kind == kind
+
+    in_sandbox(backend, work)
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+@on_every_backend
+def test_files_of_a_spec_are_there_before_the_first_command(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        assert await say(sandbox, "cat a/b") == "given"
+
+    with_spec(backend, replace(spec_of(), files={"a/b": b"given"}), work)
+    with pytest.raises(SandboxError) as caught:
+        with_spec(backend, replace(spec_of(), files={"/proc/no": b""}), work)
+    assert caught.value.kind in ("denied", "missing")
+
+
+@on_every_backend
+def test_an_image_is_refused_where_there_are_none(backend: str) -> None:
+    with pytest.raises(SandboxRefused, match="leave the image out") as caught:
+        asyncio.run(make_backend(backend).create(replace(spec_of(), image="debian:12")))
+    assert caught.value.kind == "image"
