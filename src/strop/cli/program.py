@@ -12,11 +12,10 @@ import typer
 from strop import __version__
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate, rescore
-from strop.cli.explain import explain
 from strop.cli.jobs import cancel, drill, fetch, logs, status
 from strop.cli.model import model_commands, sample, stage
 from strop.cli.output import Output
-from strop.cli.plan import plan
+from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, view
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, task_commands

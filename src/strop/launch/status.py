@@ -285,10 +285,11 @@ def _decide_ended(latest: AttemptRecord, answer: SchedulerStatus | None, last_nu
             return StateDecision(state=state, reason=f"ending: {reason}", source=StatusSource.SCHEDULER)
         return StateDecision(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
     # It saved its state, and asked to be requeued.
-    state, reason = JobState.UNKNOWN, f"its state is saved; it was told to end by {latest.signal or 'nobody'}"
+    how = f"on {latest.signal}" if latest.signal else "without a signal"
+    state, reason = JobState.UNKNOWN, f"its state is saved; it ended {how}"
     if answer is not None and answer.state in _WAITING | _LIVING:
         # The next attempt has not begun, or its first node has not written its start record yet.
-        state, reason = JobState.PREEMPTED, answer.reason or "waits to live again"
+        state, reason = JobState.PREEMPTED, answer.reason or "waits to be requeued"
     elif answer is not None and answer.state is JobState.TIMEOUT:
         return _from_scheduler(answer)
     elif not latest.signal and latest.number >= last_number:
