@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,42 +23,8 @@ from strop.cli.arguments import (
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
-    from strop.record import Event
     from strop.run.training import TrainOutcome
     from strop.spec import ResolvedSpec
-    from strop.train import EvalSummary, Observer
-
-
-class Watchers:
-    """Forwards every call to several observers."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Pass on."""
-        for observer in self._observers:
-            observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
-
-    def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass on."""
-        for observer in self._observers:
-            observer.on_step(metrics)
-
-    def on_event(self, event: Event) -> None:
-        """Pass on."""
-        for observer in self._observers:
-            observer.on_event(event)
-
-    def on_eval(self, summary: EvalSummary) -> None:
-        """Pass on."""
-        for observer in self._observers:
-            observer.on_eval(summary)
-
-    def on_end(self, *, cause: str) -> None:
-        """Pass on."""
-        for observer in self._observers:
-            observer.on_end(cause=cause)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +92,11 @@ def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
     from strop.view import PlainProgress, TerminalObserver, open_progress
     from strop.view.report import write_report
 
-    watchers = Watchers(TerminalObserver(open_progress()), TerminalObserver(PlainProgress(output.log)))
+    observer = TerminalObserver(open_progress(), PlainProgress(output.log))
     reports: list[Path] = []
     outcome = train_here(
         resolved,
-        watchers,
+        observer,
         is_new=is_new,
         on_run=output.open_run,
         on_trained=lambda trained: reports.append(write_report(trained.run_path)),
