@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -179,3 +180,12 @@ def test_a_path_below_a_private_directory_cannot_be_reached_by_others(tmp_path: 
     assert can_reach("/usr")
     assert not can_reach(str(private / "open"))
     assert not can_reach("/no/such/place")
+
+
+def test_the_daemon_stays_small() -> None:
+    """Every sandbox is a fork of it: what it imports costs each of them time."""
+    code = "import sys, strop.sandbox.daemon; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"asyncio", "subprocess", "threading", "numpy", "pydantic"} & set(loaded)

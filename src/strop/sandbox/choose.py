@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from strop.errors import ConfigError, SandboxRefused
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
-from strop.sandbox.local import LocalBackend
+
+if TYPE_CHECKING:
+    from strop.sandbox.local import LocalBackend
 
 BACKENDS = ("bubblewrap", "process")
 """Best first."""
@@ -17,6 +21,9 @@ def make_backend(name: str) -> LocalBackend:
     Raises: ConfigError for a name that there is not.
     """
     if name in BACKENDS:
+        # Here: the daemon imports this room too, and a small process is forked faster.
+        from strop.sandbox.local import LocalBackend
+
         return LocalBackend(name)
     raise ConfigError(
         f"sandbox backend {name!r}", allowed=", ".join(("auto", *BACKENDS)), next_step="name one of them"
