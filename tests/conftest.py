@@ -15,6 +15,7 @@ from strop.hardware import tune_process
 
 if TYPE_CHECKING:
     from strop.store import ModelHandle
+    from strop.tokenizer import Tokenizer
     from tests.fixtures.object_store import SpoilingProxy
 
 
@@ -126,6 +127,15 @@ def smollm2_dir(smollm2_handles: tuple[ModelHandle, ModelHandle]) -> Path:
 def kernels_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the caches of all tests keep their compiled kernels."""
     return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    """A tokenizer of bytes; tests of real weights define that of their model."""
+    from strop.tokenizer import Tokenizer
+    from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "tokenizer"))
 
 
 @pytest.fixture

@@ -16,10 +16,7 @@ from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def attack(tmp_path: Path, say: Say) -> ProbeResult:

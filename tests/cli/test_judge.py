@@ -10,7 +10,8 @@ import pytest
 from strop.record import RunDir
 from tests.fixtures.commands import Run
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
-from tests.fixtures.judged import ROWS, write_rows
+from tests.fixtures.judged import ROWS
+from tests.fixtures.row_files import write_rows
 
 TASK = """name = "llm-judge"
 source = "rows.jsonl"

@@ -12,8 +12,8 @@ from strop.cluster.ray.placement import RayPlacement
 from strop.environments import RolloutPlan
 from strop.rollout import Group, Sampling, Split
 from strop.tasks import build_task
-from tests.fixtures.judged import write_rows
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import tiny_spec
 

@@ -57,10 +57,6 @@ class EngineContract:
     """The suite. `engine` is fresh for each test."""
 
     @pytest.fixture
-    def tokenizer(self) -> Tokenizer:
-        raise NotImplementedError
-
-    @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> Engine:
         raise NotImplementedError
 

@@ -51,15 +51,12 @@ def tokenizer(tiny_model_dir: Path) -> Tokenizer:
     return Tokenizer.load(tiny_model_dir)
 
 
+@pytest.mark.parametrize("is_static", [False, True], ids=["moving", "static"])
 class TestNativeEngine(EngineContract):
     @pytest.fixture
-    def tokenizer(self, tiny_model_dir: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_model_dir)
-
-    @pytest.fixture
-    def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
+    def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer, is_static: bool) -> Engine:
         model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
-        return NativeEngine(model, tokenizer, max_num_seqs=4)
+        return NativeEngine(model, tokenizer, max_num_seqs=4, is_static=is_static)
 
     @pytest.fixture
     def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:

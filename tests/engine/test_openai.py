@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,15 +19,9 @@ from strop.rollout import FinishReason, Sampling
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
 from tests.fixtures.engine_server import canned_server
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 VLLM = {"data": [{"id": "org/name", "owned_by": "vllm"}]}
 OTHER = {"data": [{"id": "org/name", "owned_by": "somebody"}]}
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
 
 
 def choice(**said: Any) -> dict[str, Any]:

@@ -101,10 +101,6 @@ class Closing:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["batches", "streams"])
 class TestRemoteEngine(EngineContract):
     @pytest.fixture
-    def tokenizer(self, model_dir: Path) -> Tokenizer:
-        return Tokenizer.load(model_dir)
-
-    @pytest.fixture
     def engine(self, server: RunningServer, is_streamed: bool) -> Engine:
         return server.connect(is_streamed=is_streamed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,11 @@ from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.held import Desk, HeldEngine, ask, run, start, turn
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 UPDATE = WeightUpdate(version=1, digest="d1", transport=WeightTransport.SHARED)
 
 
 class TestRouterOfTwo(EngineContract):
-    @pytest.fixture
-    def tokenizer(self, tmp_path: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_tokenizer(tmp_path))
-
     @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> Engine:
         replicas = {name: DummyEngine(tokenizer, lambda request: f"seed {request.seed}") for name in "ab"}

@@ -28,11 +28,6 @@ KEY = "0123456789abcdef-secret"
 UPDATE = WeightUpdate(version=4, digest="d4", transport=WeightTransport.FILE, path="w")
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
-
-
 def talk(engine: DummyEngine, speak: Callable[[httpx.AsyncClient], Awaitable[Any]], **headers: str) -> Any:
     """Talk to the application without a socket."""
 

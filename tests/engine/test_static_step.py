@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from strop.engine import Engine, WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.errors import EngineError
 from strop.policy.language_model import LanguageModel
-from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import Sampling
 from strop.tokenizer import Tokenizer
-from tests.engine.contract_suite import EngineContract, run
+from tests.engine.contract_suite import run
 from tests.engine.requests import ask, assert_same_bits, generate_all, mixed_requests
 
 
@@ -27,23 +25,6 @@ def model(tiny_model_dir: Path) -> LanguageModel:
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Tokenizer:
     return Tokenizer.load(tiny_model_dir)
-
-
-class TestStaticEngine(EngineContract):
-    @pytest.fixture
-    def tokenizer(self, tiny_model_dir: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_model_dir)
-
-    @pytest.fixture
-    def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
-        model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
-        return NativeEngine(model, tokenizer, max_num_seqs=4, is_static=True)
-
-    @pytest.fixture
-    def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
-        path = tmp_path / "w.safetensors"
-        publish_tensors(own_tensors(model), path)
-        return WeightUpdate(version=8, digest="0" * 64, transport=WeightTransport.FILE, path=str(path))
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 16, 64])

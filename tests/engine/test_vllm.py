@@ -158,10 +158,6 @@ def long_request(max_tokens: int = 480) -> GenerationRequest:
 
 class TestVllmEngine(EngineContract):
     @pytest.fixture
-    def tokenizer(self, model_dir: Path) -> Tokenizer:
-        return Tokenizer.load(model_dir)
-
-    @pytest.fixture
     def engine(self, server: RunningServer) -> Engine:
         return server.connect()
 

@@ -25,7 +25,6 @@ from strop.rollout import FinishReason, IntArray, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 LIMITS = EngineLimits(max_positions=512, vocab_size=262)
 UPDATE = WeightUpdate(version=7, digest="d7", transport=WeightTransport.FILE, path="/w")
@@ -122,11 +121,6 @@ class ScriptedCore:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
-
-
-@pytest.fixture
 def core(tokenizer: Tokenizer) -> ScriptedCore:
     return ScriptedCore(tokenizer)
 
@@ -137,10 +131,6 @@ def engine(core: ScriptedCore, tokenizer: Tokenizer) -> VllmEngine:
 
 
 class TestVllmEngineOverACore(EngineContract):
-    @pytest.fixture
-    def tokenizer(self, tmp_path: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
-
     @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
         return VllmEngine(ScriptedCore(tokenizer), tokenizer, limits=LIMITS)

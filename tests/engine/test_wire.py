@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,8 @@ from strop.errors import ConfigError, DataError, EngineError, StropError, Weight
 from strop.rollout import FinishReason, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, mixed_requests
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda values: np.array(values, np.int32))
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path))
 
 
 @st.composite

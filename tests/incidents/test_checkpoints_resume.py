@@ -29,7 +29,6 @@ from strop.cluster.local_learner import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
 from strop.io import verify_directory
-from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
 from strop.run.training import train_here
@@ -38,7 +37,15 @@ from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
-from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, Curve, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import (
+    NUM_GATE_REQUESTS,
+    Composition,
+    Curve,
+    new_run,
+    read_curve,
+    take_up,
+    tiny_spec,
+)
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 5
@@ -165,13 +172,6 @@ class DyingEngine:
 
 def die_after(num_requests: int) -> Callable[[Roles], Roles]:
     return lambda roles: replace(roles, engine=DyingEngine(roles.engine, NUM_GATE_REQUESTS + num_requests))
-
-
-def take_up(made: Composition) -> Composition:
-    """Compose the same run as another process would."""
-    run_dir = RunDir.open(made.run_dir.path)
-    run_dir.acquire()
-    return Composition(made.spec, made.model_dir, run_dir, task=made.task)
 
 
 def trained_ids(run_path: Path) -> list[str]:

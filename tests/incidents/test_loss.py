@@ -26,7 +26,7 @@ from strop.spec.train import TripwireSpec
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.losses import LOSSES
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, PaysAlways, SpellTask, learner_of, new_run, tiny_spec
 from tests.policy.worlds import plain
 
 # Shapes: P groups, G rollouts (ragged), T tokens of a rollout (ragged), 3 features, V = 4 tokens.
@@ -282,14 +282,6 @@ def test_opt_2_a_whole_run_does_not_depend_on_the_micro_batch_size(
         assert norm == pytest.approx(whole_norm, rel=1e-5)
         # Adam divides by the gradient's size: where that is tiny, rounding shows.
         assert float((weights - whole_weights).abs().mean()) < 1e-5
-
-
-class PaysAlways(SpellTask):
-    """Pays every wrong reply the same."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        is_gold = text == example.answer
-        return Outcome(parts={"spelled": 1.0 if is_gold else 0.25}, is_correct=is_gold)
 
 
 def test_opt_4_a_constant_reward_raises_an_alarm_in_step_1(tmp_path: Path, tiny_model_dir: Path) -> None:

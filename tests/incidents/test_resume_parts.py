@@ -7,11 +7,9 @@ digests, and a checkpoint that cannot be used is refused with a remedy that work
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from strop.errors import CheckRefused, CorruptRecord, Interrupted, split_error
 from strop.record import RunDir, list_runs
 from strop.run.training import train_here
 from strop.spec import load_spec
-from tests.fixtures.tiny_run import Composition, Notes, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, StopAfterOne, new_run, read_curve, take_up, tiny_spec
 
 RUN_FILE = """
 name = "same"
@@ -61,14 +59,6 @@ NUM_ROWS = 9
 def write_rows(path: Path, answers: Callable[[int], str]) -> None:
     rows = [{"question": f"{number}?", "answer": answers(number)} for number in range(NUM_ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-class StopAfterOne(Notes):
-    """Asks a run to end once it has trained a step."""
-
-    def on_step(self, metrics: Mapping[str, float]) -> None:
-        super().on_step(metrics)
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def train(folder: Path, notes: Notes) -> Path:
@@ -176,13 +166,6 @@ def set_parts(run_dir: RunDir, parts: dict[str, str]) -> None:
     path.write_text(json.dumps(content | {"facts": {"made_of": parts}, "finished_at": None}))
     if run_dir.is_locked_here:
         run_dir.acquire()
-
-
-def take_up(made: Composition) -> Composition:
-    """Compose the same run as another process would."""
-    run_dir = RunDir.open(made.run_dir.path)
-    run_dir.acquire()
-    return Composition(made.spec, made.model_dir, run_dir, task=made.task)
 
 
 LONG = {"steps": 4, "checkpoint_every": 2}

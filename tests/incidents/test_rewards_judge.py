@@ -17,10 +17,7 @@ from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.judged import ROWS, judge_task
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_rew_6_a_template_with_an_unknown_field_is_refused_with_the_row(tmp_path: Path) -> None:

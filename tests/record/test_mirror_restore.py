@@ -21,16 +21,6 @@ from strop.store.record_store import RecordStore
 from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, list_files, model_bytes
 
 
-@pytest.fixture
-def played(tmp_path: Path) -> PlayedRun:
-    return PlayedRun.create(tmp_path / "runs")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "store")
-
-
 def mirror_of(played: PlayedRun, root: str) -> str:
     return mirror_uri(root, played.run.path.name)
 

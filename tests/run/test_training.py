@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +33,7 @@ from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.judging import InlineJudge
 from strop.train import EvalSummary
 from tests.evaluate.stored_results import make_result
-from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
+from tests.fixtures.tiny_run import Notes, SpellTask, StopAfterOne, new_run, tiny_spec
 
 RUN_FILE = """
 name = "here"
@@ -420,14 +418,6 @@ num_samples = 1
 [placement]
 threads = 1
 """
-
-
-class StopAfterOne(Notes):
-    """Asks a run to end once it has trained a step."""
-
-    def on_step(self, metrics: Mapping[str, float]) -> None:
-        super().on_step(metrics)
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow

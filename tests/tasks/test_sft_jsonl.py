@@ -16,8 +16,8 @@ from strop.spec import SftJsonlSpec
 from strop.tasks import Task, build_task
 from strop.tasks.traits import counts_of
 from tests.fixtures.demonstrations import make_framing, read
-from tests.fixtures.judged import write_rows
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TRAIN: Sequence[dict[str, Any]] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,9 @@ from strop.rollout import FinishReason, Sampling
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, assert_well_formed, run
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 
 class TestDummyEngine(EngineContract):
-    @pytest.fixture
-    def tokenizer(self, tmp_path: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_tokenizer(tmp_path))
-
     @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> Engine:
         # A function of the request, because equal requests must get equal replies.
@@ -37,11 +31,6 @@ class TestEngineThatFindsOtherWeights(TestDummyEngine):
         return WeightUpdate(
             version=8, digest="promised", transport=WeightTransport.FILE, path="w.safetensors"
         )
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path))
 
 
 def ask(

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,6 @@ from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.held import ask
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 Result = TypeVar("Result")
 # Replies of exactly 100 tokens; a step of 10 ms and 1 ms for each row; 1,000 prompt tokens/s.
@@ -39,10 +37,6 @@ UPDATE = WeightUpdate(version=1, digest="d1", transport=WeightTransport.SHARED)
 
 
 class TestSimulatedEngine(EngineContract):
-    @pytest.fixture
-    def tokenizer(self, tmp_path: Path) -> Tokenizer:
-        return Tokenizer.load(tiny_tokenizer(tmp_path))
-
     @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> Engine:
         quick = SimulatedSpeed(step_base_s=1e-5, step_row_s=0.0, prefill_tokens_per_s=1e9, update_s=1e-3)

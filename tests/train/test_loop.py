@@ -22,7 +22,16 @@ from strop.rollout import Split
 from strop.spec import RunSpec
 from strop.train import EvalSummary
 from strop.train.watch.process import DiskWatch
-from tests.fixtures.tiny_run import Composition, Curve, SpellTask, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import (
+    Composition,
+    Curve,
+    SpellTask,
+    learner_of,
+    new_run,
+    read_curve,
+    summary,
+    tiny_spec,
+)
 
 METRICS = {
     "failed_frac",
@@ -212,17 +221,6 @@ def test_a_run_taken_up_again_gives_the_curve_of_an_uninterrupted_one(
     assert resumed.notes.starts == [(str(half.run_dir.path), 2, 5)]
     assert resumed.notes.causes("resume") == ["checkpoint"]
     assert read_curve(half.run_dir.path) == read_curve(whole.run_dir.path)
-
-
-def summary(step: int) -> EvalSummary:
-    return EvalSummary(
-        step=step,
-        num_examples=1,
-        greedy_accuracy=0.0,
-        greedy_low=0.0,
-        greedy_high=1.0,
-        sampled_accuracy=None,
-    )
 
 
 @pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4, 5]), (None, [0, 5])])

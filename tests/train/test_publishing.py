@@ -17,21 +17,10 @@ from strop.engine.native import NativeEngine
 from strop.engine.router import Router
 from strop.errors import WeightMismatch
 from strop.policy.language_model import LanguageModel
-from strop.rollout import Example, IntArray, Outcome
+from strop.rollout import IntArray
 from strop.train import EvalSummary
 from tests.fixtures.apart import ApartPlacement
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
-
-
-def summary(step: int) -> EvalSummary:
-    return EvalSummary(
-        step=step,
-        num_examples=1,
-        greedy_accuracy=0.0,
-        greedy_low=0.0,
-        greedy_high=1.0,
-        sampled_accuracy=None,
-    )
+from tests.fixtures.tiny_run import Composition, PaysAlways, new_run, summary, tiny_spec
 
 
 @pytest.mark.parametrize(
@@ -68,21 +57,13 @@ def test_an_evaluation_that_is_due_is_one_of_the_weights_of_its_step(
     assert sent == all_sent
 
 
-class PaysAll(SpellTask):
-    """Pays every reply the same, so that no step has anything to learn from."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        is_gold = text == example.answer
-        return Outcome(parts={"spelled": 1.0 if is_gold else 0.25}, is_correct=is_gold)
-
-
 def test_weights_that_a_step_did_not_move_are_not_sent_again(tmp_path: Path, tiny_model_dir: Path) -> None:
     """And what is sampled next is sampled all the same: the engine serves what the step has made."""
     drop = {"zero_variance": "drop"}
     spec = tiny_spec(train={"steps": 2}, algorithm=drop, placement={"kind": "process"})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights")
     sent: list[int] = []
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), placement=placement, task=PaysAll())
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), placement=placement, task=PaysAlways())
     made.run(lambda roles: replace(roles, engine=Watched(roles.engine, sent)))
     assert [line["policy_version"] for line in made.notes.steps] == [0, 0]
     assert sent == [0]

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +36,6 @@ from strop.tasks import TaskLimits
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine
 
 MAX_TOKENS = 4
@@ -105,11 +103,6 @@ def all_replies() -> Iterator[str]:
             yield from itertools.chain.from_iterable(grow(said + letter) for letter in "ab.")
 
     return grow("")
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path))
 
 
 @pytest.fixture

@@ -23,7 +23,16 @@ from strop.train.watch.tripwires import (
     find_impossible,
     find_impossible_rollouts,
 )
-from tests.fixtures.tiny_run import Composition, Notes, SpellTask, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import (
+    Composition,
+    Notes,
+    PaysAlways,
+    SpellTask,
+    learner_of,
+    new_run,
+    read_curve,
+    tiny_spec,
+)
 
 HEALTHY = {
     "zero_variance_frac": 0.5,
@@ -80,14 +89,6 @@ def test_a_number_at_its_bound_is_fine(metric: str, bound: float) -> None:
 
 def test_a_wire_that_is_switched_off_is_silent() -> None:
     assert find_alarms(TripwireSpec(max_truncated_frac=None), 1, {"truncated_frac": 1.0}) == []
-
-
-class PaysAlways(SpellTask):
-    """Pays the same for every reply that the self-test does not ask about."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        is_gold = text == example.answer
-        return Outcome(parts={"spelled": 1.0 if is_gold else 0.25}, is_correct=is_gold)
 
 
 def test_a_constant_reward_is_an_alarm_in_the_first_step(tmp_path: Path, tiny_model_dir: Path) -> None:

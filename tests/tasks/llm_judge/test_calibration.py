@@ -14,12 +14,10 @@ from strop.errors import DataError
 from strop.tasks.llm_judge import JudgeReport, check_judge, read_labelled_replies, write_judge_report
 from strop.tasks.llm_judge.calibration import cohens_kappa, correlation
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
-from tests.fixtures.judged import judge_task, write_rows
+from tests.fixtures.judged import judge_task
+from tests.fixtures.row_files import write_rows
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def labelled(num_good: int = 25, num_bad: int = 25) -> list[dict[str, Any]]:

@@ -19,13 +19,11 @@ from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
 from strop.tasks.registry import TASK_SUMMARIES
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
-from tests.fixtures.judged import ROWS, judge_spec, judge_task, write_rows
+from tests.fixtures.judged import ROWS, judge_spec, judge_task
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def compare(question: str) -> str:

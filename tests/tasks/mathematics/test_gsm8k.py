@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import DataError
@@ -20,6 +18,7 @@ from strop.spec import Gsm8kSpec
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.gsm8k import Gsm8k
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_parquet, write_rows
 
 Mode = Literal["auto", "strict", "hash", "flex"]
 MODES: tuple[Mode, ...] = ("auto", "strict", "hash", "flex")
@@ -33,18 +32,6 @@ TRAIN: Rows = [
 TEST: Rows = [{"question": "Half of 9 liters?", "answer": "9 / 2 = 4.5\n#### 4.5"}]
 
 
-def write_jsonl(path: Path, rows: Rows) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_parquet(path: Path, rows: Rows) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return path
-
-
 def gsm8k(source: Path | str, num_train: int | None = None, num_held_out: int | None = None) -> Task:
     return build_task(
         Gsm8kSpec(name="gsm8k", source=str(source), num_train=num_train, num_held_out=num_held_out)
@@ -53,8 +40,8 @@ def gsm8k(source: Path | str, num_train: int | None = None, num_held_out: int | 
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    write_jsonl(tmp_path / "train.jsonl", TRAIN)
-    write_jsonl(tmp_path / "test.jsonl", TEST)
+    write_rows(tmp_path / "train.jsonl", TRAIN)
+    write_rows(tmp_path / "test.jsonl", TEST)
     return gsm8k(tmp_path)
 
 
@@ -88,8 +75,8 @@ def test_numbers_of_examples_are_limits(tmp_path: Path, task: Task) -> None:
 
 def test_one_file_is_split_by_content(tmp_path: Path) -> None:
     rows: Rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
-    write_jsonl(tmp_path / "all.jsonl", rows)
-    write_jsonl(tmp_path / "turned.jsonl", rows[::-1])
+    write_rows(tmp_path / "all.jsonl", rows)
+    write_rows(tmp_path / "turned.jsonl", rows[::-1])
     first, turned = gsm8k(tmp_path / "all.jsonl"), gsm8k(tmp_path / "turned.jsonl")
     held_out = {example.example_id for example in first.examples(Split.HELD_OUT)}
     assert (len(first.examples(Split.TRAIN)), len(held_out)) == (36, 4)  # a tenth of 40
@@ -98,8 +85,8 @@ def test_one_file_is_split_by_content(tmp_path: Path) -> None:
 
 
 def test_a_question_twice_in_a_split_is_kept_once(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [*TRAIN, TRAIN[0]])
-    write_jsonl(tmp_path / "test.jsonl", TEST)
+    write_rows(tmp_path / "train.jsonl", [*TRAIN, TRAIN[0]])
+    write_rows(tmp_path / "test.jsonl", TEST)
     assert len(gsm8k(tmp_path).examples(Split.TRAIN)) == 3
 
 
@@ -189,13 +176,13 @@ def test_prompt_shows_the_question_and_the_form(task: Task) -> None:
 
 
 def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", TRAIN)
+    write_rows(tmp_path / "train.jsonl", TRAIN)
     # The same question with other white space and another worked answer is the same question.
     again: dict[str, object] = {
         "question": "Ida has  3 hens\nand buys 4. How many has she?",
         "answer": "#### 7",
     }
-    write_jsonl(tmp_path / "test.jsonl", [*TEST, again])
+    write_rows(tmp_path / "test.jsonl", [*TEST, again])
     with pytest.raises(DataError, match=r"1 of 2 held-out questions .* 'Ida has 3 hens and buys 4"):
         gsm8k(tmp_path).examples(Split.TRAIN)
 
@@ -203,7 +190,7 @@ def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("empty", ["train", "test"])
 def test_empty_split_is_refused(tmp_path: Path, empty: str) -> None:
     for name, rows in (("train", TRAIN), ("test", TEST)):
-        write_jsonl(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
+        write_rows(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
     with pytest.raises(DataError, match=r"has no (training|held-out) rows.*interrupted download"):
         gsm8k(tmp_path).examples(Split.TRAIN)
 
@@ -244,16 +231,16 @@ def test_cut_parquet_is_refused(tmp_path: Path) -> None:
     [{"question": "1 + 1?"}, {"question": " ", "answer": "#### 2"}, {"question": 3, "answer": "#### 2"}],
 )
 def test_wrong_columns_name_the_row(tmp_path: Path, row: dict[str, object]) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [TRAIN[0], row])
-    write_jsonl(tmp_path / "test.jsonl", TEST)
+    write_rows(tmp_path / "train.jsonl", [TRAIN[0], row])
+    write_rows(tmp_path / "test.jsonl", TEST)
     with pytest.raises(DataError, match=r"train\.jsonl, row 2 has columns"):
         gsm8k(tmp_path).examples(Split.TRAIN)
 
 
 @pytest.mark.parametrize("answer", ["two", "2", "#### two", "####"])
 def test_answer_without_gold_number_names_the_row(tmp_path: Path, answer: str) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": answer}])
-    write_jsonl(tmp_path / "test.jsonl", TEST)
+    write_rows(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": answer}])
+    write_rows(tmp_path / "test.jsonl", TEST)
     with pytest.raises(DataError, match=r"the answer in .*train\.jsonl, row 1 ends in"):
         gsm8k(tmp_path).examples(Split.TRAIN)
 

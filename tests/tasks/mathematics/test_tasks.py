@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import DataError
@@ -18,6 +16,7 @@ from strop.tasks import Task, build_task
 from strop.tasks.prompt import PosedMessage
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_parquet, write_rows
 
 Row = dict[str, Any]
 Strict = Literal["strict", "standard", "symbolic"]
@@ -43,18 +42,6 @@ MATH_TRAIN = [
 MATH_TEST = [math_row("Who is next?", r"\text{Evelyn}"), math_row("How many?", "1{,}000")]
 
 
-def write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_parquet(path: Path, rows: Sequence[Row]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return path
-
-
 def math(source: Path | str, **settings: Any) -> RowTask:
     task = build_task(MathSpec(name="math", source=str(source), **settings))
     assert isinstance(task, RowTask)
@@ -63,8 +50,8 @@ def math(source: Path | str, **settings: Any) -> RowTask:
 
 @pytest.fixture
 def math_folder(tmp_path: Path) -> Path:
-    write_jsonl(tmp_path / "train.jsonl", MATH_TRAIN)
-    write_jsonl(tmp_path / "test.jsonl", MATH_TEST)
+    write_rows(tmp_path / "train.jsonl", MATH_TRAIN)
+    write_rows(tmp_path / "test.jsonl", MATH_TEST)
     return tmp_path
 
 
@@ -106,20 +93,20 @@ def test_no_level_between_two_levels_is_refused() -> None:
 
 @pytest.mark.parametrize("level", [2, None, "Level 6", "hard"])
 def test_a_level_that_math_does_not_have_names_the_row(math_folder: Path, level: object) -> None:
-    write_jsonl(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "level": level}])
+    write_rows(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "level": level}])
     with pytest.raises(DataError, match=r"train\.jsonl, row 1 has level .* 'Level 1' to 'Level 5'"):
         math(math_folder).examples(Split.TRAIN)
 
 
 @pytest.mark.parametrize("solution", ["It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }"])
 def test_a_solution_without_an_answer_names_the_row(math_folder: Path, solution: str) -> None:
-    write_jsonl(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "solution": solution}])
+    write_rows(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "solution": solution}])
     with pytest.raises(DataError, match=r"the solution in .*train\.jsonl, row 1 ends in"):
         math(math_folder).examples(Split.TRAIN)
 
 
 def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
-    write_jsonl(math_folder / "test.jsonl", [*MATH_TEST, MATH_TRAIN[0]])
+    write_rows(math_folder / "test.jsonl", [*MATH_TEST, MATH_TRAIN[0]])
     task = math(math_folder)
     assert "-5" not in answers(task, Split.TRAIN)
     assert "-5" in answers(task, Split.HELD_OUT)
@@ -192,7 +179,7 @@ def test_math500_is_held_out_only(tmp_path: Path) -> None:
         "level": 1,
         "unique_id": "a",
     }
-    write_jsonl(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
+    write_rows(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
     task = build_task(Math500Spec(name="math500", source=str(tmp_path), strictness="standard"))
     assert answers(task, Split.HELD_OUT) == ["2", "4"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
@@ -225,7 +212,7 @@ def test_a_broken_json_list_is_refused(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("answer", ["$", r"\boxed{}", "\\,"])
 def test_an_answer_of_which_nothing_is_left_names_the_row(tmp_path: Path, answer: str) -> None:
-    write_jsonl(tmp_path / "test.jsonl", [{"problem": "?", "solution": "!", "answer": answer}])
+    write_rows(tmp_path / "test.jsonl", [{"problem": "?", "solution": "!", "answer": answer}])
     task = build_task(Math500Spec(name="math500", source=str(tmp_path)))
     with pytest.raises(
         DataError, match=r"the answer in .*test\.jsonl, row 1 is .*Allowed: a number, a formula"
@@ -245,7 +232,7 @@ def aime(source: Path | str, year: Literal["2024", "2025", "2022-2024"] = "2025"
     ],
 )
 def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> None:
-    task = aime(write_jsonl(tmp_path / "aime.jsonl", rows))
+    task = aime(write_rows(tmp_path / "aime.jsonl", rows))
     assert answers(task, Split.HELD_OUT) == ["25", "7"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="training examples of task aime"):
@@ -254,7 +241,7 @@ def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> No
 
 @pytest.mark.parametrize("answer", ["1000", "-1", "2.5", "x", True])
 def test_aime_refuses_an_answer_that_is_no_whole_number(tmp_path: Path, answer: object) -> None:
-    path = write_jsonl(tmp_path / "aime.jsonl", [{"problem": "?", "answer": answer}])
+    path = write_rows(tmp_path / "aime.jsonl", [{"problem": "?", "answer": answer}])
     with pytest.raises(DataError, match=r"aime\.jsonl, row 1"):
         aime(path).examples(Split.HELD_OUT)
 
@@ -358,7 +345,7 @@ def test_mmlu_takes_the_first_letter_of_the_first_line(
 )
 def test_mmlu_names_a_row_without_four_choices_and_an_index(tmp_path: Path, change: Row) -> None:
     rows = [{**MMLU_ROWS[0], **change, "subject": subject} for subject in "ab"]
-    path = write_jsonl(tmp_path / "all.jsonl", rows)
+    path = write_rows(tmp_path / "all.jsonl", rows)
     with pytest.raises(DataError, match=r"all\.jsonl, row [12] has choices .* a list of four choices"):
         build_task(MmluSpec(name="mmlu", source=str(path))).examples(Split.HELD_OUT)
 
@@ -378,6 +365,6 @@ MakeTask = Callable[[str], Task]
 )
 def test_missing_columns_name_the_row(tmp_path: Path, make: MakeTask) -> None:
     row = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
-    task = make(str(write_jsonl(tmp_path / "all.jsonl", [row, {**row, "id": 2}])))
+    task = make(str(write_rows(tmp_path / "all.jsonl", [row, {**row, "id": 2}])))
     with pytest.raises(DataError, match=r"all\.jsonl, row [12] has columns"):
         task.examples(Split.HELD_OUT)

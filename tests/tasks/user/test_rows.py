@@ -21,8 +21,8 @@ from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import describe_counts
-from tests.fixtures.judged import write_rows
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 
 ROWS: Sequence[dict[str, Any]] = [
     {"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(2, 42)
