@@ -59,8 +59,8 @@ def test_a_backend_of_the_table_has_its_options_everywhere(here: World, run: Run
     assert "--lane" in helped
     assert "Lane to wait in." in helped
     explained = run("explain", "sites.fake.lane").out
-    assert "Lane to wait in. Of one job: `strop submit --lane`." in explained
-    assert "Of one job alone: `strop submit --bid`." in run("explain", "sites.fake.bid").out
+    assert "Lane to wait in. Override for one job: `strop submit --lane`." in explained
+    assert "Set per job, not in a profile: `strop submit --bid`." in run("explain", "sites.fake.bid").out
     words = ("submit", "run.toml", "--on", "lanes", "--dry-run", "--json")
     assert "--lane=slow" in json.loads(run(*words).out)["argv"]
     assert "--lane=fast" in json.loads(run(*words, "--lane", "fast").out)["argv"]
@@ -90,5 +90,5 @@ def test_an_option_of_one_job_is_no_key_of_a_profile(here: World, run: Run) -> N
     ended = run("submit", "run.toml", "--on", "lanes")
     assert ended.code == 2
     assert "sites.lanes.bid" in ended.err
-    assert "is an option of one job alone" in ended.err
+    assert "is set per job, not in a profile" in ended.err
     assert "give --bid to `strop submit`" in ended.err

@@ -147,7 +147,9 @@ def test_a_pasted_credential_is_refused_and_not_repeated(places: Places, line: s
 def test_settings_of_sites_are_explained_by_kind() -> None:
     found = explain_site(("sites", "slurm", "partition"))
     assert (found.type, found.default) == ("text or none", '"none"')
-    assert found.description == "Partition of the main part. Of one job: `strop submit --partition`."
+    assert (
+        found.description == "Partition of the main part. Override for one job: `strop submit --partition`."
+    )
     assert explain_site(("sites", "slurm", "secrets")).type == "list of texts"
     assert "sites.container.image" in explain_site(("sites", "container")).keys
     assert {"sites.local.python", "sites.sagemaker.role"} <= set(explain_site(("sites",)).keys)

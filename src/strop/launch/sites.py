@@ -145,7 +145,7 @@ def _refuse_entries(
         if info is not None and info.exclude:
             flag = section.flags().get(path[0])
             raise ConfigError(
-                f"{shown} is an option of one job alone",
+                f"{shown} is set per job, not in a profile",
                 allowed="what holds for every job of the site",
                 next_step=f"remove it, and give {flag.names[0]} to `strop submit`" if flag else "remove it",
             )
@@ -182,7 +182,8 @@ def explain_site(path: KeyPath) -> Explanation:
         info, flag = found[path], BACKENDS[path[1]].flags().get(path[2])
         text = info.description or ""
         if flag is not None:
-            text += f" Of one job{' alone' if info.exclude else ''}: `strop submit {flag.names[0]}`."
+            how = "Set per job, not in a profile" if info.exclude else "Override for one job"
+            text += f" {how}: `strop submit {flag.names[0]}`."
         known = describe_settings((Setting(path=path, variant=None, info=info),))
         return replace(known, description=text)
     inside = [dotted(one) for one in found if one[: len(path)] == path]
