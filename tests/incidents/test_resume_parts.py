@@ -56,14 +56,14 @@ threads = 1
 NUM_ROWS = 9
 
 
-def write_rows(path: Path, answers: Callable[[int], str]) -> None:
-    rows = [{"question": f"{number}?", "answer": answers(number)} for number in range(NUM_ROWS)]
+def write_rows(path: Path, answers: Callable[[int], str], num_rows: int = NUM_ROWS) -> None:
+    rows = [{"question": f"{number}?", "answer": answers(number)} for number in range(num_rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(folder: Path, notes: Notes) -> Path:
+def train(folder: Path, notes: Notes, *, is_new: bool = False) -> Path:
     resolved = load_spec(folder / "run.toml", [f"output.root={folder / 'runs'}"])
-    return train_here(resolved, notes, on_run=lambda run_dir: None).run_path
+    return train_here(resolved, notes, is_new=is_new, on_run=lambda run_dir: None).run_path
 
 
 @pytest.fixture
@@ -111,6 +111,11 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "set of examples",
     ),
     "the order of the rows": (reverse_rows, "set of examples"),
+    "a row more": (
+        lambda root: write_rows(root / "rows.jsonl", str, NUM_ROWS + 1),
+        "version of its task",
+    ),
+    "a comment of the reward": (edit("reward.py", "answer\n", "answer  # Or not.\n"), "version of its task"),
     "the reward": (edit("reward.py", "strip", "rstrip"), "version of its task"),
     "the base model": (move_weights("model"), "model (weights)"),
     "the chat template": (edit("model/chat_template.jinja", "<|start|>", "<|end|>"), "model (chat template)"),
@@ -146,6 +151,9 @@ def test_ckp_3_a_run_does_not_go_on_with_another_part(begun: Path) -> None:
         shutil.copytree(kept, begun, dirs_exist_ok=True)
     assert train(begun, Notes()) == run.path
     assert RunDir.open(run.path).is_finished
+    # A run that has trained nothing yet is no reason to refuse anything.
+    reverse_rows(begun)
+    assert train(begun, Notes(), is_new=True) != run.path
 
 
 def test_ckp_3_a_checkpoint_of_other_parts_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.local import InlinePlacement
-from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
+from strop.errors import CheckRefused, ConfigError, RunStopped
 from strop.evaluate import Validity, read_result, write_result
 from strop.evaluate.accuracy import refuse_trained
 from strop.hardware.number_format import DTYPE_FACT
@@ -33,7 +33,7 @@ from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.judging import InlineJudge
 from strop.train import EvalSummary
 from tests.evaluate.stored_results import make_result
-from tests.fixtures.tiny_run import Notes, SpellTask, StopAfterOne, new_run, tiny_spec
+from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
 
 RUN_FILE = """
 name = "here"
@@ -390,60 +390,3 @@ def test_threads_are_fixed_and_counted() -> None:
         assert set_threads(None) == torch.get_num_threads() >= 1
     finally:
         torch.set_num_threads(before)
-
-
-REWARD = "def score(reply, answer):\n    return reply.strip() == answer\n"
-OWN_ROWS = """
-name = "own"
-[model]
-uri = "{model}"
-dtype = "float32"
-[task]
-name = "rows"
-source = "rows.jsonl"
-prompt = "question"
-answer = "answer"
-reward = "reward.py:score"
-max_reply_tokens = 4
-num_held_out = 2
-[train]
-steps = 3
-prompts_per_step = 2
-group_size = 2
-checkpoint_every = 1
-accept = "weights: a random model for a test"
-[eval]
-num_examples = 2
-num_samples = 1
-[placement]
-threads = 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["reward.py", "rows.jsonl"])
-def test_a_run_does_not_go_on_with_code_or_data_that_has_changed(
-    here: Here, tiny_model_dir: Path, change: str
-) -> None:
-    files = {"reward.py": REWARD, "rows.jsonl": ""}
-    for number in range(9):
-        files["rows.jsonl"] += json.dumps({"question": f"{number}?", "answer": str(number)}) + "\n"
-    for name, text in files.items():
-        (here.folder / name).write_text(text)
-    here.run_file.write_text(OWN_ROWS.format(model=tiny_model_dir))
-    here.notes = StopAfterOne()
-    with pytest.raises(Interrupted):
-        here.train()
-    here.notes = Notes()
-    path = here.folder / change
-    path.write_text(
-        files[change]
-        + ("\n# Another thought.\n" if change == "reward.py" else '{"question": "9?", "answer": "9"}\n')
-    )
-    with pytest.raises(CheckRefused, match=r"began with .*another version of its task"):
-        here.train()
-    path.write_text(files[change])
-    assert here.train().run_path == here.told[0].path
-    # A run that has trained nothing yet is no reason to refuse anything.
-    path.write_text(files[change] + "\n")
-    assert here.train(is_new=True).run_path != here.told[0].path
