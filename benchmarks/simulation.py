@@ -49,8 +49,7 @@ from strop.tasks import Task, limits_of
 from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed, SimulatedTrouble
 from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
-from strop.train.batch import TrainBatch, build_batch
-from strop.train.data.schedule import schedule_examples
+from strop.train.batch import TrainBatch, build_batch, schedule_examples
 from strop.train.generation import Batch, Collector, count_tokens, find_staleness, sort_by_status
 
 

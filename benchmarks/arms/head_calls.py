@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from strop.algorithm import ALGORITHMS
-from strop.algorithm.distillation import Divergence, TopDivergence
+from strop.algorithm.offline import Divergence, TopDivergence
 from strop.policy.distilling import DistillTerm, TeacherRows, distill_and_gradients
 from strop.policy.head import Head, HeadGradients, TokenGradient, loss_and_gradients, token_logprobs
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply

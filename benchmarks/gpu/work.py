@@ -18,7 +18,7 @@ from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, GenerationRequest, WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.policy.learner import Learner
-from strop.policy.step_report import StepReport
+from strop.policy.optimizer import StepReport
 from strop.rollout import Example, Group, Outcome, Rollout, Sampling, Turn, make_example
 from strop.train.batch import build_batch
 

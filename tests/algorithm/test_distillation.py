@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithm.distillation import Divergence, compare_top, jensen_shannon
 from strop.algorithm.losses import IS_PG
+from strop.algorithm.offline import Divergence, compare_top, jensen_shannon
 
 TEACHER_V = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
 STUDENT_V = torch.tensor([[0.3, 0.5, 0.2]], dtype=torch.float64).log()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strop.algorithm.offline import Preference
 from strop.policy.objective import ScoredTokens
 from strop.spec.offline import DpoSpec
-from strop.train.terms import dpo_term
+from strop.train.step import dpo_term
 
 CASES = [
     # -log sigmoid(0.15) and -0.1 x sigmoid(-0.15)

@@ -19,12 +19,12 @@ from strop.cluster.build import with_frozen
 from strop.cluster.local_learner import LocalLearner
 from strop.cluster.ray.learners import LearnerRank, RayLearner
 from strop.errors import ConfigError
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import with_logprobs
-from strop.policy.step_report import StepPlan, StepReport
 from strop.spec.run import RunSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
-from strop.train.terms import rl_term
+from strop.train.step import rl_term
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import tiny_spec
 from tests.policy.worlds import World, build_learner

@@ -27,7 +27,7 @@ from strop.cluster.ray.placement import RayPlacement
 from strop.engine.contract import GenerationRequest, WeightTransport
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import CorruptRecord, EngineError, EngineLost
-from strop.policy.broadcast import THREAD_NAME
+from strop.policy.publication import THREAD_NAME
 from strop.record import RunDir
 from strop.rollout import Sampling
 from strop.spec import RunSpec

@@ -35,9 +35,8 @@ from strop.engine.vllm.environment import VLLM
 from strop.engine.wire import ReadyForm
 from strop.errors import EngineError, WeightMismatch
 from strop.hardware.process import spawn, terminate
-from strop.policy.broadcast import WeightSender
 from strop.policy.language_model import LanguageModel
-from strop.policy.publication import tensors_digest
+from strop.policy.publication import WeightSender, tensors_digest
 from strop.policy.scoring import score_replies
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from strop.evaluate.baselines import compare_own_result, compare_with_references, find_model_name
 from strop.evaluate.harness import HarnessMetric, HarnessPart, HarnessResult
-from strop.evaluate.references import compare_own_result, compare_with_references, find_model_name
 from strop.rollout import Split
 from tests.evaluate.stored_results import make_result as make_own_result
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError, DataError
-from strop.evaluate.statistics import (
+from strop.evaluate.comparison import (
     Interval,
     clustered_interval,
     paired_difference,

@@ -19,7 +19,7 @@ from strop.evaluate import EvalSettings, Validity, evaluate_task
 from strop.io import verify_directory
 from strop.policy.learner import LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms
-from strop.policy.step_report import StepPlan, StepReport
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example

@@ -21,7 +21,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
 from strop.spec import ArithmeticSpec, Gsm8kSpec
 from strop.tasks import Task, build_task, render_prompt
-from strop.train.data.schedule import ExampleSchedule
+from strop.train.batch import ExampleSchedule
 from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 
 

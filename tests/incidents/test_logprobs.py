@@ -23,8 +23,8 @@ from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, LearnerError
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.masters import LocalMasters
 from strop.policy.objective import ScoredTokens, TokenTerms
+from strop.policy.optimizer import LocalMasters
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import score_reply
 from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling

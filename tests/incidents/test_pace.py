@@ -14,7 +14,7 @@ from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.plan.planning import predict_run
 from strop.policy.learner import Term
-from strop.policy.step_report import StepPlan, StepReport
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.rollout import IntArray
 from strop.train.watch import process
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec

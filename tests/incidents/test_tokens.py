@@ -39,7 +39,7 @@ from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
 from strop.train.measure import measure_rollouts
-from strop.train.terms import pack_demonstrations
+from strop.train.step import pack_demonstrations
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

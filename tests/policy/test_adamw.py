@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.policy import masters as masters_module
+from strop.policy import optimizer as optimizer_module
 from strop.policy.learning_rate import lr_at
-from strop.policy.masters import MOMENTS, AdamW
+from strop.policy.optimizer import MOMENTS, AdamW
 from strop.spec.train import OptimizerSpec
 
 SHAPES = {"matrix": (37, 11), "vector": (53,), "nothing": (0, 4), "one": (1,)}
@@ -27,7 +27,7 @@ def draw_masters(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("block", [7, 64, 1 << 20])
 def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setitem(masters_module._BLOCKS, "cpu", block)
+    monkeypatch.setitem(optimizer_module._BLOCKS, "cpu", block)
     masters, others = draw_masters(0), draw_masters(0)
     parts: list[dict[str, Any]] = [
         {"params": [master for master in others.values() if master.dim() > 1]},

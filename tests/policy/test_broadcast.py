@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from strop.errors import StoreError, WeightMismatch
-from strop.policy.broadcast import CLOSE_LIMIT_S, THREAD_NAME, WeightSender, distributed, receive_tensors
-from strop.policy.publication import tensors_digest
+from strop.policy.publication import (
+    CLOSE_LIMIT_S,
+    THREAD_NAME,
+    WeightSender,
+    distributed,
+    receive_tensors,
+    tensors_digest,
+)
 from tests.fixtures.jobs import wait_for
 
 HERE = "127.0.0.1"
@@ -65,14 +71,14 @@ def test_a_receiver_that_does_not_come_is_told() -> None:
 
 DYING = """
 import os, sys, threading, time
-from strop.policy import broadcast
+from strop.policy import publication
 # The last sign of life comes in the middle: it has met the sender, and some tensors are still to come.
-meet = broadcast._join
+meet = publication._join
 def die(*given, **named):
     meet(*given, **named)
     os.kill(os.getpid(), 9)
-broadcast._join = die
-broadcast.receive_tensors(sys.argv[1])
+publication._join = die
+publication.receive_tensors(sys.argv[1])
 """
 
 

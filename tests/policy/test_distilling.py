@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.algorithm.distillation import Divergence, TopDivergence
+from strop.algorithm.offline import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.policy.distilling import DistillTerm, require_same_vocabulary
 from strop.policy.learner import Learner

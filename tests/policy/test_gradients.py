@@ -18,7 +18,7 @@ from strop.errors import LengthMismatch
 from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
 from strop.rollout import Group
 from strop.train.batch import build_batch
-from strop.train.terms import rl_term
+from strop.train.step import rl_term
 from tests.policy.naive import naive_entropy_gradients, naive_gradients
 from tests.policy.worlds import (
     REPLY_LIMIT,

@@ -16,8 +16,8 @@ from strop.algorithm import ALGORITHMS
 from strop.errors import CorruptRecord, DataError, LearnerError
 from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
-from strop.policy.step_report import StepPlan, StepReport
 from strop.spec.train import OptimizerSpec
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 

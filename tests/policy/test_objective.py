@@ -18,7 +18,7 @@ from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, split_by_budget, with_logprobs
 from strop.train.batch import build_batch
-from strop.train.terms import rl_term
+from strop.train.step import rl_term
 from tests.policy.worlds import (
     REPLY_LIMIT,
     World,

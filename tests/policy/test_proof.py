@@ -68,7 +68,7 @@ def forget_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def mix_rows_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Move the wrong row when one has ended."""
     monkeypatch.setattr(
-        "strop.policy.rows.CachedRows.keep", lambda self, rows: self.cache.keep(list(reversed(rows)))
+        "strop.policy.kv_cache.CachedRows.keep", lambda self, rows: self.cache.keep(list(reversed(rows)))
     )
 
 

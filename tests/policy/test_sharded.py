@@ -19,8 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from strop.algorithm.catalog import GRPO, GSPO
-from strop.algorithm.distillation import Divergence
-from strop.algorithm.offline import Preference
+from strop.algorithm.offline import Divergence, Preference
 from strop.errors import CorruptRecord, LearnerError, StoreError
 from strop.policy.balancing import restore_order, shard_groups
 from strop.policy.batch_wire import decode_groups, encode_groups
@@ -30,11 +29,11 @@ from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.lora import ADAPTER_FILES
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.policy.publication import digest_each, tensors_digest
 from strop.policy.scoring import FrozenModel
 from strop.policy.sharded import shard_learner
-from strop.policy.step_report import StepPlan, StepReport
 from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
 from strop.spec.model import LoraSpec

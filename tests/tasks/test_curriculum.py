@@ -15,7 +15,7 @@ from strop.spec.task import ArithmeticSpec
 from strop.tasks import build_task, epoch_order_of
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.traits import describe_counts, verify_quick
-from strop.train.data.schedule import ExampleSchedule
+from strop.train.batch import ExampleSchedule
 
 SUMS = ArithmeticSpec(min_value=1, max_value=4, num_held_out=4)
 TRAIN = list(build_task(SUMS).examples(Split.TRAIN))

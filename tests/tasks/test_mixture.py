@@ -14,7 +14,7 @@ from strop.spec import load_spec, write_spec
 from strop.spec.task import MixtureSpec
 from strop.tasks import Task, build_task, build_warm_task, epoch_order_of, limits_of
 from strop.tasks.mixture import Mixture
-from strop.train.data.schedule import ExampleSchedule
+from strop.train.batch import ExampleSchedule
 
 # 4 * 4 - 4 = 12 small sums and 3 * 3 - 1 = 8 large ones to train on.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}

@@ -16,7 +16,7 @@ from strop.rollout import Split, make_example
 from strop.spec import MmluChoiceSpec, MmluSpec, load_spec
 from strop.spec.task import BlendSpec, MixtureSpec
 from strop.tasks import Task, build_task, choices_of, self_test
-from strop.train.data.schedule import schedule_examples
+from strop.train.batch import schedule_examples
 
 LETTERS = ("A", "B", "C", "D")
 

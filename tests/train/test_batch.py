@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strop.algorithm import build_algorithm
-from strop.policy.step_report import StepReport, Total
+from strop.policy.optimizer import StepReport, Total
 from strop.rollout import (
     FailureOwner,
     FinishReason,

@@ -12,8 +12,8 @@ import pytest
 
 from strop.spec import RunSpec
 from strop.tasks import Task
-from strop.train.watch.steps import StepWatch
 from strop.train.watch.trends import NUM_LOST, NUM_STOP, SIGNS
+from strop.train.watch.tripwires import StepWatch
 from tests.fixtures.tiny_run import SpellTask, tiny_spec
 
 Curve = Sequence[Mapping[str, float]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithm import Algorithm
-from strop.algorithm.distillation import Divergence, TopDivergence
+from strop.algorithm.offline import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
 from strop.rollout import Group, Split
@@ -20,10 +20,10 @@ from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.model import TeacherSpec
 from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
-from strop.train.step import choose_algorithm
-from strop.train.terms import (
+from strop.train.step import (
     TeacherPrompts,
     build_divergence,
+    choose_algorithm,
     ignore_rewards,
     pack_for_teacher,
     sampled_distillation,

@@ -21,8 +21,8 @@ from strop.cluster import Roles
 from strop.cluster.local_learner import LocalLearner
 from strop.errors import RunStopped
 from strop.policy.learner import Term
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup, with_logprobs
-from strop.policy.step_report import StepPlan, StepReport
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Rollout
@@ -447,7 +447,7 @@ def test_weights_that_were_held_are_scored_and_change_nothing(tmp_path: Path) ->
 
 
 def _term(group: PackedGroup) -> list[Term]:
-    from strop.train.terms import rl_term
+    from strop.train.step import rl_term
 
     return [rl_term(build_algorithm(AlgorithmSpec(correction="none")), [group], 1.0)]
 

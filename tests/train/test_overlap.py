@@ -18,7 +18,7 @@ from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
-from strop.train.data.demonstrations import Demonstrations
+from strop.train.data.offline import Demonstrations
 from strop.train.gate import read_accepted
 from strop.train.gate_checks import GateCheck, GateInput, check_overlap
 from tests.fixtures.tiny_run import tiny_spec

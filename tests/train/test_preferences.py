@@ -18,8 +18,7 @@ from strop.policy.packing import PackedGroup
 from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
 from strop.spec.offline import DpoSpec
-from strop.train.data.demonstrations import Framing
-from strop.train.data.offline import Pairs, pair_rollouts
+from strop.train.data.offline import Framing, Pairs, pair_rollouts
 from strop.train.data.preferences import (
     REFERENCE_NAME,
     Preferences,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from strop.record import Event, EventKind
 from strop.rollout import FinishReason, Group, Outcome, Rollout, Sampling, Turn, make_example
-from strop.train.watch.replies import measure_replies, prompt_dependence, runs_on, with_samples
+from strop.train.measure import measure_replies, prompt_dependence, runs_on, with_samples
 
 PROMPT = "<|start|>user\nWhat is 6 times 3?<|end|>\n<|start|>assistant\n"
 BACKWARDS = "<|start|>user\nWrite this text backwards, letter by letter: fox<|end|>\n"

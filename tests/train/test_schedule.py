@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strop.errors import DataError
 from strop.rollout import Example, make_example
-from strop.train.data.schedule import ExampleSchedule
+from strop.train.batch import ExampleSchedule
 
 MAX_EXAMPLES = 12
 EXAMPLES = [make_example("count", {"n": n}, str(n)) for n in range(MAX_EXAMPLES)]

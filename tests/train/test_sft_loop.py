@@ -19,8 +19,8 @@ from strop.record import RunDir
 from strop.rollout import Example, Outcome, Split
 from strop.train import EvalSummary
 from strop.train import gate as gate_module
-from strop.train import terms as terms_module
-from strop.train.data.demonstrations import Demonstration, Demonstrations
+from strop.train import step as step_module
+from strop.train.data.offline import Demonstration, Demonstrations
 from strop.train.measure import measure_update
 from strop.train.step import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
@@ -281,7 +281,7 @@ def test_a_builder_that_drops_the_terminator_is_refused(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TOK-4 for rows without one: the gate looks at what the loss is computed on."""
-    builder = terms_module.pack_demonstrations
+    builder = step_module.pack_demonstrations
 
     def drop(members: Sequence[Demonstration]) -> list[PackedGroup]:
         shorter = [
@@ -299,7 +299,7 @@ def test_terms_are_told_apart_only_where_there_are_several(tmp_path: Path, tiny_
     made = compose(tmp_path, tiny_model_dir, "sft", steps=1)
     roles = made.run()
     assert made.demonstrations is not None
-    report = learner_of(roles).step_terms([terms_module.sft_term(made.demonstrations.members, 1.0)])
+    report = learner_of(roles).step_terms([step_module.sft_term(made.demonstrations.members, 1.0)])
     update = Update(steps=(report,))
     assert not OF_TERMS & measure_update(update).keys()
     mixed = measure_update(update, is_mixed=True)

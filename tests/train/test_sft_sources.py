@@ -30,8 +30,7 @@ from strop.spec import ArithmeticSpec
 from strop.spec.offline import SftSpec
 from strop.tasks import build_task
 from strop.tasks.prompt import render_prompt
-from strop.train.data.demonstrations import Demonstration, Demonstrations, Framing
-from strop.train.data.offline import find_source
+from strop.train.data.offline import Demonstration, Demonstrations, Framing, find_source
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
 from tests.fixtures.tiny_run import SpellTask, new_run

@@ -18,8 +18,8 @@ from strop.policy.learner import LossTerm
 from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedBatch
 from strop.train.batch import build_batch
-from strop.train.data.demonstrations import Demonstration
-from strop.train.terms import pack_demonstrations, rl_term, sft_term
+from strop.train.data.offline import Demonstration
+from strop.train.step import pack_demonstrations, rl_term, sft_term
 from tests.fixtures.tiny_model import VOCAB_SIZE
 from tests.policy.worlds import (
     REPLY_LIMIT,

@@ -209,8 +209,8 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: 
 
 def say_references(output: Output, model: str, result: EvalResult | HarnessResult) -> None:
     """Say how a score compares with the published one of the same model, or why it does not."""
+    from strop.evaluate.baselines import compare_own_result, compare_with_references, find_model_name
     from strop.evaluate.harness import HarnessResult
-    from strop.evaluate.references import compare_own_result, compare_with_references, find_model_name
 
     name = find_model_name(model)
     if name is None:

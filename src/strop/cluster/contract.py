@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from strop.environments import RolloutPlan
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Term
+    from strop.policy.optimizer import StepPlan, StepReport
     from strop.policy.packing import PackedGroup
-    from strop.policy.step_report import StepPlan, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,10 +20,10 @@ from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.head import token_places
 from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
 from strop.policy.learner import Learner, Term
+from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import FrozenModel
 from strop.policy.sharded import shard_frozen, shard_learner
-from strop.policy.step_report import StepPlan, StepReport
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 

@@ -22,8 +22,8 @@ from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.errors import ConfigError
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
-from strop.policy.broadcast import WeightSender
 from strop.policy.footprint import read_model_size
+from strop.policy.publication import WeightSender
 from strop.spec.run import RunSpec
 from strop.store.opening import open_record_store
 from strop.store.policy import read_policy

@@ -19,9 +19,8 @@ from strop.engine.contract import Completion, GenerationRequest
 from strop.engine.requests import StopStrings
 from strop.engine.sampler import Draw, draw, draw_on_device, require_finite, temperature_kinds, uniform_stream
 from strop.policy.fused_trunk import Products
-from strop.policy.kv_cache import KVCache
+from strop.policy.kv_cache import CachedRows, KVCache, Rows, open_rows
 from strop.policy.language_model import LanguageModel
-from strop.policy.rows import CachedRows, Rows, open_rows
 from strop.rollout import FinishReason, VersionSegment
 from strop.tokenizer import Tokenizer
 

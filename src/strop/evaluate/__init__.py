@@ -16,8 +16,18 @@ from strop.evaluate.accuracy import (
 )
 from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.canary import PlannedCanary, plan_canary, require_baseline
-from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
-from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
+from strop.evaluate.comparison import (
+    Change,
+    Comparison,
+    Difference,
+    Interval,
+    clustered_interval,
+    compare_results,
+    paired_difference,
+    pass_at_k,
+    pass_at_k_interval,
+    sign_test,
+)
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -35,15 +45,7 @@ from strop.evaluate.result import (
     write_result,
 )
 from strop.evaluate.scoring import Limits
-from strop.evaluate.shards import ShardFolder
-from strop.evaluate.statistics import (
-    Interval,
-    clustered_interval,
-    paired_difference,
-    pass_at_k,
-    pass_at_k_interval,
-    sign_test,
-)
+from strop.evaluate.shards import ChangedVerdict, Rescored, ShardFolder, rescore
 
 __all__ = [
     "Baseline",

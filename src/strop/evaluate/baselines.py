@@ -1,20 +1,30 @@
-"""Published scores of base models, with the conditions that they hold under.
+"""Published scores of base models, and a score beside the published one of the same model.
 
 None of them was measured here. A score has no task version of strop, so it is comparable only with one
 that was made under the same protocol: harness task and its version, examples shown, budget, stop strings
 and metric (`Baseline.protocol`). `status` says how far it can be trusted. The rows are data
 (`baselines.json`): conditions that most rows share stand once, and a row may have its own.
+
+The release of the harness is not part of the protocol, the harness's version of its task is: it is raised
+when prompts or verdicts change. Engine, number format and machine are not part of it either; they are
+named with the difference.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from strop.evaluate.harness.result import HarnessPart, HarnessResult
+from strop.evaluate.result import EvalResult
+from strop.rollout import Split
 
 
 class BaselineStatus(StrEnum):
@@ -113,3 +123,138 @@ def find_reference(model: str, harness_task: str, num_fewshot: int, metric: str)
         ),
         None,
     )
+
+
+_TEST_SPLITS = frozenset({"test"})
+_METRIC_NAMES = {"pass_at_1": "pass@1"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceComparison:
+    """One score, the published one, and what is not the same about them."""
+
+    baseline: Baseline
+    metric: str
+    """As the harness names it, with its filter."""
+    value_pct: float
+    differing: tuple[str, ...]
+    """Each field of the protocol that differs, with both values; empty if the scores may be compared."""
+
+    @property
+    def delta_points(self) -> float | None:
+        """Percentage points above the published score; None if the protocols differ."""
+        if self.differing or self.baseline.value_pct is None:
+            return None
+        return self.value_pct - self.baseline.value_pct
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        published = "range" if self.baseline.value_pct is None else f"{self.baseline.value_pct:.2f} %"
+        if self.baseline.stderr_pct is not None:
+            published += f" ± {self.baseline.stderr_pct:.2f}"
+        name = f"{self.baseline.harness_task} {self.baseline.metric}"
+        if self.delta_points is None:
+            return f"{name}: not compared with the published {published}: {'; '.join(self.differing)}"
+        return (
+            f"{name}: {self.value_pct:.2f} %, {self.delta_points:+.2f} points to the published {published}"
+            f" ({self.baseline.published}, lm-eval {self.baseline.harness_version}, {self.baseline.engine},"
+            f" {self.baseline.dtype})"
+        )
+
+
+def find_model_name(text: str) -> str | None:
+    """Return the model with published scores that a user's text names: its id, or a path that ends in it."""
+    place = text.rstrip("/").partition("@")[0]
+    names = {baseline.model for baseline in all_baselines()}
+    return next((name for name in sorted(names) if place == name or place.endswith(f"/{name}")), None)
+
+
+def compare_with_references(model: str, result: HarnessResult) -> list[ReferenceComparison]:
+    """Compare what the harness said, and each part of a group, with the model's reference scores."""
+    whole = HarnessPart(num_examples=result.num_examples, metrics=result.metrics)
+    return [
+        comparison
+        for task, part in {result.task: whole, **result.parts}.items()
+        for comparison in _compare_part(model, result, task, part)
+    ]
+
+
+def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparison]:
+    """Compare a score of strop's own task with the model's references; their protocols always differ.
+
+    Nothing where no greedy reply was judged.
+    """
+    if result.greedy.accuracy is None:
+        return []
+    value_pct = 100 * result.greedy.accuracy
+    found = [baseline for baseline in _references(model) if baseline.task == result.task]
+    # The parts of a group say nothing that the group does not.
+    shortest = min((len(baseline.harness_task or "") for baseline in found), default=0)
+    return [
+        ReferenceComparison(
+            baseline=baseline,
+            metric="greedy",
+            value_pct=value_pct,
+            differing=(
+                _differ("harness_task", "strop's own prompt and verifier", baseline.harness_task),
+                *_differing(
+                    ("max_reply_tokens", result.max_reply_tokens, baseline.max_reply_tokens),
+                    ("num_examples", result.num_examples, baseline.num_asked),
+                ),
+            ),
+        )
+        for baseline in found
+        if len(baseline.harness_task or "") == shortest
+    ]
+
+
+def _compare_part(
+    model: str, result: HarnessResult, task: str, part: HarnessPart
+) -> Iterator[ReferenceComparison]:
+    for key, metric in part.metrics.items():
+        for baseline in _references(model):
+            if baseline.harness_task != task or baseline.metric != _published_name(key):
+                continue
+            yield ReferenceComparison(
+                baseline=baseline,
+                metric=key,
+                value_pct=100 * metric.value,
+                differing=_differing(
+                    ("harness_task_version", result.task_version, baseline.harness_task_version),
+                    ("num_fewshot", result.num_fewshot, baseline.num_fewshot),
+                    ("max_reply_tokens", result.max_reply_tokens, baseline.max_reply_tokens),
+                    ("stops", "harness", baseline.stops),
+                    ("split", _split_name(result.split, baseline.split), baseline.split),
+                    ("num_examples", part.num_examples, baseline.num_asked),
+                    ("temperature", 0.0, baseline.temperature),
+                    ("seed", result.seed, baseline.seed),
+                ),
+            )
+
+
+def _references(model: str) -> list[Baseline]:
+    return [
+        baseline
+        for baseline in all_baselines()
+        if baseline.model == model and baseline.status is BaselineStatus.REFERENCE
+    ]
+
+
+def _published_name(key: str) -> str:
+    """Return the name under which a metric of the harness was published."""
+    metric, _, filter_name = key.partition(",")
+    if filter_name.endswith(("-match", "-extract")):
+        return filter_name
+    return _METRIC_NAMES.get(metric, metric.removesuffix("_acc"))
+
+
+def _split_name(split: Split, published: str) -> str:
+    return published if split is Split.HELD_OUT and published in _TEST_SPLITS else split.value
+
+
+def _differing(*fields: tuple[str, object, object]) -> tuple[str, ...]:
+    return tuple(_differ(name, ours, theirs) for name, ours, theirs in fields if ours != theirs)
+
+
+def _differ(name: str, ours: object, theirs: object) -> str:
+    return f"{name} is {ours} here and {theirs} there"

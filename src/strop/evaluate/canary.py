@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from strop.engine.contract import Engine
 from strop.errors import CheckRefused
 from strop.evaluate.accuracy import EvalSettings, PlannedEvaluation, plan_evaluation, run_evaluation
-from strop.evaluate.comparison import describe_difference, list_plan_differences
+from strop.evaluate.comparison import Interval, describe_difference, list_plan_differences
 from strop.evaluate.result import EvalResult, refuse_invalid
-from strop.evaluate.statistics import Interval
 from strop.tasks import Task
 from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer

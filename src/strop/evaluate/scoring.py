@@ -19,6 +19,7 @@ import numpy as np
 
 from strop.audit import find_audit
 from strop.errors import ConfigError, CorruptRecord, EngineError
+from strop.evaluate.comparison import clustered_interval, pass_at_k_interval
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -29,7 +30,6 @@ from strop.evaluate.result import (
     Summary,
     Validity,
 )
-from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
 from strop.rollout import Failure, FailureOwner, Rollout
 from strop.tasks import Task, limits_of, part_of, problem_of
 from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from strop.errors import ConfigError, LearnerError
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
+from strop.policy.optimizer import Ranks
 from strop.policy.packing import PackedGroup
-from strop.policy.ranks import Ranks
 
 GOAL_RATIO = 1.01
 """Largest over mean load of a micro-batch that is good enough."""

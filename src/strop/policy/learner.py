@@ -32,15 +32,35 @@ from strop.policy.head import (
 from strop.policy.language_model import LanguageModel
 from strop.policy.learning_rate import lr_at
 from strop.policy.lora import name_for_peft, without_adapters, write_adapter
-from strop.policy.masters import MOMENTS, AdamW, LocalMasters, Masters
 from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
+from strop.policy.optimizer import (
+    MOMENTS,
+    Accumulator,
+    AdamW,
+    LocalMasters,
+    Masters,
+    Ranks,
+    SingleRank,
+    StepPlan,
+    StepReport,
+    TermReport,
+    Total,
+    add_up,
+    count_missing,
+    join,
+    run_on_first,
+)
 from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.publication import digest_each, tensors_digest
-from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
 from strop.policy.scoring import FrozenModel, Measure, default_positions, score_shard
-from strop.policy.sharded_files import load_tensors, save_tensors, write_sharded_file
-from strop.policy.step_report import Accumulator, StepPlan, StepReport, TermReport, Total, add_up, join
-from strop.policy.weights import export_tensors, merged_tensors, publish_tensors
+from strop.policy.weights import (
+    export_tensors,
+    load_tensors,
+    merged_tensors,
+    publish_tensors,
+    save_tensors,
+    write_sharded_file,
+)
 from strop.rollout import FloatArray
 from strop.spec.train import OptimizerSpec
 
@@ -330,7 +350,9 @@ class Learner:
         for term in terms:
             loss = sum(self._ranks.gather(self._accumulate_term(term, accumulator)))
             norm, norm_aside = self._norm(grads), self._norm(aside)
-            dot = sum(self._ranks.gather(_dot(grads, aside)))
+            pairs = zip(grads, aside, strict=True)
+            products = [torch.dot(one.reshape(-1), other.reshape(-1)) for one, other in pairs]
+            dot = sum(self._ranks.gather(float(torch.stack(products).sum(dtype=torch.float64))))
             cosine = dot / (norm * norm_aside) if norm * norm_aside > 0.0 else None
             reports.append(TermReport(name=term.name, loss=loss, grad_norm=norm, cosine=cosine))
             torch._foreach_add_(aside, grads)
@@ -374,7 +396,18 @@ class Learner:
     ) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
         # Before the policy's own forward: nothing of the two is then held together but hidden states.
-        teacher = read_teacher(self._find_teacher(term), groups) if isinstance(term, DistillTerm) else None
+        teacher = None
+        if isinstance(term, DistillTerm):
+            model = self.model
+            if not term.is_own_teacher:
+                if self.teacher is None:
+                    raise ConfigError(
+                        f"the term {term.name} compares with a teacher, and the learner has none",
+                        allowed="a teacher loaded beside the learner",
+                        next_step="set teacher.source, or choose a placement whose learner holds a teacher",
+                    )
+                model = self.teacher.model
+            teacher = read_teacher(model, groups)
         scored = self.model.read(batch)
         head, into = self.model.head, self._weights.head_gradients()
         if isinstance(term, DistillTerm):
@@ -395,17 +428,6 @@ class Learner:
                 accumulator.add_values("policy_entropy_nats", result.entropy_M)
         scored.backward(result.grad_hidden_U_D)  # type: ignore[no-untyped-call]
         return result
-
-    def _find_teacher(self, term: DistillTerm) -> LanguageModel:
-        if term.is_own_teacher:
-            return self.model
-        if self.teacher is None:
-            raise ConfigError(
-                f"the term {term.name} compares with a teacher, and the learner has none",
-                allowed="a teacher loaded beside the learner",
-                next_step="set teacher.source, or choose a placement whose learner holds a teacher",
-            )
-        return self.teacher.model
 
     def _build_rule(
         self, scored: torch.Tensor, batch: PackedBatch, term: LossTerm, accumulator: Accumulator
@@ -471,13 +493,6 @@ class Learner:
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])
-
-
-def _dot(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return the inner product of two gradients, tensor by tensor."""
-    pairs = zip(tensors, others, strict=True)
-    products = [torch.dot(one.reshape(-1), other.reshape(-1)) for one, other in pairs]
-    return float(torch.stack(products).sum(dtype=torch.float64))
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from strop.policy.head import HeadGradients, TokenGradient, loss_and_gradients
+from strop.policy.kv_cache import open_rows
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
-from strop.policy.rows import open_rows
 from strop.rollout import IntArray
 
 _PROMPT_LENS = (9, 6)

@@ -10,10 +10,9 @@ import torch
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, gpu_positions, size_of_config
 from strop.policy.head import Head, token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.masters import Masters
+from strop.policy.optimizer import Masters, Ranks, SingleRank, count_missing
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply, cut_groups
 from strop.policy.publication import digest_each
-from strop.policy.ranks import Ranks, SingleRank, count_missing
 from strop.rollout import FloatArray, IntArray
 
 Measure = Callable[[torch.Tensor, Head, PackedBatch, float], torch.Tensor]

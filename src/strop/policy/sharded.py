@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from strop.policy.head import HeadGradients
 from strop.policy.language_model import LanguageModel, decoder_layers, find_trunk
 from strop.policy.learner import Learner
-from strop.policy.masters import find_head
-from strop.policy.ranks import TensorShard
+from strop.policy.optimizer import TensorShard, find_head
 from strop.policy.scoring import FrozenModel
 from strop.spec.train import OptimizerSpec
 

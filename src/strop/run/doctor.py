@@ -350,6 +350,6 @@ async def _generate(engine: NativeEngine, num_rows: int, vocab_size: int) -> Non
 
 
 def _learn(learner: Learner, groups: list[PackedGroup]) -> None:
-    from strop.train.terms import cross_entropy
+    from strop.train.step import cross_entropy
 
     learner.step(groups, temperature=1.0, token_terms=cross_entropy)

@@ -59,7 +59,7 @@ from strop.train.observer import EvalSummary, Observer
 
 if TYPE_CHECKING:
     from strop.cluster import ModelSource, Roles
-    from strop.train.data.demonstrations import Demonstrations
+    from strop.train.data.offline import Demonstrations
     from strop.train.data.preferences import Preferences
 
 

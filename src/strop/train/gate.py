@@ -45,7 +45,7 @@ from strop.tasks.failures import find_causes, find_failures
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
-from strop.train.data.demonstrations import Demonstration
+from strop.train.data.offline import Demonstration
 from strop.train.gate_checks import GateCheck, GateInput, check_overlap, check_room
 from strop.train.gate_models import (
     PARITY_TOLERANCE_NATS,
@@ -56,8 +56,7 @@ from strop.train.gate_models import (
     pack_rollouts,
 )
 from strop.train.generation import plan_attempts
-from strop.train.step import choose_algorithm
-from strop.train.terms import pack_demonstrations
+from strop.train.step import choose_algorithm, pack_demonstrations
 
 _NUM_PROBE_PROMPTS = 8
 _NUM_PROBE_ROLLOUTS = 8

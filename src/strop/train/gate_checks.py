@@ -32,8 +32,7 @@ from strop.tasks import Task, problem_of, render_prompt
 from strop.tasks.failures import FailureCause
 from strop.tasks.judging import Judge
 from strop.tasks.overlap import find_overlap, normal_text
-from strop.train.data.demonstrations import Demonstrations
-from strop.train.data.offline import count_offline_positions
+from strop.train.data.offline import Demonstrations, count_offline_positions
 from strop.train.data.preferences import Preferences
 from strop.train.watch.process import LOW_DISK_FACTOR, directory_bytes
 

@@ -32,8 +32,7 @@ from strop.rollout import Example, Group, Rollout, Sampling
 from strop.spec.run import RunSpec
 from strop.tasks import Task, limits_of
 from strop.tasks.judging import Judge
-from strop.train.batch import TrainBatch
-from strop.train.data.schedule import ExampleSchedule
+from strop.train.batch import ExampleSchedule, TrainBatch
 
 
 class Collector:

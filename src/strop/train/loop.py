@@ -29,7 +29,7 @@ from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
-from strop.train.batch import TrainBatch
+from strop.train.batch import TrainBatch, schedule_examples
 from strop.train.checkpoint import (
     TrainerState,
     choose_checkpoint,
@@ -37,9 +37,8 @@ from strop.train.checkpoint import (
     load_waiting,
     save_checkpoint,
 )
-from strop.train.data.demonstrations import Demonstrations
+from strop.train.data.offline import Demonstrations
 from strop.train.data.preferences import Preferences
-from strop.train.data.schedule import schedule_examples
 from strop.train.gate import pass_gate
 from strop.train.gate_checks import GateCheck, GateInput
 from strop.train.generation import (
@@ -60,7 +59,6 @@ from strop.train.measure import (
 from strop.train.observer import Evaluator, Observer
 from strop.train.publishing import Publishing
 from strop.train.step import StepTerms, take_steps
-from strop.train.stop import Ending, StopFlag
 from strop.train.watch import (
     CauseLog,
     DiskWatch,
@@ -72,6 +70,7 @@ from strop.train.watch import (
     find_impossible_rollouts,
     full_collections_by_hand,
 )
+from strop.train.watch.process import Ending, StopFlag
 
 _SIGN_OF_LIFE = "Is anyone there?"
 """Text that an engine scores to show that it still answers."""

@@ -28,9 +28,9 @@ from strop.spec.run import RunSpec
 if TYPE_CHECKING:
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Learner, Term
+    from strop.policy.optimizer import StepPlan, StepReport
     from strop.policy.packing import PackedGroup
     from strop.policy.scoring import FrozenModel
-    from strop.policy.step_report import StepPlan, StepReport
 
 Guard = Callable[[Awaitable[Any]], Awaitable[Any]]
 CALL_LIMIT_S = 3600.0

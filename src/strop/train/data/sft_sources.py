@@ -22,7 +22,7 @@ from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft
 from strop.tasks.rows.layout import read_rows
 from strop.tasks.traits import list_names
 from strop.tokenizer import Tokenizer
-from strop.train.data.demonstrations import (
+from strop.train.data.offline import (
     Candidate,
     Demonstration,
     Demonstrations,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from strop.engine import ReplyScore, WeightTransport, WeightUpdate
-from strop.engine.canary import CanaryFinding, Heard, WeightCanary, find_fault
 from strop.engine.router import ReplicaCause
 from strop.errors import EngineError, WeightMismatch
 from strop.rollout import FloatArray
+from strop.train.publishing import CanaryFinding, Heard, WeightCanary, find_fault
 from tests.engine.held import Desk, HeldEngine
 
 IDS = np.arange(1, 9, dtype=np.int32)

@@ -1,0 +1,446 @@
+"""The optimizer: fp32 masters with gradient buffers, AdamW, the ranks that share a step, and its report.
+
+`LocalMasters` are those of one process; `sharded.ShardedMasters` those of one rank of many. Every tensor
+in `by_name` is a plain one: the part of a parameter that this rank moves. Everything that is not a gradient
+or a weight crosses ranks as a plain value, and every rank computes the same result from the same list of
+them; so all ranks report, refuse and go on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from strop.errors import StropError
+from strop.policy.head import HeadGradients, add_into
+from strop.policy.language_model import LanguageModel
+from strop.policy.objective import TokenTerms
+from strop.rollout import FloatArray
+from strop.spec.train import OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a learner, this one among them."""
+
+    index: int
+    num_ranks: int
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in order of rank. Every rank must call it."""
+        ...
+
+
+class SingleRank:
+    """One process that holds the whole learner."""
+
+    index = 0
+    num_ranks = 1
+
+    def gather(self, value: T) -> list[T]:
+        """Return the one value."""
+        return [value]
+
+
+def count_missing(ranks: Ranks, num_forwards: int) -> int:
+    """Return how many empty forwards this rank must add to its own. Every rank must call it.
+
+    Every forward and backward is a collective of all ranks: all run as many as the busiest.
+    """
+    return max(ranks.gather(num_forwards)) - num_forwards
+
+
+def run_alike(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Run a function on every rank, and return all results.
+
+    Raises: on every rank, the error of the first rank that failed.
+    """
+    given: T | StropError
+    try:
+        given = work()
+    except StropError as error:
+        given = error
+    made: list[T] = []
+    for value in ranks.gather(given):
+        if isinstance(value, StropError):
+            raise value
+        made.append(value)
+    return made
+
+
+def run_on_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run a function on the first rank while the others wait, and return its result on all of them.
+
+    Raises: on every rank, what the function raised.
+    """
+    made = run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])
+    return made[0][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorShard:
+    """A rank's rows of a tensor."""
+
+    name: str
+    part: Tensor
+    """A run of rows of it, in the type to be written; none of them on a rank that has no share."""
+    first: int
+    """Index of the first one."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+_BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Entries moved at once: on a CPU 4 MiB of masters, and as much of what they were, lie in the cache."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Masters(Protocol):
+    """The trained weights of a model, as far as this rank moves them."""
+
+    by_name: dict[str, torch.Tensor]
+    """fp32, each with its gradient buffer in `grad`."""
+
+    def head_gradients(self) -> HeadGradients:
+        """Return the buffers to which the gradients of the LM head are added, the whole of it."""
+        ...
+
+    def collect_gradients(self) -> None:
+        """Sum every rank's gradients in `grad`. Every rank must call it."""
+        ...
+
+    def refresh(self) -> None:
+        """Make the next forward read the current masters."""
+        ...
+
+    def release(self) -> None:
+        """Give back what a forward without backward gathered."""
+        ...
+
+    def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return a part of a tensor like a master, as a checkpoint takes it: knowing its place."""
+        ...
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Put a tensor like a master together. Every rank must call it."""
+        ...
+
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the model, frozen ones too, whole and in the type computed with.
+
+        Every rank must take all of them.
+        """
+        ...
+
+    def compute_shards(self) -> Iterator[TensorShard]:
+        """Yield what this rank keeps of every tensor, in the type computed with."""
+        ...
+
+
+def find_head(model: LanguageModel) -> tuple[str | None, str | None]:
+    """Return the names of the LM head's matrix and bias among the trained parameters."""
+    names = {id(parameter): name for name, parameter in model.trained_parameters()}
+    return names.get(id(model.head.weight)), names.get(id(model.head.bias))
+
+
+class LocalMasters:
+    """All weights in this process. Compute copies are the module's parameters."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._copies = dict(model.trained_parameters())
+        self.by_name = {name: self._make_master(copy) for name, copy in self._copies.items()}
+        masters = [self.by_name[name] if name else None for name in find_head(model)]
+        self._head = HeadGradients(*(None if master is None else master.grad for master in masters))
+
+    def head_gradients(self) -> HeadGradients:
+        """Return the head's own buffers."""
+        return self._head
+
+    def collect_gradients(self) -> None:
+        """Nothing to sum: backward added to the buffers."""
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into the compute copies."""
+        for name, copy in self._copies.items():
+            if self.by_name[name] is not copy:
+                copy.copy_(self.by_name[name])
+
+    def release(self) -> None:
+        """Nothing was gathered."""
+
+    def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: it is whole."""
+        return part
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: it is whole."""
+        return part
+
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's parameters."""
+        yield from self._model.named_parameters()
+
+    def compute_shards(self) -> Iterator[TensorShard]:
+        """Yield the module's parameters."""
+        for name, copy in self._model.named_parameters():
+            yield TensorShard(name=name, part=copy, first=0, shape=tuple(copy.shape))
+
+    def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
+        """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
+        if copy.dtype == torch.float32:
+            copy.grad = torch.zeros_like(copy)
+            return copy
+        master = copy.detach().float()
+        grad = torch.zeros_like(master)
+        master.grad = grad
+
+        def add_in_fp32(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            add_into(grad, parameter.grad)
+            parameter.grad = None
+
+        copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]
+        return master
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """How far one step has moved the weights of one rank: squares of L2 norms, which add up over ranks."""
+
+    change: float
+    weights: float
+    """Of the weights before the step."""
+
+
+class AdamW:
+    """Owns both moments of every master, which keeps its gradient in `grad`.
+
+    PyTorch's own fused kernel moves masters block by block. Between two blocks the masters of one lie in the
+    cache, so that telling how far a step has moved them costs no second way through memory and no copy.
+    """
+
+    def __init__(self, masters: Mapping[str, torch.Tensor], spec: OptimizerSpec) -> None:
+        self._masters = masters
+        self._spec = spec
+        self.num_steps = 0
+        """Optimizer steps taken, which the moments' bias follows from."""
+        self.moments = {
+            name: {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
+            for name, master in masters.items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Moved:
+        """Move every master along its gradient. Weight decay acts on matrices only, as is usual."""
+        self.num_steps += 1
+        sums: list[torch.Tensor] = []
+        for name, master in self._masters.items():
+            assert master.grad is not None
+            count = torch.tensor(float(self.num_steps), device=master.device)
+            decay = self._spec.weight_decay if master.dim() >= 2 else 0.0
+            tensors = (master, master.grad, *(self.moments[name][key] for key in MOMENTS))
+            size = _BLOCKS[master.device.type]
+            blocks = zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
+            sums += [self._move(block, count, lr, decay) for block in blocks if len(block[0])]
+        # Read at once: a GPU would idle between blocks otherwise.
+        change, weights = torch.stack(sums).sum(dim=0).tolist() if sums else (0.0, 0.0)
+        return Moved(change=change, weights=weights)
+
+    def _move(
+        self, block: tuple[torch.Tensor, ...], count: torch.Tensor, lr: float, decay: float
+    ) -> torch.Tensor:
+        """Move one block; return the squares of what it moved by and of what it was. Shapes: (2), fp64."""
+        master, grad, first, second = block
+        before = master.clone()
+        torch._fused_adamw_(
+            [master],
+            [grad],
+            [first],
+            [second],
+            [],
+            [count],
+            lr=lr,
+            beta1=self._spec.beta1,
+            beta2=self._spec.beta2,
+            weight_decay=decay,
+            eps=self._spec.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        weights = torch.linalg.vector_norm(before).double().square()
+        change = torch.linalg.vector_norm(before.sub_(master)).double().square()
+        return torch.stack((change, weights))
+
+
+# A step's plan, its report, and the sums that the report is made of.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """Where an optimizer step stands in a run."""
+
+    version: int | None = None
+    """Which version the weights are after it; None: the next. The steps of one batch make one version."""
+    place: int | None = None
+    """How many optimizer steps the run plans before it, which its learning rate follows from; None: as many
+    as were taken."""
+    max_kl: float | None = None
+    """Mean divergence (nats) from the policy that ratios start from above which the step is not taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TermReport:
+    """The part of one term in a step, its weight included."""
+
+    name: str
+    loss: float
+    grad_norm: float
+    """L2 norm of this term's gradient alone, before clipping."""
+    cosine: float | None
+    """Between this gradient and the sum of those of the terms before; None for the first, and where
+    either is 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepReport:
+    """The result of one optimizer step."""
+
+    loss: float
+    """Sum of the weighted terms."""
+    grad_norm: float
+    """L2 norm of the whole gradient before clipping."""
+    lr: float
+    changed_frac: float
+    """Share of compute copies that the step changed. Small steps change few bf16 copies at a time."""
+    master_changed_frac: float | None
+    """Share of masters with a gradient that the step changed: near 1, unless updates vanish in the
+    rounding of the masters. None if no sampled master has a gradient."""
+    drift_M: FloatArray
+    """abs(trainer - engine) log-probability (nats) of every trained token that an engine sampled."""
+    num_positions: int
+    """Positions that were forwarded: each prompt once per micro-batch, or of families whose sequences are
+    computed by themselves, once per reply, with the padding behind."""
+    num_micro_batches: int
+    terms: tuple[TermReport, ...] = ()
+    correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Off-policy correction of every token whose loss has one."""
+    log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """What it was computed from, old minus engine (nats)."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """What else the losses report, by metric."""
+    totals: Mapping[str, Total] = field(default_factory=dict)
+    """Of what the losses report the mean over tokens of, by metric."""
+    ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Probability ratio of every token whose loss has one that is not 1 by construction."""
+    update_ratio: float = 0.0
+    """L2 norm of the step's change of the trained weights over that of the weights."""
+    is_taken: bool = True
+    """Whether the weights were moved; False where the policy was too far from where it began."""
+    compute_s: float = 0.0
+    """Wall time of the step where it was computed; of the slowest rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Total:
+    """Sum and count of a mean, so that means of parts can be joined."""
+
+    sum: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Total) -> Total:
+        return Total(sum=self.sum + other.sum, count=self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """The mean of what was counted, of which there must be something."""
+        return self.sum / self.count
+
+
+def join_totals(parts: Iterable[Mapping[str, Total]]) -> dict[str, Total]:
+    """Add up totals by name, those of names that count nothing left out."""
+    joined: dict[str, Total] = {}
+    for part in parts:
+        for name, total in part.items():
+            joined[name] = joined.get(name, Total()) + total
+    return {name: joined[name] for name in sorted(joined) if joined[name].count}
+
+
+@dataclass(kw_only=True, slots=True)
+class Accumulator:
+    """Sums of a step over the micro-batches of all terms, read from the device at its end."""
+
+    loss: float = 0.0
+    num_positions: int = 0
+    num_micro_batches: int = 0
+    drifts: list[FloatArray] = field(default_factory=list)
+    corrections: list[FloatArray] = field(default_factory=list)
+    log_ratios: list[FloatArray] = field(default_factory=list)
+    ratios: list[FloatArray] = field(default_factory=list)
+
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the shares that a loss reports, weighted as it is."""
+    totals: dict[str, Total] = field(default_factory=dict)
+    """Of what a loss reports the mean over tokens of."""
+
+    unread: list[tuple[list[FloatArray], torch.Tensor]] = field(default_factory=list)
+    """Values of tokens that are still on the device, where reading them would wait, and where they belong."""
+    unread_sums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    unread_totals: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+
+    def add_terms(self, terms: TokenTerms, weight_N: torch.Tensor) -> None:
+        """Keep the corrections and ratios of some tokens, and sum up what else is said of them."""
+        if terms.correction_N is not None and terms.log_ratio_N is not None:
+            self.unread += [(self.corrections, terms.correction_N), (self.log_ratios, terms.log_ratio_N)]
+        if terms.ratio_N is not None:
+            self.unread.append((self.ratios, terms.ratio_N))
+        self.unread_sums += [(name, (weight_N * share_N).sum()) for name, share_N in terms.shares.items()]
+        for name, values_N in terms.means.items():
+            self.add_values(name, values_N)
+
+    def add_values(self, name: str, values_N: torch.Tensor) -> None:
+        """Sum up a metric that is the mean over tokens or positions."""
+        self.unread_totals.append((name, values_N.sum(dtype=torch.float64), len(values_N)))
+
+    def read_terms(self) -> None:
+        """Fetch what was kept, when everything is under way."""
+        for kept, values in self.unread:
+            kept.append(values.float().cpu().numpy())
+        for name, value in self.unread_sums:
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value, count in self.unread_totals:
+            self.totals[name] = self.totals.get(name, Total()) + Total(sum=float(value), count=count)
+        self.unread, self.unread_sums, self.unread_totals = [], [], []
+
+
+def join(parts: Sequence[FloatArray]) -> FloatArray:
+    """Return what all micro-batches noted in a row."""
+    return np.concatenate([np.zeros(0, dtype=np.float32), *parts])
+
+
+def add_up(parts: Sequence[Accumulator]) -> Accumulator:
+    """Return the sums over all ranks."""
+    return Accumulator(
+        loss=sum(one.loss for one in parts),
+        num_positions=sum(one.num_positions for one in parts),
+        num_micro_batches=sum(one.num_micro_batches for one in parts),
+        drifts=[array for one in parts for array in one.drifts],
+        corrections=[array for one in parts for array in one.corrections],
+        log_ratios=[array for one in parts for array in one.log_ratios],
+        ratios=[array for one in parts for array in one.ratios],
+        totals=join_totals(one.totals for one in parts),
+        sums={
+            name: sum(one.sums.get(name, 0.0) for one in parts)
+            for name in sorted({name for one in parts for name in one.sums})
+        },
+    )
