@@ -15,7 +15,7 @@ from typing import cast
 
 from strop.errors import CheckRefused
 from strop.hardware import clear_leftovers, find_inherited
-from strop.hardware.allocation import Allocation, GpuRequest, lease_gpus
+from strop.hardware.allocation import GpuRequest, lease_gpus
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import read_gpus, read_torch_build
 from strop.hardware.preflight import PreflightRequest, run_preflight
@@ -79,8 +79,11 @@ def claim_machine(
             )
             found = [_judge(finding, inherited) for finding in run_preflight(asked)]
             warnings = [str(finding) for finding in require_none(found)]
+        variables = dict(allocation.roles[_ROLE].variables) if allocation.uuids else {}
+        if variables and "infer" in allocation.roles:
+            variables[INFER_DEVICES] = allocation.roles["infer"].visible.text or ""
         # Early enough: CUDA reads its variable when it is first used.
-        with set_variables(_device_variables(allocation)):
+        with set_variables(variables):
             notices = (*cleared, *allocation.notices, *warnings)
             yield Claim(notices=notices, devices=allocation.record())
 
@@ -99,15 +102,6 @@ def _judge(finding: Finding, inherited: str | None) -> Finding:
         return finding
     next_step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
     return replace(finding, next_step=next_step, severity=Severity.WARNING)
-
-
-def _device_variables(allocation: Allocation) -> dict[str, str]:
-    """Return what lets this process and its children see the GPUs of the allocation alone."""
-    roles = allocation.roles
-    variables = dict(roles[_ROLE].variables) if allocation.uuids else {}
-    if variables and "infer" in roles:
-        variables[INFER_DEVICES] = roles["infer"].visible.text or ""
-    return variables
 
 
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
@@ -138,35 +132,30 @@ def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool)
         if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
             # A launcher has prepared the folder, and no run has begun in it.
             return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
-        if path.exists():
-            return _open_named_run(path, digest, is_new=is_new)
-        run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
-        run_dir.move_to(path)
-        return run_dir
+        if not path.exists():
+            run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+            run_dir.move_to(path)
+            return run_dir
+        if is_new:
+            raise CheckRefused(
+                f"a new run was asked for, and output.dir={path} is there already",
+                allowed="a directory that does not exist yet",
+                next_step="choose another output.dir, or leave --new out to continue the run in it",
+            )
+        run_dir = RunDir.open(path)
+        run_dir.acquire()
+        if run_dir.state.spec_digest == digest and not run_dir.is_finished:
+            return run_dir
+        run_dir.release()
+        given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+        raise CheckRefused(
+            f"output.dir={path} {given}; nothing is left to do there",
+            allowed="a new directory, or the unfinished run of this very spec",
+            next_step="choose another output.dir, or remove it to get a dated directory",
+        )
     root = Path(spec.output.root)
     resumable = None if is_new else find_resumable(root, spec.name, digest)
     return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
-
-
-def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
-    """Open the run in a directory that the run file names."""
-    if is_new:
-        raise CheckRefused(
-            f"a new run was asked for, and output.dir={path} is there already",
-            allowed="a directory that does not exist yet",
-            next_step="choose another output.dir, or leave --new out to continue the run in it",
-        )
-    run_dir = RunDir.open(path)
-    run_dir.acquire()
-    if run_dir.state.spec_digest == digest and not run_dir.is_finished:
-        return run_dir
-    run_dir.release()
-    given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
-    raise CheckRefused(
-        f"output.dir={path} {given}; nothing is left to do there",
-        allowed="a new directory, or the unfinished run of this very spec",
-        next_step="choose another output.dir, or remove it to get a dated directory",
-    )
 
 
 def list_parts(
@@ -180,26 +169,19 @@ def list_parts(
 
     Raises: DataError, StoreError or CorruptRecord if a part cannot be read.
     """
-    found = {"version of its task": task.version, "set of examples": _digest_examples(spec, task), **given}
+    # The ids are hashes of what is asked and answered.
+    examples = hashlib.sha256()
+    for split in [Split.TRAIN, Split.HELD_OUT] if spec.train.has_rl else [Split.HELD_OUT]:
+        examples.update("\n".join([split, *(one.example_id for one in task.examples(split))]).encode())
+    found = {"version of its task": task.version, "set of examples": examples.hexdigest(), **given}
     for role, model in models.items():
         parts = digest_parts(model.path, user_cache_dir() / "digests")
         found |= {f"{role} ({part})": digest for part, digest in parts.items()}
     if is_code(spec.algorithm.name):
         found["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
-    return found | dict(_calibrations(spec))
-
-
-def _digest_examples(spec: RunSpec, task: Task) -> str:
-    """Hash the ids of all examples, which are hashes of what is asked and answered, in their order."""
-    digest = hashlib.sha256()
-    for split in [Split.TRAIN, Split.HELD_OUT] if spec.train.has_rl else [Split.HELD_OUT]:
-        digest.update("\n".join([split, *(one.example_id for one in task.examples(split))]).encode())
-    return digest.hexdigest()
-
-
-def _calibrations(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for section in judge_sections(spec.task):
         path = None if section.calibration is None else locate_named(section.calibration)
-        # One that is missing is refused where it is read.
+        # A missing file is refused where it is read.
         if path is not None and path.is_file():
-            yield f"calibration of {section.judge_model}", hashlib.sha256(path.read_bytes()).hexdigest()
+            found[f"calibration of {section.judge_model}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found

@@ -112,8 +112,13 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
     # As a run would: a measurement with other threads would promise another speed.
     set_threads(None)
     calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
+    uri = ModelSpec().uri
+    path = find_model(uri, cache_dir)
+    model_detail = f"{path} ({len(list_models(cache_dir))} converted in the cache)"
+    if path is None:
+        model_detail = f"{uri} is not on this machine; `strop model get {uri}` fetches it"
     checks = (
-        _check_models(cache_dir),
+        Check(name="default model", is_ok=path is not None, detail=model_detail),
         Check(
             name="compiled kernels",
             is_ok=kernel_status().path is not None,
@@ -156,16 +161,6 @@ def find_holdings() -> tuple[Holding, ...]:
     )
 
 
-def _check_models(cache_dir: Path | None) -> Check:
-    uri = ModelSpec().uri
-    path = find_model(uri, cache_dir)
-    num_models = len(list_models(cache_dir))
-    if path is None:
-        detail = f"{uri} is not on this machine; `strop model get {uri}` fetches it"
-        return Check(name="default model", is_ok=False, detail=detail)
-    return Check(name="default model", is_ok=True, detail=f"{path} ({num_models} converted in the cache)")
-
-
 def _check_disk(name: str, path: Path) -> Check:
     free_bytes = free_disk_bytes(path)
     detail = f"{free_bytes / 1e9:.1f} GB free at {path}; the demo writes {WANTED_DISK_BYTES / 1e9:.1f} GB"
@@ -173,19 +168,16 @@ def _check_disk(name: str, path: Path) -> Check:
 
 
 def _check_extra(name: str) -> Check:
-    missing = [package for package in EXTRAS[name] if not _is_installed(package)]
+    missing = []
+    for package in EXTRAS[name]:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            missing.append(package)
+    detail = ", ".join(EXTRAS[name])
     if missing:
         detail = f"{', '.join(missing)} missing; pip install 'strop[{name}]' adds it"
-        return Check(name=f"extra {name}", is_ok=False, detail=detail)
-    return Check(name=f"extra {name}", is_ok=True, detail=", ".join(EXTRAS[name]))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+    return Check(name=f"extra {name}", is_ok=not missing, detail=detail)
 
 
 # Generation and learning with the run's own model, two sizes of each: their difference is the work, what is

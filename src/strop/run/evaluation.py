@@ -8,16 +8,13 @@ generate, no model is loaded at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from strop.engine.contract import Engine
 from strop.errors import ConfigError, StoreError
 from strop.evaluate import (
-    EvalPlan,
     EvalResult,
     EvalSettings,
     PlannedCanary,
@@ -178,7 +175,14 @@ def _prepare(
             trained_ids=trained_ids,
             max_positions=max_positions,
         )
-        result_path = _place(planned.plan, wish)
+        name = result_name(planned.plan)
+        if wish.name is not None:
+            name = f"{wish.name}.{name}"
+        if wish.out_dir is not None:
+            result_path = wish.out_dir / name
+        else:
+            # In a folder that all evaluations share, the digest tells plans apart.
+            result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
         if result_path.exists():
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
         # Beside the result and named like it, without '.json'.
@@ -205,28 +209,18 @@ def evaluate_by_file(
 ) -> StoredResult:
     """Evaluate a model on held-out examples as a file says. Raises: like `evaluate_here`."""
     file = read_eval_file(path)
-    run = None if model.run_path is None else _read_run(model.run_path)
+    run = None
+    if model.run_path is not None:
+        machine = describe_machine()
+        facts = RunDir.open(model.run_path).state.facts
+        run = load_spec(model.run_path / "spec.toml").spec
+        # In the number format that it is trained in.
+        run, _ = settle_format(run, machine, compute_device(machine), facts=facts)
     counts = file.counts
     wish = EvalWish(
         num_examples=counts.num_examples, num_samples=counts.num_samples, out_dir=out_dir, name=file.name
     )
     return evaluate_here([read_file_asking(file, run)], model, wish, say=say)[0]
-
-
-def _read_run(path: Path) -> RunSpec:
-    """Return the spec of a run, with the number format that it is trained in."""
-    spec = load_spec(path / "spec.toml").spec
-    machine = describe_machine()
-    facts = RunDir.open(path).state.facts
-    return settle_format(spec, machine, compute_device(machine), facts=facts)[0]
-
-
-def _place(plan: EvalPlan, wish: EvalWish) -> Path:
-    """Return where a result goes. Without a folder of the user's, the name tells plans apart."""
-    name = result_name(plan) if wish.name is None else f"{wish.name}.{result_name(plan)}"
-    if wish.out_dir is not None:
-        return wish.out_dir / name
-    return EVALS_ROOT / f"{name.removesuffix('.json')}-{plan.digest[:8]}.json"
 
 
 async def _evaluate(
@@ -238,8 +232,17 @@ async def _evaluate(
         if any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
             engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
         tokenizer = Tokenizer.load(model.path)
-        if canary is not None:
-            await _ask_canary(canary, engine, tokenizer, say)
+        if canary is not None and engine is None:
+            say("the canary is not asked: every reply is kept from before, and nothing is generated")
+        elif canary is not None and engine is not None:
+            # Nothing is evaluated by an engine that does not repeat the baseline.
+            task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
+            async with hold_judge(canary.asking.spec, task) as judge:
+                measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
+            say(
+                f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
+                f" {expected.low:.1%} to {expected.high:.1%}"
+            )
         for one in prepared:
             plan, num_kept = one.planned.plan, one.folder.num_kept
             if num_kept:
@@ -253,23 +256,6 @@ async def _evaluate(
             say(f"{plan.full_name}: {one.result_path}")
             stored.append(StoredResult(result=result, path=one.result_path))
     return stored
-
-
-async def _ask_canary(
-    canary: _Canary, engine: Engine | None, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> None:
-    """Let nothing be evaluated by an engine that does not repeat the baseline."""
-    task = canary.planned.planned.task
-    if engine is None:
-        say("the canary is not asked: every reply is kept from before, and nothing is generated")
-        return
-    async with hold_judge(canary.asking.spec, task) as judge:
-        measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
-    expected = canary.planned.baseline.greedy
-    say(
-        f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
-        f" {expected.low:.1%} to {expected.high:.1%}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,19 +321,14 @@ def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
     settings = read_task_settings(shard)
     # Of a task of the user's the settings say where it is; the plan has the name of its class.
     name = str(settings.get("name", plan.task))
-    return read_asking(name, _merge(settings, words), Split(plan.split))
-
-
-def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """Return the stored settings of a task as `key=value` words, without those that new words replace."""
-    given = [word if word.startswith("task.") else f"task.{word}" for word in words]
-    replaced = [parse_override(word)[0] for word in given]
+    changed = [word if word.startswith("task.") else f"task.{word}" for word in words]
+    replaced = [parse_override(word)[0] for word in changed]
     kept = [
         f"{dotted(path)}={format_value(value)}"
-        for path, value in walk_values(stored, ("task",))
+        for path, value in walk_values(settings, ("task",))
         if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
     ]
-    return kept + given
+    return read_asking(name, kept + changed, Split(plan.split))
 
 
 def evaluate_by_harness(

@@ -28,7 +28,7 @@ from strop.record.mirror.uploader import upload_settings
 from strop.record.run_dir import STATE_NAME
 from strop.record.shards import list_shards
 from strop.spec import RunSpec, load_spec
-from strop.spec.eval_file import EvalFile, is_of_file, read_eval_file
+from strop.spec.eval_file import is_of_file, read_eval_file
 from strop.store import follow_store
 from strop.store.opening import open_record_store
 from strop.store.policy import find_mirror_root
@@ -65,10 +65,21 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
         anything is evaluated, or where the first evaluation of all is refused; StoreError if the last
         checkpoint has no result at the end.
     """
+    from strop.run.evaluation import read_file_asking
+    from strop.run.inference import read_trained_ids
+    from strop.tasks import build_task
+
     file = read_eval_file(eval_path)
-    _wait_for_run(run_path, say)
+    if not (run_path / STATE_NAME).is_file():
+        say(f"waiting for a run in {run_path}")
+    while not (run_path / STATE_NAME).is_file():
+        time.sleep(_POLL_S)
     spec = load_spec(run_path / "spec.toml").spec
-    _check_task(file, run_path, spec)
+    # Refused at once: it would be refused at every checkpoint.
+    asking = read_file_asking(file, spec)
+    with follow_store(spec.store):
+        task = build_task(asking.spec.task)
+        refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
     follower = _Follower(run_path=run_path, eval_path=eval_path, name=file.name, spec=spec, say=say)
     say(f"evaluation {file.name} follows {run_path}")
     while True:
@@ -84,26 +95,6 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
             return
         else:
             time.sleep(_POLL_S)
-
-
-def _wait_for_run(run_path: Path, say: Callable[[str], None]) -> None:
-    """Wait until the trainer has made a run of its directory."""
-    if not (run_path / STATE_NAME).is_file():
-        say(f"waiting for a run in {run_path}")
-    while not (run_path / STATE_NAME).is_file():
-        time.sleep(_POLL_S)
-
-
-def _check_task(file: EvalFile, run_path: Path, spec: RunSpec) -> None:
-    """Refuse at once what would be refused at every checkpoint. Raises: ConfigError, CheckRefused."""
-    from strop.run.evaluation import read_file_asking
-    from strop.run.inference import read_trained_ids
-    from strop.tasks import build_task
-
-    asking = read_file_asking(file, spec)
-    with follow_store(spec.store):
-        task = build_task(asking.spec.task)
-        refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,8 +144,19 @@ class _Follower:
             self.say(
                 f"notice: step {step} is not evaluated: the trainer has removed its checkpoint meanwhile"
             )
+        elif exit_code in _REFUSALS and not self.evaluated_steps():
+            raise CheckRefused(
+                f"the evaluation of the checkpoint of step {step} was refused (exit code {exit_code}),"
+                " and so would be every other one",
+                allowed="a file that this run's checkpoints can be evaluated by",
+                next_step="see the lines above",
+            )
         else:
-            self._note_failure(step, exit_code)
+            then = "it is evaluated again"
+            if exit_code in _REFUSALS or self._tries[step] >= MAX_TRIES:
+                self.given_up.add(step)
+                then = "it is left out"
+            self.say(f"alarm: step {step}: the evaluation ended with {exit_code} and no result; {then}")
 
     def _wait(self, child: ChildProcess, step: int) -> int:
         """Wait for a child; how far it is, is said now and then: silence would look like a standstill."""
@@ -171,41 +173,13 @@ class _Follower:
         return exit_code
 
     def _announce(self, step: int) -> None:
+        """Show a result, and send it to the run's mirror: after the trainer's end no other process does."""
         (path,) = (self.run_path / "eval").glob(f"{self.name}.*-step-{step:06d}.json")
         result = read_result(path)
         accuracy = result.greedy.accuracy
         shown = "unknown" if accuracy is None else f"{accuracy:.1%}"
         note = "" if result.is_valid else f", not valid: {result.verdict}"
         self.say(f"step {step}: greedy accuracy of {result.full_name} {shown}{note}; {path}")
-        self._mirror(path)
-
-    def _note_failure(self, step: int, exit_code: int) -> None:
-        if exit_code in _REFUSALS and not self.evaluated_steps():
-            raise CheckRefused(
-                f"the evaluation of the checkpoint of step {step} was refused (exit code {exit_code}),"
-                " and so would be every other one",
-                allowed="a file that this run's checkpoints can be evaluated by",
-                next_step="see the lines above",
-            )
-        is_last_try = exit_code in _REFUSALS or self._tries[step] >= MAX_TRIES
-        if is_last_try:
-            self.given_up.add(step)
-        then = "it is left out" if is_last_try else "it is evaluated again"
-        self.say(f"alarm: step {step}: the evaluation ended with {exit_code} and no result; {then}")
-
-    def require_last(self, steps: Sequence[int]) -> None:
-        """Refuse to call it done without a result for the last checkpoint. Raises: StoreError."""
-        if not steps or steps[-1] not in self.evaluated_steps():
-            last = f"step {steps[-1]}" if steps else "a checkpoint"
-            raise StoreError(
-                f"the run is finished, and {last} has no result of evaluation {self.name}",
-                allowed="a result for the last checkpoint",
-                next_step=f"strop eval {self.run_path} --config {self.eval_path} --out"
-                f" {self.run_path / 'eval'}",
-            )
-
-    def _mirror(self, path: Path) -> None:
-        """Send a result to the run's mirror: after the trainer's end no other process does."""
         with follow_store(self.spec.store):
             root = find_mirror_root(self.spec.store)
             if root is None:
@@ -217,3 +191,14 @@ class _Follower:
                 store.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:
                 self.say(f"alarm: {path.name} was not mirrored to {place}: {error}")
+
+    def require_last(self, steps: Sequence[int]) -> None:
+        """Refuse to call it done without a result for the last checkpoint. Raises: StoreError."""
+        if not steps or steps[-1] not in self.evaluated_steps():
+            last = f"step {steps[-1]}" if steps else "a checkpoint"
+            raise StoreError(
+                f"the run is finished, and {last} has no result of evaluation {self.name}",
+                allowed="a result for the last checkpoint",
+                next_step=f"strop eval {self.run_path} --config {self.eval_path} --out"
+                f" {self.run_path / 'eval'}",
+            )

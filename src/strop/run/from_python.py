@@ -117,26 +117,22 @@ def _read_task(task: TaskWish, folder: Path) -> dict[str, Any]:
         table["name"] = _place_of(table["name"])
     source, reward = table.get("source"), table.get("reward")
     if isinstance(source, Sequence) and not isinstance(source, str):
-        table["source"] = str(_write_rows(source, folder))
+        try:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in source).encode()
+        except TypeError as error:
+            raise ConfigError(
+                f"task.source has a row that is not JSON ({error})",
+                allowed="tables of texts, numbers, lists and tables",
+                next_step="convert the value",
+            ) from error
+        path = folder / "rows" / f"{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(path, text)
+        table["source"] = str(path)
     if reward is not None and not isinstance(reward, str):
         several = reward if isinstance(reward, Sequence) else [reward]
         table["reward"] = [one if isinstance(one, str) else _place_of(one) for one in several]
     return table
-
-
-def _write_rows(rows: Sequence[Any], folder: Path) -> Path:
-    try:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    except TypeError as error:
-        raise ConfigError(
-            f"task.source has a row that is not JSON ({error})",
-            allowed="tables of texts, numbers, lists and tables",
-            next_step="convert the value",
-        ) from error
-    path = folder / "rows" / f"{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomically(path, text)
-    return path
 
 
 def _place_of(found: Callable[..., Any]) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,9 +154,18 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     spec, number_format = settle_format(
         spec, machine, compute_device(machine), calibration=read_calibration()
     )
+    # Without the limits that training sets on them.
+    values = {
+        path[-1]: None if value == NULL_WORD else value for path, value in map(parse_override, sampling)
+    }
+    try:
+        section = SamplingSpec.model_validate(values)
+    except ValidationError:
+        # The reader has the better words; whatever is wrong here is wrong for it too.
+        section = load_spec(None, [*fixed, *sampling]).spec.sampling
     return Asking(
         spec=spec,
-        sampling=_read_sampling(fixed, sampling),
+        sampling=Sampling(**section.model_dump()),
         split=split,
         dtype_reason=str(number_format).partition(": ")[2],
     )
@@ -225,18 +234,6 @@ def _complete(word: str) -> str:
 
 def _ignored(word: str, allowed: str) -> ConfigError:
     return ConfigError(f"{word} plays no part in asking a model", allowed=allowed, next_step="remove it")
-
-
-def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
-    """Read sampling settings without the limits that training sets on them."""
-    pairs = [parse_override(word) for word in words]
-    values = {path[-1]: None if value == NULL_WORD else value for path, value in pairs}
-    try:
-        section = SamplingSpec.model_validate(values)
-    except ValidationError:
-        # The reader has the better words; whatever is wrong here is wrong for it too.
-        section = load_spec(None, [*fixed, *words]).spec.sampling
-    return Sampling(**section.model_dump())
 
 
 def read_trained_ids(run_path: Path | None) -> frozenset[str]:
@@ -339,57 +336,36 @@ async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
 async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[Engine, Tokenizer]]:
     """Load a model into the engine that the spec asks for, and close it afterwards."""
     set_threads(spec.placement.threads)
-    open_engine = _engine_apart if spec.placement.kind == "process" else _engine_here
-    if model.url is not None:
-        open_engine = _engine_elsewhere
-    async with open_engine(spec, model) as engine:
-        yield engine, Tokenizer.load(model.path)
+    tokenizer, max_num_seqs = Tokenizer.load(model.path), spec.engine.max_num_seqs
+    engine: Engine
+    async with AsyncExitStack() as stack:
+        if model.url is not None:
+            from strop.engine.openai import OpenAiEngine
 
+            engine = OpenAiEngine(
+                model.url,
+                tokenizer,
+                model=model.served_name,
+                version=model.step,
+                max_num_seqs=max_num_seqs,
+            )
+            stack.push_async_callback(engine.close)
+        elif spec.placement.kind == "process":
+            from strop.cluster.engine_process import EngineProcess
 
-@asynccontextmanager
-async def _engine_here(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
-    import torch
-
-    from strop.engine.native import NativeEngine
-    from strop.policy.language_model import DTYPES, LanguageModel
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
-    engine = NativeEngine(
-        language_model, Tokenizer.load(model.path), max_num_seqs=spec.engine.max_num_seqs, version=model.step
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-@asynccontextmanager
-async def _engine_elsewhere(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
-    from strop.engine.openai import OpenAiEngine
-
-    assert model.url is not None, "a server's model has an address"
-    engine = OpenAiEngine(
-        model.url,
-        Tokenizer.load(model.path),
-        model=model.served_name,
-        version=model.step,
-        max_num_seqs=spec.engine.max_num_seqs,
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-@asynccontextmanager
-async def _engine_apart(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
-    from strop.cluster.engine_process import EngineProcess
-
-    with tempfile.TemporaryDirectory(prefix="strop-engine-") as work_dir:
-        process = EngineProcess(spec, model.path, Path(work_dir), version=model.step)
-        try:
+            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="strop-engine-"))
+            process = EngineProcess(spec, model.path, Path(work_dir), version=model.step)
+            stack.push_async_callback(process.stop)
             process.launch()
-            yield await process.connect()
-        finally:
-            await process.stop()
+            engine = await process.connect()
+        else:
+            import torch
+
+            from strop.engine.native import NativeEngine
+            from strop.policy.language_model import DTYPES, LanguageModel
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            weights = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
+            engine = NativeEngine(weights, tokenizer, max_num_seqs=max_num_seqs, version=model.step)
+            stack.push_async_callback(engine.close)
+        yield engine, tokenizer

@@ -303,7 +303,13 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
             allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
             next_step="correct the URI, or leave --from out to begin anew",
         )
-    _require_spec(uri, remote, resolved)
+    mine, theirs = spec_digest(resolved.spec), remote.latest.run.spec_digest
+    if mine != theirs:
+        raise CheckRefused(
+            f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
+            allowed="the run file and overrides that the run was begun with",
+            next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
+        )
     output = resolved.spec.output
     target = Path(output.dir) if output.dir else Path(output.root) / uri.rstrip("/").rpartition("/")[2]
     if target.exists():
@@ -328,16 +334,6 @@ def _mirror_there(spec: StoreSpec, uri: str) -> StoreSpec:
     if prefix is None or spec.mirror_as is not None or not place.startswith(f"{prefix}/"):
         return spec
     return spec.model_copy(update={"mirror_as": place.removeprefix(f"{prefix}/")})
-
-
-def _require_spec(uri: str, remote: RemoteRun, resolved: ResolvedSpec) -> None:
-    mine, theirs = spec_digest(resolved.spec), remote.latest.run.spec_digest
-    if mine != theirs:
-        raise CheckRefused(
-            f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
-            allowed="the run file and overrides that the run was begun with",
-            next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
-        )
 
 
 def _compare_here(target: Path, remote: RemoteRun) -> str:

@@ -73,10 +73,12 @@ def _summarize(path: Path) -> RunSummary:
         results = read_results(path)
     except CorruptRecord:
         return RunSummary(path=path, phase=RunPhase.DAMAGED, created_at=None, num_steps=0, last_accuracy=None)
-    if run.is_finished:
-        phase = RunPhase.FINISHED
-    else:
-        phase = RunPhase.RUNNING if _is_worked_in(path) else RunPhase.STOPPED
+    phase = RunPhase.FINISHED
+    if not run.is_finished:
+        # Read, not tried: taking the lock for a moment could refuse the run's own start.
+        holder = FileLock(path / LOCK_NAME).holder()
+        is_here = holder is not None and holder.host == socket.gethostname()
+        phase = RunPhase.RUNNING if holder and is_here and is_process_alive(holder.pid) else RunPhase.STOPPED
     return RunSummary(
         path=path,
         phase=phase,
@@ -84,12 +86,6 @@ def _summarize(path: Path) -> RunSummary:
         num_steps=max(steps, default=0),
         last_accuracy=results[-1].greedy.accuracy if results else None,
     )
-
-
-def _is_worked_in(path: Path) -> bool:
-    # Read, not tried: taking the lock for a moment could refuse the run's own start.
-    holder = FileLock(path / LOCK_NAME).holder()
-    return holder is not None and holder.host == socket.gethostname() and is_process_alive(holder.pid)
 
 
 def read_results(run_path: Path) -> list[EvalResult]:
@@ -122,7 +118,7 @@ def compare_runs(before: Path, after: Path, *, declared: Sequence[str] | None = 
     Raises: StoreError if there is none to compare; CheckRefused if one is invalid, the protocols
         differ, or a setting differs that was not declared.
     """
-    from strop.evaluate import compare_results
+    from strop.evaluate import Difference, compare_results
     from strop.evaluate.comparison import list_plan_differences
 
     one, other = _last_result(before), _last_result(after)
@@ -130,22 +126,22 @@ def compare_runs(before: Path, after: Path, *, declared: Sequence[str] | None = 
     if before.is_file() or after.is_file():
         differences = list_plan_differences(one, other)
     else:
-        differences = _list_differences(before, after)
-    if declared is not None:
-        _refuse_undeclared(differences, declared)
-    return RunComparison(before=one, after=other, change=change, differences=differences)
-
-
-def _refuse_undeclared(differences: Sequence[Difference], declared: Sequence[str]) -> None:
-    """Refuse to lay a change at one setting's door while others differ too (EVA-7)."""
-    undeclared = [found for found in differences if found.key not in declared]
-    if undeclared:
+        specs = (load_spec(path / "spec.toml").spec.model_dump() for path in (before, after))
+        values, others = ({dotted(key): value for key, value in walk_values(spec)} for spec in specs)
+        # Places of output are no difference.
+        keys = [key for key in values | others if not key.startswith("output.") and key != "name"]
+        pairs = ((key, values.get(key, DEFAULT), others.get(key, DEFAULT)) for key in keys)
+        differences = tuple(Difference(key=key, before=a, after=b) for key, a, b in pairs if a != b)
+    undeclared = [] if declared is None else [found for found in differences if found.key not in declared]
+    if declared is not None and undeclared:
+        # EVA-7: a change is not laid at one setting's door while others differ too.
         shown = "; ".join(f"{found.key} {found.before!r} and {found.after!r}" for found in undeclared)
         raise CheckRefused(
             f"the two differ in more than {', '.join(declared)}: {shown}",
             allowed="a difference in the declared settings only",
             next_step="declare these too with --vary, or repeat one run with the other's values",
         )
+    return RunComparison(before=one, after=other, change=change, differences=differences)
 
 
 def _last_result(path: Path) -> EvalResult:
@@ -162,22 +158,6 @@ def _last_result(path: Path) -> EvalResult:
             next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
         )
     return results[-1]
-
-
-def _list_differences(before: Path, after: Path) -> tuple[Difference, ...]:
-    """Return the settings in which two runs differ; places of output are no difference."""
-    from strop.evaluate import Difference
-
-    one, other = (
-        {dotted(key): value for key, value in walk_values(load_spec(path / "spec.toml").spec.model_dump())}
-        for path in (before, after)
-    )
-    keys = [key for key in one | other if not key.startswith("output.") and key != "name"]
-    return tuple(
-        Difference(key=key, before=one.get(key, DEFAULT), after=other.get(key, DEFAULT))
-        for key in keys
-        if one.get(key, DEFAULT) != other.get(key, DEFAULT)
-    )
 
 
 def export_checkpoint(source: Path, target: Path) -> Checkpoint:

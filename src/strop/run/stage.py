@@ -18,7 +18,7 @@ from strop.io.atomic import Manifest
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
-from strop.spec.task import LlmJudgeSpec, judge_sections, role_judges
+from strop.spec.task import judge_sections, role_judges
 from strop.store import follow_store, get_model
 from strop.store.data_files import DataFile, collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES
@@ -173,7 +173,9 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
                 # Solved examples in front of a problem are read when it is posed.
                 task.render(example)
         for judge in judge_sections(spec.task):
-            _locate_files_of_judge(judge)
+            read_rubric(judge.rubric)
+            if judge.calibration is not None:
+                locate_named(judge.calibration)
         given = find_offline_source(spec)
         if given is not None and given.source is not None:
             find_source(given.source, setting=given.setting)
@@ -186,37 +188,24 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             # It was fetched and verified a moment ago.
             yield _describe("data", source, source, Manifest(files=describe_files(paths)))
         elif is_path(source):
-            settings = _list_settings(spec, source)
-            yield _send_local_data(source, paths, sender, settings)
+            digest = Manifest(files=describe_files(paths)).digest
+            path = Path(source).expanduser()
+            place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")
+            assert place is not None
+            # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
+            new_source = join_uri(place, path.name) if path.is_file() else place
+            sent = sender.send("data", source, place, paths)
+            yield replace(sent, advice=_advise(_list_settings(spec, source), new_source))
         else:
             place = sender.policy.dataset_uri(source)
             assert place is not None
             yield sender.send("data", source, place, paths)
 
 
-def _locate_files_of_judge(judge: LlmJudgeSpec) -> None:
-    """Find what a judge goes by, and what it is compared with people by."""
-    read_rubric(judge.rubric)
-    if judge.calibration is not None:
-        locate_named(judge.calibration)
-
-
 def _list_settings(spec: RunSpec, source: str) -> list[str]:
     """Return the settings that name a source, for example task.parts.sums.source."""
     values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft", "dpo")}
     return [dotted(path) for path, value in walk_values(values) if value == source]
-
-
-def _send_local_data(
-    source: str, paths: Mapping[str, Path], sender: _Sender, settings: Sequence[str]
-) -> Staged:
-    digest = Manifest(files=describe_files(paths)).digest
-    path = Path(source).expanduser()
-    place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")
-    assert place is not None
-    # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
-    new_source = join_uri(place, path.name) if path.is_file() else place
-    return replace(sender.send("data", source, place, paths), advice=_advise(settings, new_source))
 
 
 def _advise(settings: Sequence[str], uri: str) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from strop.errors import (
@@ -147,7 +147,7 @@ def _train_resolved(
             ) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
         ):
-            with _NotedAttempt(run_dir, mirroring, claim.devices):
+            with _note_attempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
                 notices = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
                 notices += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
@@ -188,39 +188,29 @@ def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle, frozen: Mappin
     return int(sum(part.amount for part in parts))
 
 
-class _NotedAttempt:
-    """An attempt whose end is noted with its cause, whatever ends it."""
+@contextmanager
+def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, object]) -> Iterator[None]:
+    """Begin an attempt, and note its end with the cause, whatever ends it."""
+    kernels = kernel_status().describe()
+    attempt = run_dir.begin_attempt(
+        {"machine": describe_machine().cpu_name, "kernels": kernels, "devices": devices}
+    )
 
-    def __init__(self, run_dir: RunDir, observer: Observer, devices: Mapping[str, object]) -> None:
-        self._run_dir = run_dir
-        self._observer = observer
-        self._devices = devices
-
-    def __enter__(self) -> None:
-        self._attempt = self._run_dir.begin_attempt(
-            {
-                "machine": describe_machine().cpu_name,
-                "kernels": kernel_status().describe(),
-                "devices": self._devices,
-            }
-        )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        cause = "done" if kind is None else kind.__name__
+    def note_end(kind: object, error: BaseException | None, traceback: object) -> None:
+        cause = "done" if error is None else type(error).__name__
         exit_code = error.exit_code if isinstance(error, StropError) else EXIT_FAILED
-        steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
-        self._run_dir.end_attempt(
-            self._attempt,
+        steps = [int(line["step"]) for line in run_dir.metrics.read()]
+        run_dir.end_attempt(
+            attempt,
             cause=cause,
-            exit_code=EXIT_DONE if kind is None else exit_code,
+            exit_code=EXIT_DONE if error is None else exit_code,
             step=max(steps, default=0),
         )
-        self._observer.on_end(cause=cause)
+        observer.on_end(cause=cause)
+
+    with ExitStack() as stack:
+        stack.push(note_end)
+        yield
 
 
 def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
