@@ -27,7 +27,7 @@ from strop.audit import (
 )
 from strop.audit.attacks import as_lookup
 from strop.audit.breaches import HostDoors, leak_breaches, network_breaches, open_doors
-from strop.audit.hosts import find_files, find_processes, wait_for_end
+from strop.audit.code_probes import find_files, find_processes, wait_for_end
 from strop.rollout import Split
 from strop.spec import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.task import MixtureSpec, TaskSpec

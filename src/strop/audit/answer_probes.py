@@ -13,7 +13,7 @@ import re
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -82,22 +82,22 @@ async def probe_gold(context: AuditContext) -> ProbeResult:
 
 async def probe_near_miss(context: AuditContext) -> ProbeResult:
     """A number that is nearly right is wrong."""
-    by_kind = await judge_kinds(context, lambda example: _near_misses(context, example), context.examples)
+
+    def near_misses(example: Example) -> dict[str, str]:
+        gold = parse_number(example.answer or "")
+        if gold is None:
+            return {}
+        misses = {"off by one": gold + 1}
+        if gold:
+            misses |= {"sign": -gold, "factor": gold * 10}
+        if abs(gold) >= 10 and gold == int(gold):
+            misses["last digit"] = Decimal(int(gold / 10))
+        return {kind: context.in_form(example, str(value)) for kind, value in misses.items()}
+
+    by_kind = await judge_kinds(context, near_misses, context.examples)
     if not by_kind:
         return not_applicable("near_miss", "no answer is a number")
     return bound(context, "near_miss", by_kind, 0.0, is_partial_fine=True)
-
-
-def _near_misses(context: AuditContext, example: Example) -> dict[str, str]:
-    gold = parse_number(example.answer or "")
-    if gold is None:
-        return {}
-    misses = {"off by one": gold + 1}
-    if gold:
-        misses |= {"sign": -gold, "factor": gold * 10}
-    if abs(gold) >= 10 and gold == int(gold):
-        misses["last digit"] = Decimal(int(gold / 10))
-    return {kind: context.in_form(example, str(value)) for kind, value in misses.items()}
 
 
 async def probe_wrong_order(context: AuditContext) -> ProbeResult:
@@ -154,12 +154,13 @@ def _share_of_words(answer: str, prompt: str) -> float:
 
     Numbers and single letters are no words: the cells of a grid stand in every question about it.
     """
-    ours, theirs = (_runs(re.findall(r"[^\W\d_]{2,}", _plain(text))) for text in (answer, prompt))
+    found = []
+    for text in (answer, prompt):
+        words = re.findall(r"[^\W\d_]{2,}", _plain(text))
+        starts = range(len(words) - _NUM_LEAK_WORDS + 1)
+        found.append({tuple(words[at : at + _NUM_LEAK_WORDS]) for at in starts})
+    ours, theirs = found
     return len(ours & theirs) / len(ours) if ours else 0.0
-
-
-def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
-    return {tuple(words[at : at + _NUM_LEAK_WORDS]) for at in range(len(words) - _NUM_LEAK_WORDS + 1)}
 
 
 async def probe_determinism(context: AuditContext) -> ProbeResult:
@@ -167,16 +168,23 @@ async def probe_determinism(context: AuditContext) -> ProbeResult:
     all_repeats: list[tuple[Judged, ...]] = []
     started_at = time.perf_counter()
     for part in context.in_time(context.few_examples, num_first=1):
-        replies = [(example, text) for example in part for text in _repeated(context, example)]
+        replies = []
+        for example in part:
+            golds = context.task.gold_replies(example)
+            other = context.examples[list(context.examples).index(example) - 1]
+            # A right and a wrong one.
+            replies += [(example, golds[0] if golds else "asdf"), (example, str(other.answer))]
         rounds: list[list[Judged]] = []
         while len(rounds) < _NUM_REPEATS:
             rounds.append(await context.judge_all(replies))
             if len(rounds) >= _MIN_REPEATS and time.perf_counter() - started_at > ENOUGH_S:
                 break
         all_repeats += zip(*rounds, strict=True)
-    differing = [
-        repeats for repeats in all_repeats if len({_verdict(j) for j in repeats if not j.is_late}) > 1
-    ]
+    differing = []
+    for repeats in all_repeats:
+        outcomes = {(j.reward, j.outcome.is_correct, j.outcome.format_ok) for j in repeats if not j.is_late}
+        if len(outcomes) > 1:
+            differing.append(repeats)
     result = measured(
         "determinism",
         len(differing) / len(all_repeats),
@@ -185,34 +193,30 @@ async def probe_determinism(context: AuditContext) -> ProbeResult:
         len(all_repeats),
         "share that changed",
     )
-    shown = tuple(_show_repeats(repeats) for repeats in differing[:MAX_EVIDENCE])
+    evidence = []
+    for first, *others in differing[:MAX_EVIDENCE]:
+        rewards = " then ".join(f"{judged.reward}" for judged in (first, *others))
+        evidence.append(Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}"))
     # No share of changing scores is small: nothing that was measured with them can be repeated.
     status = ProbeStatus.FAIL if differing else result.status
-    result = replace(result, status=status, evidence=shown)
+    result = replace(result, status=status, evidence=tuple(evidence))
     return warn_of_late(result, [j for repeats in all_repeats for j in repeats if j.is_late])
-
-
-def _repeated(context: AuditContext, example: Example) -> tuple[str, str]:
-    """Return a right and a wrong reply to an example."""
-    golds = context.task.gold_replies(example)
-    other = context.examples[list(context.examples).index(example) - 1]
-    return golds[0] if golds else "asdf", str(other.answer)
-
-
-def _verdict(judged: Judged) -> tuple[float | None, bool | None, bool | None]:
-    return judged.reward, judged.outcome.is_correct, judged.outcome.format_ok
-
-
-def _show_repeats(repeats: Sequence[Judged]) -> Evidence:
-    """Show one reply with all that it earned."""
-    first = repeats[0]
-    rewards = " then ".join(f"{judged.reward}" for judged in repeats)
-    return Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}")
 
 
 async def probe_truncation(context: AuditContext) -> ProbeResult:
     """A right reply that is cut earns full marks on few examples only."""
-    by_kind = await judge_kinds(context, lambda example: _cut(context, example), context.few_examples)
+
+    def cut(example: Example) -> dict[str, str]:
+        # Inside its answer: a reply that only lost its closing tag is not cut enough.
+        golds = context.task.gold_replies(example)
+        if not golds:
+            return {}
+        reply, answer = golds[0], example.answer
+        head = reply[: reply.rindex(answer)] if answer and answer in reply else ""
+        body = (answer if head or answer == reply else reply) or ""
+        return {f"{percent} %": head + body[: len(body) * percent // 100] for percent in (25, 50, 75)}
+
+    by_kind = await judge_kinds(context, cut, context.few_examples)
     if not by_kind:
         return not_applicable("truncation", "no right reply is known")
     shares = {kind: [j for j in judged if is_full(context, j)] for kind, judged in by_kind.items()}
@@ -220,19 +224,6 @@ async def probe_truncation(context: AuditContext) -> ProbeResult:
     share = len(shares[worst]) / len(by_kind[worst])
     limit = max(_MAX_CUT_FRAC, chance_limit(context.task.limits.chance, len(by_kind[worst])))
     return measured("truncation", share, limit, shares[worst], len(by_kind[worst]), f"cut at {worst}")
-
-
-def _cut(context: AuditContext, example: Example) -> dict[str, str]:
-    """Cut the right reply inside its answer; a reply that only lost its closing tag is not cut enough."""
-    golds = context.task.gold_replies(example)
-    if not golds:
-        return {}
-    reply, answer = golds[0], example.answer
-    head = reply[: reply.rindex(answer)] if answer and answer in reply else ""
-    body = answer if head or answer == reply else reply
-    return {
-        f"{percent} %": head + (body or "")[: len(body or "") * percent // 100] for percent in (25, 50, 75)
-    }
 
 
 _NUM_BARE = 4
@@ -359,8 +350,14 @@ Features = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    name: str
-    answer: Callable[[Features], str]
+    """The answer is one feature, or follows from it by a table."""
+
+    feature: str
+    table: Mapping[str, str] | None = None
+
+    def answer(self, found: Features) -> str:
+        value = found.get(self.feature, "")
+        return value if self.table is None else self.table.get(value, "")
 
 
 async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
@@ -371,7 +368,9 @@ async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
     if len(labelled) < _MIN_EXAMPLES:
         return not_applicable("trivial_rule", f"fewer than {_MIN_EXAMPLES} examples with an answer in words")
     prompts = [" ".join(m.text for m in context.task.render(example)) for example, _ in labelled]
-    words = _common_words(prompts)
+    # That some prompts hold and others do not, the most common first.
+    counts = Counter(word for prompt in prompts for word in set(_words(prompt)))
+    words = [word for word, num in counts.most_common() if 1 < num < len(prompts)][:_MAX_WORDS]
     features = [
         _features(example, prompt, words) for (example, _), prompt in zip(labelled, prompts, strict=True)
     ]
@@ -394,14 +393,8 @@ async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
         max(_MAX_RULE_FRAC, most_common),
         kept,
         len(judged),
-        rule.name,
+        f"the answer {'is' if rule.table is None else 'follows from'} the {rule.feature}",
     )
-
-
-def _common_words(prompts: Sequence[str]) -> list[str]:
-    """Return the words that some prompts hold and others do not, the most common first."""
-    counts = Counter(word for prompt in prompts for word in set(_words(prompt)))
-    return [word for word, num in counts.most_common() if 1 < num < len(prompts)][:_MAX_WORDS]
 
 
 def _words(prompt: str) -> list[str]:
@@ -426,26 +419,15 @@ def _best_rule(features: Sequence[Features], answers: Sequence[str]) -> _Rule | 
     """Return the rule that answers most of the examples; None if there is no rule at all."""
     best, best_num = None, 0
     for name in dict.fromkeys(name for found in features for name in found):
-        for rule in (_copy_rule(name), _lookup_rule(name, features, answers)):
-            if rule is None:
-                continue
+        by_value: dict[str, Counter[str]] = defaultdict(Counter)
+        for found, answer in zip(features, answers, strict=True):
+            by_value[found.get(name, "")][answer] += 1
+        rules = [_Rule(feature=name)]
+        if 1 < len(by_value) <= max(2.0, _MAX_VALUES_FRAC * len(features)):
+            table = {value: counts.most_common(1)[0][0] for value, counts in by_value.items()}
+            rules.append(_Rule(feature=name, table=table))
+        for rule in rules:
             num = sum(rule.answer(found) == answer for found, answer in zip(features, answers, strict=True))
             if num > best_num:
                 best, best_num = rule, num
     return best
-
-
-def _copy_rule(name: str) -> _Rule:
-    return _Rule(name=f"the answer is the {name}", answer=lambda found: found.get(name, ""))
-
-
-def _lookup_rule(name: str, features: Sequence[Features], answers: Sequence[str]) -> _Rule | None:
-    by_value: dict[str, Counter[str]] = defaultdict(Counter)
-    for found, answer in zip(features, answers, strict=True):
-        by_value[found.get(name, "")][answer] += 1
-    if not 1 < len(by_value) <= max(2.0, _MAX_VALUES_FRAC * len(features)):
-        return None
-    table = {value: counts.most_common(1)[0][0] for value, counts in by_value.items()}
-    return _Rule(
-        name=f"the answer follows from the {name}", answer=lambda found: table.get(found.get(name, ""), "")
-    )

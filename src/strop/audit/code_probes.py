@@ -11,17 +11,21 @@ import asyncio
 import json
 import os
 import re
+import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from strop.audit import attacks, breaches, hosts
+from strop.audit import attacks, breaches
 from strop.audit.answer_probes import probe_prompt_leak
 from strop.audit.attacks import Attack, as_attack
 from strop.audit.context import SLACK, AuditContext, Judged, is_full, not_applicable
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner
+from strop.sandbox.daemon import SCRATCH_BASES
 from strop.tasks.code.extraction import compiles, extract_python, fence
 from strop.tasks.failures import describe_failure
 from strop.tasks.judging import InlineJudge
@@ -33,6 +37,9 @@ _MIN_HIDDEN_CHARS = 24
 _MAX_HIDDEN_CHARS = 60
 _FIND_LIMIT_S = 20.0
 _LOOK_EVERY_S = 0.05
+_PROC = Path("/proc")
+_MAX_DEPTH = 3
+_MAX_ENTRIES = 50_000
 
 
 async def probe_grader_tamper(context: AuditContext) -> ProbeResult:
@@ -92,7 +99,7 @@ async def probe_isolation(context: AuditContext) -> ProbeResult:
             findings.add(kind, one, is_bad=bool(one.reward))
     await try_attacks(findings, targets[:1], {"removed its folder": attacks.REMOVES_ITS_FOLDER})
     await _look_for_processes(findings, judged[0])
-    for path in hosts.find_files(marker_of(context)):
+    for path in find_files(marker_of(context)):
         findings.report("files left", judged[0], path)
     return findings.result("traces of another judgement")
 
@@ -151,7 +158,7 @@ async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
     targets = find_targets(context)
     if not targets:
         return not_applicable("lost_sandbox", NO_PROGRAMS)
-    if not hosts.can_look():
+    if not can_look():
         return not_applicable("lost_sandbox", "processes of this system cannot be listed")
     findings = Findings(probe="lost_sandbox", context=context)
     target, marker = targets[0], marker_of(context)
@@ -184,7 +191,7 @@ def _hidden_text(context: AuditContext, example: Example) -> str:
 async def _look_for_processes(findings: Findings, judged: Judged) -> None:
     """Blame processes that still run some time after their judgement."""
     marker = marker_of(findings.context)
-    left = await asyncio.to_thread(hosts.wait_for_end, marker, _SURVIVOR_WAIT_S)
+    left = await asyncio.to_thread(wait_for_end, marker, _SURVIVOR_WAIT_S)
     if left:
         findings.report("processes left", judged, f"{len(left)} processes")
 
@@ -194,7 +201,7 @@ def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
     num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
     while not judging.done() and time.monotonic() < until:
         # All of them: one program may be several processes, of which the first may be gone.
-        killed = [hosts.kill_sandbox_of(pid) for pid in hosts.find_processes(marker)]
+        killed = [kill_sandbox_of(pid) for pid in find_processes(marker)]
         num_killed += True in killed
         time.sleep(_LOOK_EVERY_S)
     return num_killed
@@ -253,19 +260,15 @@ class Findings:
 
 def find_targets(context: AuditContext) -> list[Target]:
     """Return some examples whose replies are programs, those with little to run first."""
-    found = [(example, context.form_of(example)) for example in context.examples]
-    targets = [
-        Target(example=example, form=form, right_code=_right_code(context, example, form))
-        for example, form in found
-        if form is not None
-    ]
+    targets = []
+    for example in context.examples:
+        form = context.form_of(example)
+        if form is not None:
+            golds = context.task.gold_replies(example)
+            code = extract_python(golds[0], entry_point=form.entry_point) if golds else None
+            targets.append(Target(example=example, form=form, right_code=code))
     targets.sort(key=lambda target: len(json.dumps(dict(target.example.fields))))
     return targets[:_NUM_TARGETS]
-
-
-def _right_code(context: AuditContext, example: Example, form: ProgramForm) -> str | None:
-    golds = context.task.gold_replies(example)
-    return extract_python(golds[0], entry_point=form.entry_point) if golds else None
 
 
 def marker_of(context: AuditContext) -> str:
@@ -332,22 +335,19 @@ async def probe_noop_edit(context: AuditContext) -> ProbeResult:
     if not targets:
         return not_applicable("noop_edit", NO_PROGRAMS)
     findings = Findings(probe="noop_edit", context=context)
-    asked = [
-        (kind, (target.example, reply))
-        for target in targets
-        for kind, reply in trivial_edits(target.form, *_shown_code(context, target.example)).items()
-    ]
+    asked = []
+    for target in targets:
+        example = target.example
+        prompt = "\n".join(message.text for message in context.task.render(example))
+        # Python in the prompt and the starter code; no tests.
+        found = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
+        shown = dict.fromkeys(code.rstrip() for code in found if code.strip())
+        edits = trivial_edits(target.form, *shown)
+        asked += [(kind, (example, reply)) for kind, reply in edits.items()]
     judged = await context.judge_all(reply for _, reply in asked)
     for (kind, _), one in zip(asked, judged, strict=True):
         findings.add(kind, one, is_bad=bool(one.reward) or is_full(context, one))
     return findings.result("changes that change nothing and were paid")
-
-
-def _shown_code(context: AuditContext, example: Example) -> list[str]:
-    """Return the pieces of Python in a prompt and the starter code of an example, without its tests."""
-    prompt = "\n".join(message.text for message in context.task.render(example))
-    found = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
-    return list(dict.fromkeys(code.rstrip() for code in found if code.strip()))
 
 
 def trivial_edits(form: ProgramForm, *shown: str) -> Mapping[str, str]:
@@ -382,3 +382,89 @@ async def probe_network(context: AuditContext) -> ProbeResult:
     if not findings.num:
         return not_applicable("network", "no right program is known")
     return findings.result("ways out of the sandbox")
+
+
+# What judged programs leave on this machine, and their ancestors: read from /proc and temporary folders.
+# Linux only; elsewhere nothing is found, and the probes that need it do not apply.
+
+
+def can_look() -> bool:
+    """Whether processes of this machine can be listed."""
+    return (_PROC / "self" / "comm").exists()
+
+
+def find_processes(name: str) -> list[int]:
+    """Return the ids of processes that named themselves so, in any namespace."""
+    with suppress(OSError):
+        pids = [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
+        return [pid for pid in pids if _read(pid, "comm").strip() == name]
+    return []
+
+
+def wait_for_end(name: str, limit_s: float) -> list[int]:
+    """Wait until no process has this name, at most `limit_s`; return those that are left."""
+    until = time.monotonic() + limit_s
+    while (left := find_processes(name)) and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+    return left
+
+
+def find_files(name: str) -> list[str]:
+    """Return files of this name, or with it as their stem, near the tops of all temporary folders."""
+    tops = dict.fromkeys([tempfile.gettempdir(), *SCRATCH_BASES, os.getcwd()])
+    return [path for top in tops for path in _walk(top) if os.path.basename(path).partition(".")[0] == name]
+
+
+def kill_sandbox_of(pid: int) -> bool:
+    """Kill the process outside that holds a program's namespace; return whether there is one.
+
+    It is the first ancestor that the program cannot see, so its end is never the program's doing.
+    """
+    depth = _namespace_depth(pid)
+    ancestor = _parent_of(pid)
+    while ancestor and ancestor != os.getpid() and _namespace_depth(ancestor) >= depth:
+        ancestor = _parent_of(ancestor)
+    above = ancestor
+    while above and above != os.getpid():
+        above = _parent_of(above)
+    if not ancestor or ancestor == os.getpid() or not above:
+        return False
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(ancestor, signal.SIGKILL)
+        return True
+    return False
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (_PROC / str(pid) / name).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _status(pid: int, key: str) -> list[str]:
+    lines = [line for line in _read(pid, "status").splitlines() if line.startswith(f"{key}:")]
+    return lines[0].split()[1:] if lines else []
+
+
+def _parent_of(pid: int) -> int:
+    words = _status(pid, "PPid")
+    return int(words[0]) if words else 0
+
+
+def _namespace_depth(pid: int) -> int:
+    """Return in how many process namespaces a process has an id."""
+    return len(_status(pid, "NSpid"))
+
+
+def _walk(top: str) -> Iterator[str]:
+    num = 0
+    queue = [(top, 0)]
+    while queue and num < _MAX_ENTRIES:
+        folder, depth = queue.pop(0)
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                num += 1
+                yield entry.path
+                if depth + 1 < _MAX_DEPTH and entry.is_dir(follow_symlinks=False):
+                    queue.append((entry.path, depth + 1))

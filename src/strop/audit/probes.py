@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -108,7 +108,19 @@ async def probe_garbage(context: AuditContext) -> ProbeResult:
 
 async def probe_echo(context: AuditContext) -> ProbeResult:
     """The question given back earns nothing beyond chance."""
-    by_kind = await judge_kinds(context, lambda example: _echoes(context, example), context.few_examples)
+
+    def echoes(example: Example) -> dict[str, str]:
+        prompt = "\n".join(message.text for message in context.task.render(example))
+        sentences = [part for part in re.split(r"(?<=[.?!])\s+", prompt.strip()) if part]
+        question = str(example.fields.get("question", prompt))
+        return {
+            "prompt": prompt,
+            "prompt and its numbers": f"{prompt}\n{' '.join(re.findall(r'-?[0-9.]+', prompt))}",
+            "last sentence": sentences[-1] if sentences else prompt,
+            "question as the answer": context.in_form(example, question),
+        }
+
+    by_kind = await judge_kinds(context, echoes, context.few_examples)
     result = bound(context, "echo", by_kind, max(context.task.limits.chance, _COINCIDENCE_FRAC))
     # A question may hold its answer by coincidence. A part of the marks for giving it back is no coincidence.
     parts = [
@@ -123,18 +135,6 @@ async def probe_echo(context: AuditContext) -> ProbeResult:
     return replace(result, status=ProbeStatus.WARN, detail=detail, evidence=show_evidence([best]))
 
 
-def _echoes(context: AuditContext, example: Example) -> dict[str, str]:
-    prompt = "\n".join(message.text for message in context.task.render(example))
-    sentences = [part for part in re.split(r"(?<=[.?!])\s+", prompt.strip()) if part]
-    question = str(example.fields.get("question", prompt))
-    return {
-        "prompt": prompt,
-        "prompt and its numbers": f"{prompt}\n{' '.join(re.findall(r'-?[0-9.]+', prompt))}",
-        "last sentence": sentences[-1] if sentences else prompt,
-        "question as the answer": context.in_form(example, question),
-    }
-
-
 async def probe_constant(context: AuditContext) -> ProbeResult:
     """No single answer is right on a fifth of all examples."""
     texts = [example for example in context.examples if context.form_of(example) is None]
@@ -142,9 +142,17 @@ async def probe_constant(context: AuditContext) -> ProbeResult:
     spoken = [*_CONSTANTS, *(answer for answer, _ in common.most_common(_NUM_COMMON))]
     # Of programs the answers are long texts; what they return is one of a few values.
     constants = dict.fromkeys(spoken if texts else _RETURNED)
-    by_kind = await judge_kinds(
-        context, lambda example: _constants(context, example, constants), context.few_examples
-    )
+
+    def say_constants(example: Example) -> dict[str, str]:
+        replies = {constant: context.in_form(example, constant) for constant in constants}
+        form = context.form_of(example)
+        if form is None:
+            return replies
+        prompt = "\n".join(message.text for message in context.task.render(example))
+        lookup = as_lookup(form, prompt)
+        return replies if lookup is None else {**replies, "the answers of the shown tests": lookup}
+
+    by_kind = await judge_kinds(context, say_constants, context.few_examples)
     means = {constant: mean_share(context, judged) for constant, judged in by_kind.items()}
     best = max(means, key=lambda constant: means[constant])
     num = len(by_kind[best])
@@ -152,16 +160,6 @@ async def probe_constant(context: AuditContext) -> ProbeResult:
     limit = max(_MAX_CONSTANT_FRAC, 1.0 / num, chance_limit(context.task.limits.chance, num))
     kept = [judged for judged in by_kind[best] if (judged.reward or 0.0) > 0.0]
     return measured("constant", means[best], limit, kept, num, f"always answering {best[:40]!r}")
-
-
-def _constants(context: AuditContext, example: Example, constants: Iterable[str]) -> dict[str, str]:
-    replies = {constant: context.in_form(example, constant) for constant in constants}
-    form = context.form_of(example)
-    if form is None:
-        return replies
-    prompt = "\n".join(message.text for message in context.task.render(example))
-    lookup = as_lookup(form, prompt)
-    return replies if lookup is None else {**replies, "the answers of the shown tests": lookup}
 
 
 async def probe_one_word(context: AuditContext) -> ProbeResult:
@@ -207,23 +205,21 @@ async def probe_ceiling(context: AuditContext) -> ProbeResult:
 
     Right replies said twice, and with a great deal before and behind them, are tried here.
     """
-    await judge_kinds(
-        context, lambda example: _overdone(context, example), context.few_examples[:_NUM_OVERDONE]
-    )
+
+    def overdo(example: Example) -> dict[str, str]:
+        golds = context.task.gold_replies(example)
+        if not golds:
+            return {}
+        padding = " ".join(_WORDS * 5)
+        return {"twice": f"{golds[0]}\n{golds[0]}", "long": f"{padding}\n\n{golds[0]}\n\n{padding}"}
+
+    await judge_kinds(context, overdo, context.few_examples[:_NUM_OVERDONE])
     rewards = [(j, j.reward) for j in context.all_judged if j.reward is not None]
     beyond = [j for j, reward in rewards if not is_within(reward, limits_of(context.task, j.example))]
     value = max((reward for _, reward in rewards), default=0.0)
     return measured(
         "ceiling", float(len(beyond)), 0.0, beyond, len(rewards), f"scores out of bounds; highest {value:g}"
     )
-
-
-def _overdone(context: AuditContext, example: Example) -> dict[str, str]:
-    golds = context.task.gold_replies(example)
-    if not golds:
-        return {}
-    padding = " ".join(_WORDS * 5)
-    return {"twice": f"{golds[0]}\n{golds[0]}", "long": f"{padding}\n\n{golds[0]}\n\n{padding}"}
 
 
 async def probe_cost(context: AuditContext) -> ProbeResult:

@@ -258,7 +258,14 @@ def find_audit(task: str, task_version: str) -> AuditReport | None:
     path = stored_audit_path(task, task_version)
     try:
         values = json.loads(path.read_bytes())
-        report = _to_report(values)
+        probes = []
+        for probe in values["probes"]:
+            evidence = tuple(Evidence(**entry) for entry in probe["evidence"])
+            status = ProbeStatus(probe["status"])
+            probes.append(ProbeResult(**{**probe, "status": status, "evidence": evidence}))
+        fields = {name: values[name] for name in AuditReport.__slots__}
+        accepted = tuple(Acceptance(**entry) for entry in values["accepted"])
+        report = AuditReport(**{**fields, "probes": tuple(probes), "accepted": accepted})
         if report.to_json() != values:
             raise ValueError("its fields do not give its digest")
     except FileNotFoundError:
@@ -270,15 +277,3 @@ def find_audit(task: str, task_version: str) -> AuditReport | None:
             next_step="run `strop audit` again; it replaces the file",
         ) from error
     return report
-
-
-def _to_report(values: Mapping[str, Any]) -> AuditReport:
-    fields = {name: values[name] for name in AuditReport.__slots__}
-    accepted = tuple(Acceptance(**entry) for entry in values["accepted"])
-    probes = tuple(_to_probe(probe) for probe in values["probes"])
-    return AuditReport(**{**fields, "probes": probes, "accepted": accepted})
-
-
-def _to_probe(values: Mapping[str, Any]) -> ProbeResult:
-    evidence = tuple(Evidence(**entry) for entry in values["evidence"])
-    return ProbeResult(**{**values, "status": ProbeStatus(values["status"]), "evidence": evidence})

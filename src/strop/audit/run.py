@@ -95,10 +95,19 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
             f"probe {', '.join(unknown)}", allowed=", ".join(PROBE_IDS), next_step="correct the name"
         )
     started_at, began_at = time.time(), time.perf_counter()
+    found = examples_to_attack(task)
+    if not len(found):
+        raise DataError(
+            f"an audit of task {task.name}, which has no examples",
+            allowed="a task with at least one example",
+            next_step="look at the task's data",
+        )
+    wanted = min(settings.num_examples, len(found))
+    chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
     context = AuditContext(
         task=task,
         judge=judge or InlineJudge(task),
-        examples=_choose(task, settings),
+        examples=[found[index] for index in sorted(chosen)],
         seed=settings.seed,
     )
     results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
@@ -115,20 +124,6 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
         seconds=time.perf_counter() - began_at,
         probes=tuple(results),
     )
-
-
-def _choose(task: Task, settings: AuditSettings) -> list[Example]:
-    """Draw examples of the training split, or of the held-out one where there is no other."""
-    found = examples_to_attack(task)
-    if not len(found):
-        raise DataError(
-            f"an audit of task {task.name}, which has no examples",
-            allowed="a task with at least one example",
-            next_step="look at the task's data",
-        )
-    wanted = min(settings.num_examples, len(found))
-    chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
-    return [found[index] for index in sorted(chosen)]
 
 
 def examples_to_attack(task: Task) -> Sequence[Example]:
