@@ -181,7 +181,27 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
 def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
     """Estimate one step and the whole run, loading and checkpoints left out."""
     found = _estimate_once(work, speeds)
-    return replace(found, relief=_find_relief(work, speeds, found))
+    layout = work.layout or read_layout(work.spec, is_processor=speeds.is_processor)
+    # Settings that move work to more devices or let stages overlap.
+    tried: dict[str, Work] = {}
+    if not layout.is_shared:
+        # Several of a role are actors on Ray.
+        needed = "" if work.spec.placement.kind == "ray" else "placement.kind=ray "
+        more = {
+            f"engines={2 * layout.num_engines}": replace(layout, num_engines=2 * layout.num_engines),
+            f"learners={2 * layout.num_learners}": replace(layout, num_learners=2 * layout.num_learners),
+        }
+        tried = {f"{needed}placement.{word}": replace(work, layout=other) for word, other in more.items()}
+        wanted = work.spec.train.sync_every
+        if work.spec.train.has_rl and work.spec.train.max_staleness < wanted:
+            train = work.spec.train.model_copy(update={"max_staleness": wanted})
+            stale = work.spec.model_copy(update={"train": train})
+            tried[f"train.max_staleness={wanted}"] = replace(work, spec=stale)
+    step_s = {setting: _estimate_once(other, speeds).step_s for setting, other in tried.items()}
+    best = min(step_s, key=lambda setting: step_s[setting], default=None)
+    if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * found.step_s:
+        return found
+    return replace(found, relief=Relief(setting=best, step_s=step_s[best]))
 
 
 def step_period_s(
@@ -263,32 +283,6 @@ def _name_bottleneck(seconds: Mapping[str, float], eval_step_s: float, limit: st
     }
     cause, role = causes[slowest]
     return f"{slowest}, bound by {cause}", role
-
-
-def _find_relief(work: Work, speeds: Speeds, found: TimeEstimate) -> Relief | None:
-    """Try the settings that move work to more devices or let stages overlap; return the best one."""
-    layout = work.layout or read_layout(work.spec, is_processor=speeds.is_processor)
-    tried: dict[str, Work] = {}
-    # Several of a role are actors on Ray.
-    needed = "" if work.spec.placement.kind == "ray" else "placement.kind=ray "
-    if not layout.is_shared:
-        for name, num_now in (("engines", layout.num_engines), ("learners", layout.num_learners)):
-            more = (
-                replace(layout, num_engines=2 * num_now)
-                if name == "engines"
-                else replace(layout, num_learners=2 * num_now)
-            )
-            tried[f"{needed}placement.{name}={2 * num_now}"] = replace(work, layout=more)
-        wanted = work.spec.train.sync_every
-        if work.spec.train.has_rl and work.spec.train.max_staleness < wanted:
-            train = work.spec.train.model_copy(update={"max_staleness": wanted})
-            stale = work.spec.model_copy(update={"train": train})
-            tried[f"train.max_staleness={wanted}"] = replace(work, spec=stale)
-    step_s = {setting: _estimate_once(other, speeds).step_s for setting, other in tried.items()}
-    best = min(step_s, key=lambda setting: step_s[setting], default=None)
-    if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * found.step_s:
-        return None
-    return Relief(setting=best, step_s=step_s[best])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

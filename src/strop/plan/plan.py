@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strop.algorithm import Aggregation, Algorithm, build_algorithm
+from strop.algorithm import Aggregation, build_algorithm
 from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
 from strop.plan.estimate import Assumption, TimeEstimate
@@ -251,7 +251,14 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
         limit=limit,
         prompts=prompts,
     )
-    advantage = PlannedValue(name="algorithm.advantage", value=_describe_advantage(algorithm), origin=own)
+    # What a rollout is compared with.
+    behind = {
+        "none": "",
+        "spread": ", then over the spread of the batch",
+        "whiten": ", then whitened over all tokens of the batch",
+    }
+    compared = f"{algorithm.advantage.__name__}{behind[algorithm.over_batch]}"
+    advantage = PlannedValue(name="algorithm.advantage", value=compared, origin=own)
     if spec.algorithm.advantage is not None:
         advantage = replace(advantage, origin=resolved.origins.get(advantage.name, DEFAULT))
     # What a loss without a range, or a run without the entry, has no use for is not said.
@@ -276,16 +283,6 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
     plain = with_origins(resolved, "algorithm", spec.algorithm.model_dump())
     sampling = with_origins(resolved, "sampling", spec.sampling.model_dump())
     return (*(value for value in plain if value.name not in shown), *derived, *sampling)
-
-
-def _describe_advantage(algorithm: Algorithm) -> str:
-    """Say what a rollout is compared with."""
-    behind = {
-        "none": "",
-        "spread": ", then over the spread of the batch",
-        "whiten": ", then whitened over all tokens of the batch",
-    }
-    return f"{algorithm.advantage.__name__}{behind[algorithm.over_batch]}"
 
 
 def with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:

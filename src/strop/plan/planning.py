@@ -6,7 +6,7 @@ and never guessed. Every value has its origin, and every number that is not meas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from strop.errors import ConfigError
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
-from strop.hardware.number_format import AUTO, NumberFormat, settle_format
+from strop.hardware.number_format import AUTO, settle_format
 from strop.plan.estimate import (
     Work,
     estimate_time,
@@ -117,16 +117,20 @@ def make_plan(
         disk = _room(checkpoints, free_disk_bytes(Path(spec.output.dir or spec.output.root)))
     if known.size is not None and prompt is not None and bool(schedule.given_per_step) == bool(known.given):
         time = estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
+    is_open = resolved.spec.model.dtype == AUTO
+    dtype = PlannedValue(
+        name="model.dtype",
+        value=number_format.dtype,
+        origin=number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT),
+    )
+    rooms = {"memory": memory, "disk": disk}
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
         model_path=str(known.model_path) if known.model_path else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=(
-            *list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
-            _plan_dtype(resolved, number_format),
-        ),
+        limits=(*list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor), dtype),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
         optimizer=list_optimizer(resolved),
@@ -136,11 +140,7 @@ def make_plan(
         disk=disk,
         time=time,
         assumptions=list_assumptions(spec, limit, speeds),
-        warnings=(
-            *_warn_of_prompts(spec, prompt, known.size, limit),
-            *_warn(memory, disk),
-            *_warn_of_roles(roles, speeds),
-        ),
+        warnings=tuple(_list_warnings(spec, prompt, known.size, limit, rooms, roles, speeds)),
         unknown=known.unknown,
         notices=(
             *resolved.notices,
@@ -153,12 +153,6 @@ def make_plan(
 def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelerator | None:
     """Return what is planned for, as `choose_speeds` takes it; None for the processor."""
     return accelerator or (machine.gpus[0] if machine.gpus else None)
-
-
-def _plan_dtype(resolved: ResolvedSpec, number_format: NumberFormat) -> PlannedValue:
-    is_open = resolved.spec.model.dtype == AUTO
-    origin = number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
-    return PlannedValue(name="model.dtype", value=number_format.dtype, origin=origin)
 
 
 def predict_run(
@@ -423,44 +417,34 @@ def _step_shares(spec: RunSpec) -> tuple[float, float]:
     return spec.teacher.student_frac, 1.0 - spec.teacher.student_frac
 
 
-def _warn_of_prompts(
-    spec: RunSpec, prompt: PlannedPrompt | None, size: ModelSize | None, limit: int
-) -> tuple[str, ...]:
-    """Say whether more prompts are too long than the gate would allow."""
-    if prompt is None or size is None or not prompt.num_too_long:
-        return ()
-    if prompt.num_too_long <= spec.task.max_too_long_frac * prompt.num_measured:
-        return ()
-    warning = (
-        f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"
-        f" {size.max_positions} positions, and so do {prompt.num_too_long} of {prompt.num_measured} measured"
-        " prompts; lower task.max_reply_tokens, or raise task.max_too_long_frac to leave them out"
-    )
-    return (warning,)
-
-
-def _warn_of_roles(roles: tuple[RoleMemory, ...], speeds: Speeds) -> tuple[str, ...]:
-    """Say which role does not fit into its device, and what would make it fit."""
-    warnings = []
+def _list_warnings(
+    spec: RunSpec,
+    prompt: PlannedPrompt | None,
+    size: ModelSize | None,
+    limit: int,
+    rooms: Mapping[str, Room | None],
+    roles: tuple[RoleMemory, ...],
+    speeds: Speeds,
+) -> Iterator[str]:
+    """Yield what the gate would refuse, and for what there is no room, as far as it can be known now."""
+    too_long = prompt.num_too_long if prompt is not None else None
+    if prompt and size and too_long and too_long > spec.task.max_too_long_frac * prompt.num_measured:
+        yield (
+            f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"
+            f" {size.max_positions} positions, and so do {too_long} of {prompt.num_measured} measured"
+            " prompts; lower task.max_reply_tokens, or raise task.max_too_long_frac to leave them out"
+        )
+    for name, room in rooms.items():
+        if room is not None and room.available_bytes is not None and room.needed_bytes > room.available_bytes:
+            yield (
+                f"{name}: {room.needed_bytes / 1e9:.1f} GB are needed and {room.available_bytes / 1e9:.1f} GB"
+                " are there"
+            )
     for role in roles:
-        if role.available_bytes is None or role.needed_bytes <= role.available_bytes:
-            continue
-        largest = max(role.parts, key=lambda part: part.amount)
-        warnings.append(
-            f"memory of the {role.role}: {role.needed_bytes / 1e9:.1f} GB are needed and one {speeds.device}"
-            f" has {role.available_bytes / 1e9:.1f} GB; the largest part is {largest.name}"
-        )
-    return tuple(warnings)
-
-
-def _warn(memory: Room | None, disk: Room | None) -> tuple[str, ...]:
-    """Say for what there is no room, as far as it can be known now."""
-    warnings = []
-    for name, room in (("memory", memory), ("disk", disk)):
-        if room is None or room.available_bytes is None or room.needed_bytes <= room.available_bytes:
-            continue
-        warnings.append(
-            f"{name}: {room.needed_bytes / 1e9:.1f} GB are needed and {room.available_bytes / 1e9:.1f} GB"
-            " are there"
-        )
-    return tuple(warnings)
+        if role.available_bytes is not None and role.needed_bytes > role.available_bytes:
+            largest = max(role.parts, key=lambda part: part.amount)
+            yield (
+                f"memory of the {role.role}: {role.needed_bytes / 1e9:.1f} GB are needed and one"
+                f" {speeds.device} has {role.available_bytes / 1e9:.1f} GB;"
+                f" the largest part is {largest.name}"
+            )

@@ -51,42 +51,26 @@ def choose_speeds(
     if accelerator is not None:
         return _of_accelerator(spec, accelerator)
     is_bf16 = spec.model.dtype == "bfloat16"
-    known = efficiency or CPU_EFFICIENCY
     if calibration is None:
         cores = spec.placement.threads or machine.num_physical_cores
         of_bf16 = FAST_GFLOPS_PER_CORE if machine.has_fast_bf16 else EMULATED_GFLOPS_PER_CORE
         gflops = of_bf16 if is_bf16 else PLAIN_GFLOPS_PER_CORE
         source = f"assumed: {gflops:g} GFLOP/s for each of {cores} cores; `strop doctor` measures"
-        return _of_processor(machine, gflops * cores, COPY_GB_PER_S, known, source, is_measured=False)
-    return _of_processor(
-        machine,
-        calibration.gemm_bf16_gflops if is_bf16 else calibration.gemm_fp32_gflops,
-        calibration.copy_gb_per_s,
-        known,
-        f"measured by `strop doctor` with {calibration.num_threads} threads",
-        is_measured=True,
-    )
-
-
-def _of_processor(
-    machine: Machine,
-    gflops: float,
-    copy_gb_per_s: float,
-    efficiency: Efficiency,
-    source: str,
-    *,
-    is_measured: bool,
-) -> Speeds:
+        gflops, copy_gb_per_s = gflops * cores, COPY_GB_PER_S
+    else:
+        gflops = calibration.gemm_bf16_gflops if is_bf16 else calibration.gemm_fp32_gflops
+        copy_gb_per_s = calibration.copy_gb_per_s
+        source = f"measured by `strop doctor` with {calibration.num_threads} threads"
     return Speeds(
         device=machine.cpu_name or "this machine",
         gflops=gflops,
         copy_gb_per_s=copy_gb_per_s,
         link_gb_per_s=copy_gb_per_s,
-        efficiency=efficiency,
+        efficiency=efficiency or CPU_EFFICIENCY,
         memory_bytes=None,
         is_processor=True,
         source=source,
-        is_measured=is_measured,
+        is_measured=calibration is not None,
     )
 
 
