@@ -401,14 +401,14 @@ def test_logs_that_are_not_there_name_the_place(run: Run, job: JobRef, words: tu
 
 @pytest.mark.parametrize("command", ["logs", "cancel", "drill"])
 def test_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
-    ended = run(command, job.job_id, "--member", "5")
+    ended = run(command, job.job_id, "--trial", "5")
     assert (ended.code, ended.out) == (2, "")
-    assert "job fake-1 has no member 5" in ended.err
+    assert "job fake-1 has no trial 5" in ended.err
     assert here.backend.count("stop") + here.backend.count("preempt") == 0
 
 
 def test_fetch_of_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef) -> None:
-    assert run("fetch", job.job_id, "--to", here.folder / "home", "--member", "5").code == 2
+    assert run("fetch", job.job_id, "--to", here.folder / "home", "--trial", "5").code == 2
     assert not (here.folder / "home").exists()
 
 

@@ -264,7 +264,7 @@ def test_only_a_running_job_is_drilled(rehearsal: Rehearsal, state: JobState) ->
 def test_a_member_that_is_not_there_is_refused(rehearsal: Rehearsal) -> None:
     with pytest.raises(ConfigError) as caught:
         drill(rehearsal.world.launcher, rehearsal.ref, member=3)
-    assert "has no member 3" in str(caught.value)
+    assert "has no trial 3" in str(caught.value)
 
 
 def test_the_person_hears_each_proof_as_it_comes(rehearsal: Rehearsal) -> None:

@@ -260,7 +260,7 @@ def test_a_member_that_a_job_does_not_have_is_refused(world: World, running: Job
         lambda: list(world.launcher.logs(running, member, LogFilter(), is_followed=False)),
     ):
         told = refusal(call, ConfigError)
-        assert f"job fake-1 has no member {member}" in told
+        assert f"job fake-1 has no trial {member}" in told
         assert "0 to 0" in told
     assert orders(world) == []
 

@@ -21,7 +21,7 @@ Reference = Annotated[
     str,
     typer.Argument(metavar="REF", help="A job's directory or id, or a run's name or unique prefix."),
 ]
-Member = Annotated[int | None, typer.Option(min=0, help="Index of one trial of a sweep.")]
+Member = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
 Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
 

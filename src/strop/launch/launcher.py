@@ -189,9 +189,9 @@ def require_member(ref: JobRef, member: int | None) -> None:
     num_members = len(read_plan(job_path_of(ref.home)).members)
     if member is not None and not 0 <= member < num_members:
         raise ConfigError(
-            f"job {ref.job_id} has no member {member}",
+            f"job {ref.job_id} has no trial {member}",
             allowed=f"0 to {num_members - 1}",
-            next_step=f"`strop status {ref.job_id}` lists the members",
+            next_step=f"`strop status {ref.job_id}` lists the trials",
         )
 
 

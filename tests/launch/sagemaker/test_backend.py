@@ -175,7 +175,7 @@ def test_a_preemption_is_a_stop(site: Site) -> None:
     ref = site.backend.submit(site.plan())
     site.fake.advance(200)
     assert site.backend.preempt(ref, 0) == "SIGTERM"
-    with pytest.raises(StoreError, match="has no member 7"):
+    with pytest.raises(StoreError, match="has no trial 7"):
         site.backend.preempt(ref, 7)
 
 

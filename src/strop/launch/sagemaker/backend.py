@@ -403,4 +403,4 @@ def _job_of(ref: JobRef, member: int) -> Mapping[str, Any]:
     for job in ref.details["jobs"]:
         if job["member"] == member:
             return job
-    raise StoreError(f"{ref.name} has no member {member}")
+    raise StoreError(f"{ref.name} has no trial {member}")
