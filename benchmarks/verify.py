@@ -20,10 +20,11 @@ from functools import partial
 
 from benchmarks.figures import Figure, Measured
 from strop.rollout import Example
-from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_warm_task
 from strop.tasks.judging import InlineJudge, Judge, QuickJudge, WorkerJudge
+from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
 Call = tuple[Example, str]
 

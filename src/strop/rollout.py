@@ -17,16 +17,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from strop.errors import DataError, LengthMismatch, UnfitRecord
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    IntArray = NDArray[np.int32]
+    FloatArray = NDArray[np.float32]
+    BoolArray = NDArray[np.bool_]
+else:
+    # Types alone: a command that only reads a run file waits for no numpy.
+    IntArray = FloatArray = BoolArray = Any
 
 
 class Split(StrEnum):
@@ -285,6 +289,8 @@ class Turn:
                 allowed="streams of equal length",
                 next_step="read the engine's log; the rollout is masked",
             )
+        import numpy as np
+
         if not bool(np.isfinite(self.logprobs).all()):
             raise UnfitRecord(
                 "a turn has a log-probability that is not finite",

@@ -19,9 +19,11 @@ from strop.audit import (
 )
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import ArithmeticSpec, ReverseTextSpec, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
 
 
 class Capitals:

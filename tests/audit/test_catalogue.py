@@ -11,21 +11,15 @@ from typing import Any
 import pytest
 
 from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
-from strop.spec import (
-    AimeSpec,
-    DeepscalerSpec,
-    Gsm8kSpec,
-    IfBenchSpec,
-    IfEvalSpec,
-    IfMultiSpec,
-    Math500Spec,
-    MathSpec,
-    MmluSpec,
-    RlvrIfevalSpec,
-    TaskSpec,
-)
-from strop.spec.task import RlvrMixedSpec, SftJsonlSpec
+from strop.spec import TaskSpec
 from strop.tasks import build_task
+from strop.tasks.instructions.tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.tasks.mathematics.aime import AimeSpec
+from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.mmlu import MmluSpec
+from strop.tasks.rlvr_mixed import RlvrMixedSpec
+from strop.tasks.sft_jsonl import SftJsonlSpec
 from tests.tasks.instructions.instruction_cases import (
     BENCH_ARGUMENTS,
     GOOGLE_ARGUMENTS,

@@ -29,12 +29,15 @@ from strop.audit.attacks import as_lookup
 from strop.audit.breaches import HostDoors, leak_breaches, network_breaches, open_doors
 from strop.audit.code_probes import find_files, find_processes, wait_for_end
 from strop.rollout import Split
-from strop.spec import AppsSpec, HumanEvalSpec, MbppSpec
-from strop.spec.task import MixtureSpec, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.code.apps import AppsSpec
 from strop.tasks.code.extraction import compiles, defines, extract_python
+from strop.tasks.code.humaneval import HumanEvalSpec
+from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
+from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import ProgramForm, program_form_of
 from tests.fixtures.unsafe_graders import (
     BelievesOutput,
@@ -184,7 +187,7 @@ def test_programs_in_the_process_of_the_run_are_a_finding_and_not_attacked() -> 
 
 
 def test_text_tasks_are_not_asked_for_programs() -> None:
-    from strop.spec import ArithmeticSpec
+    from strop.tasks.generated.arithmetic import ArithmeticSpec
 
     results = audit(Arithmetic(ArithmeticSpec()), *(p for p in CODE_PROBES if p != "label_leak")).probes
     assert {(r.status, r.detail, r.num) for r in results} == {
@@ -300,7 +303,7 @@ def test_the_answers_of_shown_tests_are_read_from_the_prompt() -> None:
 
 def test_a_mixture_and_a_curriculum_say_what_their_parts_say(tmp_path: Path) -> None:
     parts: dict[str, Any] = {
-        "code": {"name": "mbpp", "source": mbpp(tmp_path).source},  # type: ignore[union-attr]
+        "code": {"name": "mbpp", "source": mbpp(tmp_path).source},  # type: ignore[attr-defined]
         "sums": {"name": "arithmetic", "max_value": 12},
     }
     mixed = build_task(MixtureSpec(name="mixture", parts=parts))

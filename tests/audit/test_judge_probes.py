@@ -10,8 +10,11 @@ import pytest
 
 from strop.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.audit.probes import INJECTIONS
-from strop.spec.task import ArithmeticSpec, BlendSpec, MixtureSpec, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.tasks import build_task
+from strop.tasks.blend import BlendSpec
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task

@@ -8,8 +8,8 @@ from importlib.metadata import version as package_version
 import pytest
 
 from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
-from strop.spec.task import ReasoningGymSpec
 from strop.tasks import build_task
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 pytestmark = [

@@ -71,8 +71,8 @@ def test_a_question_that_stands_twice_is_one_example(run: Run, folder: Path, tin
 )
 def test_a_curriculum_with_wrong_ids_is_refused(lines: list[str], piece: str, run: Run, folder: Path) -> None:
     from strop.rollout import Split
-    from strop.spec import ArithmeticSpec
     from strop.tasks import build_task
+    from strop.tasks.generated.arithmetic import ArithmeticSpec
 
     real = build_task(ArithmeticSpec()).examples(Split.TRAIN)[0].example_id
     write(folder / "order.jsonl", [{"example_id": real if line == "ID" else line} for line in lines])

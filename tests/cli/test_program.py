@@ -17,7 +17,7 @@ from strop.cli.output import Output, RunLog
 from strop.cli.program import app
 from strop.errors import EngineError, Interrupted
 from strop.rollout import Split
-from strop.tasks import TASK_SUMMARIES
+from strop.tasks import task_summaries
 from tests.fixtures.commands import Run
 
 PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
@@ -185,7 +185,7 @@ def test_plan_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: Run
 
 def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
     listed = json.loads(run("tasks", "ls", "--json").out)
-    assert list(listed) == [*TASK_SUMMARIES, "FILE.py:CLASS"]
+    assert list(listed) == [*task_summaries(), "FILE.py:CLASS"]
     assert all(name in run("tasks", "ls").out for name in listed)
 
 

@@ -12,8 +12,8 @@ import pytest
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import FinishReason, Outcome, Split
-from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.commands import Run
 

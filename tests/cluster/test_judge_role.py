@@ -114,4 +114,4 @@ def test_a_judge_of_another_revision_and_the_policy_itself_are_refused(
 def test_a_role_is_asked_only_where_a_run_has_started_it(tmp_path: Path) -> None:
     task = LlmJudge(run_of(tmp_path).task)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.judge_url=role, and no run has started org/judge"):
-        task.require_ready()
+        task.warm_up()

@@ -20,8 +20,8 @@ from strop.errors import DataError
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.scoring import score_reply
 from strop.rollout import PROMPT_TOO_LONG, FinishReason, Rollout, Sampling, Split
-from strop.spec import MmluChoiceSpec
 from strop.tasks import PromptFormat, Task, build_task
+from strop.tasks.mmlu import MmluChoiceSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -12,8 +12,8 @@ from strop.environments import Action, Environment, SingleTurn, choose_environme
 from strop.environments.choose import ENVIRONMENTS
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
-from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.judging import InlineJudge
 from strop.testing.scripted_environment import ScriptedEnvironment
 from tests.environments.contract_suite import EnvironmentContract

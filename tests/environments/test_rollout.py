@@ -38,10 +38,9 @@ from strop.rollout import (
     Turn,
     make_example,
 )
-from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
 from strop.tasks.failures import describe_failure
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer

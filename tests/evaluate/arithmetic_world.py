@@ -8,8 +8,7 @@ from pathlib import Path
 
 from strop.engine import GenerationRequest
 from strop.rollout import Example, Outcome
-from strop.spec.task import ArithmeticSpec
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -28,8 +28,8 @@ from strop.evaluate import (
     write_result,
 )
 from strop.rollout import Example, Outcome, Sampling, Split
-from strop.spec import HumanEvalSpec
 from strop.tasks import Task, build_task
+from strop.tasks.code.humaneval import HumanEvalSpec
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer

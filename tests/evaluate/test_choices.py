@@ -13,8 +13,8 @@ from strop.errors import ConfigError
 from strop.evaluate import EvalResult, EvalSettings, read_result, write_result
 from strop.evaluate.accuracy import evaluate_task
 from strop.rollout import Split
-from strop.spec import MmluChoiceSpec
 from strop.tasks import Task, build_task
+from strop.tasks.mmlu import MmluChoiceSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -26,8 +26,8 @@ from strop.evaluate import (
 )
 from strop.evaluate.shards import ShardFolder, read_all_shards
 from strop.rollout import Split
-from strop.spec.task import MixtureSpec
 from strop.tasks import Task, build_task
+from strop.tasks.mixture import MixtureSpec
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_tokenizer

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.rollout import Split
-from strop.spec import AppsSpec
-from strop.tasks.code.apps import Apps
+from strop.tasks.code.apps import Apps, AppsSpec
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level

@@ -19,8 +19,9 @@ from strop.environments import run_group
 from strop.errors import CheckRefused, DataError, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
-from strop.spec import ArithmeticSpec, Gsm8kSpec
 from strop.tasks import Task, build_task, render_prompt
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 

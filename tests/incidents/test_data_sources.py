@@ -20,10 +20,10 @@ from strop.errors import (
     StoreError,
 )
 from strop.rollout import Split
-from strop.spec import Gsm8kSpec
 from strop.store import fetch_data_file, follow_store, get_model, is_offline
 from strop.store.hub import HubStore
 from strop.tasks import build_task
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow

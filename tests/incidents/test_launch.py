@@ -148,9 +148,9 @@ def test_opt_3_a_changed_default_changes_the_plan(tmp_path: Path, tiny_model_dir
     edited = tmp_path / "edited"
     shutil.copytree(SOURCE, edited, ignore=shutil.ignore_patterns("__pycache__"))
     path = edited / "strop" / "spec" / "train.py"
-    default = "beta2: float = Field(default=0.999,"
-    assert default in path.read_text()
-    path.write_text(path.read_text().replace(default, default.replace("0.999", "0.95")))
+    default = "default=0.999,"
+    assert path.read_text().count(default) == 1
+    path.write_text(path.read_text().replace(default, "default=0.95,"))
     ended = plan_sealed(tmp_path, "run.toml", "--json", probe=f"sys.path.insert(0, {str(edited)!r})")
     assert ended.returncode == 0, ended.stderr
     after = [(one["name"], one["value"], one["origin"]) for one in json.loads(ended.stdout)["optimizer"]]

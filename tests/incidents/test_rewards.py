@@ -26,12 +26,11 @@ from strop.rollout import (
     Split,
     make_example,
 )
-from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
-from strop.tasks.generated.arithmetic import Arithmetic
-from strop.tasks.generated.reasoning_gym import ReasoningGym
-from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGym, ReasoningGymSpec
+from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer

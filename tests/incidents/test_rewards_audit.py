@@ -26,8 +26,9 @@ from strop.audit import (
 )
 from strop.errors import CheckRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec import MbppSpec, ReverseTextSpec
 from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.judging import open_judge
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (

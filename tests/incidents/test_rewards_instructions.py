@@ -10,10 +10,10 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Example, make_example
-from strop.spec import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import google
 from strop.tasks.instructions.segments import detect_language
+from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.judging import InlineJudge
 
 pytest.importorskip("langdetect")

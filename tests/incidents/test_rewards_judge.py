@@ -9,9 +9,9 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Group, Rollout, Sampling, Split
-from strop.spec import BlendSpec
 from strop.spec.train import TripwireSpec
 from strop.tasks import build_task
+from strop.tasks.blend import BlendSpec
 from strop.train.measure import measure_rollouts
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.judge_server import judge_server, scored

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from strop.rollout import Example, FailureOwner, Outcome, make_example
-from strop.spec import AimeSpec, MathSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge
+from strop.tasks.mathematics.aime import AimeSpec
 from strop.tasks.mathematics.answers import find_boxes
-from strop.tasks.mathematics.boxed_math import HendrycksMath
+from strop.tasks.mathematics.boxed_math import HendrycksMath, MathSpec
 from tests.fixtures.judging import run_self_test
 
 SYMBOLIC = MathSpec(name="math", source="unused.jsonl")

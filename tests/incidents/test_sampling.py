@@ -27,8 +27,9 @@ from strop.policy.publication import tensors_digest
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FinishReason, Outcome
-from strop.spec import ReverseTextSpec, load_spec
+from strop.spec import load_spec
 from strop.tasks import build_task
+from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, generate_all
 from tests.fixtures.tiny_model import tiny_model

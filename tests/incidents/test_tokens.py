@@ -30,9 +30,9 @@ from strop.rollout import (
     Turn,
     make_example,
 )
-from strop.spec import ArithmeticSpec
 from strop.spec.train import TripwireSpec
 from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from strop.errors import ConfigError, DataError
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.spec import load_spec
-from strop.tasks.registry import TASK_SUMMARIES
+from strop.tasks.registry import task_summaries
 from tests.fixtures.sockets import only_connects_to
 
 JUDGE = (
@@ -55,7 +55,7 @@ def list_files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("task", sorted(TASK_SUMMARIES))
+@pytest.mark.parametrize("task", sorted(task_summaries()))
 @pytest.mark.parametrize("store", [None, "s3://nowhere/x"], ids=["hub", "store"])
 def test_a_plan_asks_nobody_for_any_task(
     task: str, store: str | None, plan_it: PlanIt, tmp_path: Path

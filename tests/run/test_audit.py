@@ -6,8 +6,9 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.run.audit import list_audits
-from strop.spec import Gsm8kSpec, HumanEvalSpec
-from strop.tasks import TASK_SUMMARIES
+from strop.tasks import task_summaries
+from strop.tasks.code.humaneval import HumanEvalSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 
@@ -15,7 +16,7 @@ pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed"
 def test_tasks_without_files_are_listed_and_not_audited() -> None:
     found = dict(list_audits())
     plain = {label for label in found if "/" not in label}
-    assert plain == set(TASK_SUMMARIES) - {"reasoning-gym"}
+    assert plain == set(task_summaries()) - {"reasoning-gym"}
     assert {label for label in plain if found[label] is not None} == {
         "arithmetic",
         "reverse-text",

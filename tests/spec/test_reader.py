@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError
-from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, RunSpec, load_spec
+from strop.spec import RunSpec, load_spec
 from strop.spec.schema import settings
 from strop.spec.sources import parse_override
-from strop.spec.task import MixtureSpec
 from strop.spec.tree import MAX_FILE_BYTES
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.mixture import MixtureSpec
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
 

@@ -10,20 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strop.spec import (
-    ArithmeticSpec,
     EvalSpec,
-    Gsm8kSpec,
     OptimizerSpec,
     OutputSpec,
-    ReasoningGymSpec,
     ResolvedSpec,
-    ReverseTextSpec,
     RunSpec,
     TripwireSpec,
     load_spec,
     spec_digest,
     write_spec,
 )
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
 SMALL = 'name = "x"\n[task]\nname = "arithmetic"\n'
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.spec import ArithmeticSpec, ReverseTextSpec, load_spec
+from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tasks.answers import cut_at_first, ends_with_number, judged_text, last_number, parse_number
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

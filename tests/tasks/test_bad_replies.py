@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from strop.rollout import Split
-from strop.spec import Gsm8kSpec, IfEvalSpec, MathSpec, MbppSpec
-from strop.spec.builtin_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.tasks import Task, build_task
+from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.instructions.tasks import IfEvalSpec
+from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from tests.fixtures.sandboxed import best_level
 
 MEGABYTE = 1_000_000

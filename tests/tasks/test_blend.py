@@ -10,9 +10,9 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec import BlendSpec, load_spec, write_spec
+from strop.spec import load_spec, write_spec
 from strop.tasks import TaskLimits, build_task, build_warm_task
-from strop.tasks.blend import Blend
+from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.judging import run_self_test

@@ -12,13 +12,11 @@ import pytest
 
 from strop.environments import Action, SingleTurn
 from strop.rollout import Example, Failure, FailureOwner, FinishReason, Message, Outcome, Split, make_example
-from strop.spec import BlendSpec
-from strop.spec.task import MixtureSpec
 from strop.tasks import Task, TaskLimits, build_task
-from strop.tasks.blend import Blend
+from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.contract import is_within, within_bounds
 from strop.tasks.judging import Judge
-from strop.tasks.mixture import Mixture
+from strop.tasks.mixture import Mixture, MixtureSpec
 from tests.fixtures.judging import run_self_test
 from tests.tasks.user.test_rows import judge, spec_of
 

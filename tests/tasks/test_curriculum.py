@@ -11,9 +11,9 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.spec import load_spec
-from strop.spec.task import ArithmeticSpec
 from strop.tasks import build_task, epoch_order_of
 from strop.tasks.curriculum import Curriculum
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.traits import describe_counts, verify_quick
 from strop.train.batch import ExampleSchedule
 

@@ -10,15 +10,13 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Message, Split
-from strop.spec import (
-    AimeSpec,
-    ArithmeticSpec,
-    Gsm8kSpec,
-    MathSpec,
-    MbppSpec,
-    MmluSpec,
-)
 from strop.tasks import Task, build_task, render_prompt
+from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.mathematics.aime import AimeSpec
+from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.mmlu import MmluSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

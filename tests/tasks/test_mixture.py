@@ -11,9 +11,8 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.spec import load_spec, write_spec
-from strop.spec.task import MixtureSpec
 from strop.tasks import Task, build_task, build_warm_task, epoch_order_of, limits_of
-from strop.tasks.mixture import Mixture
+from strop.tasks.mixture import Mixture, MixtureSpec
 from strop.train.batch import ExampleSchedule
 
 # 4 * 4 - 4 = 12 small sums and 3 * 3 - 1 = 8 large ones to train on.

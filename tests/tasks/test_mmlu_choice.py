@@ -13,9 +13,11 @@ from strop.audit import AuditSettings, Verdict, run_audit
 from strop.errors import ConfigError, DataError
 from strop.plan.locate import require_trainable_here
 from strop.rollout import Split, make_example
-from strop.spec import MmluChoiceSpec, MmluSpec, load_spec
-from strop.spec.task import BlendSpec, MixtureSpec
+from strop.spec import load_spec
 from strop.tasks import Task, build_task, choices_of, self_test
+from strop.tasks.blend import BlendSpec
+from strop.tasks.mixture import MixtureSpec
+from strop.tasks.mmlu import MmluChoiceSpec, MmluSpec
 from strop.train.batch import schedule_examples
 
 LETTERS = ("A", "B", "C", "D")

@@ -11,10 +11,11 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
-from strop.spec import ArithmeticSpec, Gsm8kSpec, load_spec, write_spec
+from strop.spec import load_spec, write_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, limits_of, render_prompt
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.prompt import PosedMessage
 from strop.tasks.prompting import Prompted
 from strop.tasks.traits import epoch_order_of, prompt_fields_of, require_written

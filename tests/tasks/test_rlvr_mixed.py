@@ -10,8 +10,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Example, Split, make_example
-from strop.spec import RlvrMixedSpec
 from strop.tasks import Task, build_task, describe_counts, limits_of
+from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from tests.fixtures.judging import run_self_test
 
 SHOT = "Question: 1 and 1?\nAnswer: It is 2. So the answer is 2.\n\n"

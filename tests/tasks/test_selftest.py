@@ -9,14 +9,13 @@ from pydantic import JsonValue
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec import ArithmeticSpec, ReverseTextSpec
-from strop.spec.own_tasks import USER_TASK
 from strop.spec.schema import find_settings
-from strop.spec.task import MixtureSpec
+from strop.spec.task import USER_TASK
 from strop.tasks import TaskLimits, build_task
-from strop.tasks.generated.arithmetic import Arithmetic
-from strop.tasks.mixture import Mixture
-from strop.tasks.registry import TASK_SUMMARIES
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.mixture import Mixture, MixtureSpec
+from strop.tasks.registry import task_summaries
 from strop.tasks.selftest import excess_goldless
 from strop.tasks.version import hash_version
 from tests.fixtures.judging import run_self_test
@@ -66,8 +65,8 @@ def test_a_finding_shows_both_texts() -> None:
 
 
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
-    assert {*TASK_SUMMARIES, USER_TASK} == set(find_settings(("task", "name"))[0].choices)
-    assert build_task(ReverseTextSpec(name="reverse-text")).name in TASK_SUMMARIES
+    assert {*task_summaries(), USER_TASK} == set(find_settings(("task", "name"))[0].choices)
+    assert build_task(ReverseTextSpec(name="reverse-text")).name in task_summaries()
 
 
 class SomeWithoutGold(Arithmetic):

@@ -12,8 +12,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split, make_example
-from strop.spec import SftJsonlSpec
 from strop.tasks import Task, build_task
+from strop.tasks.sft_jsonl import SftJsonlSpec
 from strop.tasks.traits import counts_of
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test

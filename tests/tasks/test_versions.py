@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.rollout import Split
-from strop.tasks import TASK_SUMMARIES, Task, build_task
+from strop.tasks import Task, build_task, task_summaries
 from strop.tasks.traits import describe_counts
 from tests.fixtures.every_task import CASES, write_rows_of
 
@@ -30,7 +30,7 @@ def prompts_digest(task: Task) -> str:
 
 
 def test_every_built_in_task_is_known() -> None:
-    assert {case.partition(" ")[0] for case in CASES} == set(TASK_SUMMARIES)
+    assert {case.partition(" ")[0] for case in CASES} == set(task_summaries())
     # Its version is that of the installed package too.
     assert CASES.keys() - KNOWN.keys() == {"reasoning-gym"}
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from strop.rollout import Split
-from strop.spec.task import BlendSpec, MbppSpec, MixtureSpec
 from strop.tasks import Task, build_task
+from strop.tasks.blend import BlendSpec
+from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import OPTIONAL, has
 
 NOT_PASSED_ON = {

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec import ArithmeticSpec, DummySpec
-from strop.spec.task import MixtureSpec, RowsSpec
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated.dummy import DummySpec
+from strop.tasks.mixture import MixtureSpec
+from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
 from strop.train.data.offline import Demonstrations

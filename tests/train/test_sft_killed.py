@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.rollout import Split
-from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
+from strop.tasks.generated.reverse_text import ReverseTextSpec
 from tests.fixtures.attempts import Bench, describe_run
 from tests.fixtures.train_here import Moment
 

@@ -26,9 +26,9 @@ from strop.rollout import (
     Turn,
     make_example,
 )
-from strop.spec import ArithmeticSpec
 from strop.spec.offline import SftSpec
 from strop.tasks import build_task
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.prompt import render_prompt
 from strop.train.data.offline import Demonstration, Demonstrations, Framing, find_source
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out

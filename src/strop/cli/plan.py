@@ -39,7 +39,7 @@ def plan(
 ) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. Read-only, no network."""
     from strop.plan.planning import make_plan
-    from strop.spec import load_spec
+    from strop.spec import expert_keys, load_spec
 
     output: Output = context.obj
     resolved = load_spec(run_file, overrides or ())
@@ -54,7 +54,8 @@ def plan(
     if json:
         output.give_json(asdict(planned))
     else:
-        show_plan(output, planned, everything=everything)
+        hidden: frozenset[str] = frozenset() if everything else expert_keys(resolved.spec)
+        show_plan(output, planned, hidden=hidden)
     for notice in planned.notices:
         output.say(f"notice: {notice}")
     for unknown in planned.unknown:
@@ -90,8 +91,8 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
     )
 
 
-def show_plan(output: Output, planned: Plan, *, everything: bool = False) -> None:
-    """Print a plan as tables, the prompt first."""
+def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozenset()) -> None:
+    """Print a plan as tables, the prompt first. `hidden`: settings not shown at their default."""
     if planned.prompt is not None:
         _show_prompt(output, planned.prompt)
     schedule = planned.schedule
@@ -124,7 +125,7 @@ def show_plan(output: Output, planned: Plan, *, everything: bool = False) -> Non
         ("algorithm", planned.algorithm),
         ("optimizer", planned.optimizer),
     ):
-        _show_values(output, title, values, everything=everything)
+        _show_values(output, title, values, hidden)
     if planned.memory is not None:
         _show_room(output, "memory", planned.memory)
     if planned.roles:
@@ -150,20 +151,17 @@ def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
     )
 
 
-def _show_values(output: Output, title: str, values: Sequence[PlannedValue], *, everything: bool) -> None:
-    """Print values and their origins; expert settings at their default only if `everything` is asked for."""
-    from strop.spec import expert_keys
+def _show_values(output: Output, title: str, values: Sequence[PlannedValue], hidden: frozenset[str]) -> None:
     from strop.spec.base import DEFAULT
     from strop.spec.display import show_value
 
     rows = [
         (value.name, value.value if isinstance(value.value, str) else show_value(value.value), value.origin)
         for value in values
-        if everything or value.origin != DEFAULT or value.name not in expert_keys()
+        if value.origin != DEFAULT or value.name not in hidden
     ]
     if len(rows) < len(values):
-        hidden = f"{len(values) - len(rows)} at their default (--all)"
-        rows.append(("expert settings", hidden, ""))
+        rows.append(("expert settings", f"{len(values) - len(rows)} at their default (--all)", ""))
     output.give_table((title, "value", "from"), rows)
 
 

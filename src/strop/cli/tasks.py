@@ -25,13 +25,13 @@ def _group() -> None:
 @task_commands.command("ls")
 def list_tasks(context: typer.Context, json: Json = False) -> None:
     """List the tasks that a run file can name."""
-    from strop.tasks import TASK_SUMMARIES
+    from strop.tasks import task_summaries
     from strop.user_code import TASKS_GROUP, announced
 
     output: Output = context.obj
     installed = {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
     own = {"FILE.py:CLASS": "A task class of your own; `strop tasks new` writes a task to start from."}
-    known = {**TASK_SUMMARIES, **installed, **own}
+    known = {**task_summaries(), **installed, **own}
     if json:
         output.give_json(known)
         return

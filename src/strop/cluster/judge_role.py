@@ -22,10 +22,9 @@ from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, hand_over, withdraw
+from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.spec.model import LoraSpec
-from strop.spec.own_tasks import LlmJudgeSpec
 from strop.spec.run import RunSpec
-from strop.spec.task import role_judges
 from strop.tasks.llm_judge.client import endpoint_name
 from strop.tokenizer import Tokenizer
 

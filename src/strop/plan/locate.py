@@ -14,7 +14,7 @@ from strop.io import is_complete, user_cache_dir
 from strop.record import RunDir
 from strop.record.run_dir import STATE_NAME, step_of
 from strop.rollout import Example, Split
-from strop.spec.task import MixtureSpec, TaskSpec
+from strop.spec.task import PartedSection, TaskSection
 from strop.store import get_model
 from strop.store.data_files import only_local_data
 from strop.store.hub import find_cached_snapshot
@@ -112,20 +112,20 @@ def _no_checkpoint(path: Path) -> StoreError:
     )
 
 
-def read_task_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
+def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
     """Build the task and read its examples from this disk alone; return what of them is not here.
 
     Raises: DataError if what is here is malformed; ConfigError as the task does.
     """
     task, missing = _read_offline(section)
-    if missing and isinstance(section, MixtureSpec):
+    if missing and isinstance(section, PartedSection):
         # Reading ends at the first part that lacks something; each is asked what else is missing.
-        parts = [_read_offline(part.task)[1] for part in section.read_parts().values()]
+        parts = [_read_offline(part.task)[1] for part in section.posed_parts().values()]
         missing = tuple(dict.fromkeys(name for names in parts for name in names))
     return task, missing
 
 
-def _read_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
+def _read_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
     task = build_task(section)
     with only_local_data() as missing:
         try:

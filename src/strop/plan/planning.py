@@ -42,7 +42,7 @@ from strop.record.prediction import Prediction
 from strop.rollout import Example, Split
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
-from strop.spec.task import role_judges
+from strop.spec.judge import role_judges
 from strop.store import follow_store
 from strop.store.model_files import check_model_dir
 from strop.store.policy import find_mirror_root

@@ -31,8 +31,7 @@ from strop.policy.footprint import (
 )
 from strop.spec import RunSpec
 from strop.spec.engine import EngineSpec
-from strop.spec.own_tasks import MAX_ANSWER_TOKENS
-from strop.spec.task import role_judges
+from strop.spec.judge import MAX_ANSWER_TOKENS, role_judges
 
 PROGRAM_BYTES = 400_000_000
 """Resident memory of a process that has imported torch and transformers, before it loads a model: 380 MB

@@ -20,8 +20,9 @@ from strop.errors import ConfigError
 from strop.rollout import Message, Split
 from strop.run.inference import read_asking
 from strop.spec import RunSpec, load_spec
-from strop.spec.task import TaskSpec, judge_sections
-from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, self_test, task_builder
+from strop.spec.judge import judge_sections
+from strop.spec.task import TaskSpec
+from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
 from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, open_judge
@@ -53,7 +54,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
     """
     own = {
         name: tuple(word.removeprefix(f"{name}.") for word in words if word.startswith(f"{name}."))
-        for name in TASK_SUMMARIES
+        for name in task_summaries()
     }
     lost = [word for word in words if word.partition(".")[0] not in own]
     if lost:

@@ -27,7 +27,7 @@ from strop.record.parts import PARTS_FACT, require_same_parts
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
-from strop.spec.task import judge_sections
+from strop.spec.judge import judge_sections
 from strop.store import ModelHandle
 from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts

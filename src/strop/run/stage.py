@@ -18,7 +18,7 @@ from strop.io.atomic import Manifest
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
-from strop.spec.task import judge_sections, role_judges
+from strop.spec.judge import judge_sections, role_judges
 from strop.store import follow_store, get_model
 from strop.store.data_files import DataFile, collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES

@@ -48,7 +48,7 @@ from strop.rollout import Sampling, Split
 from strop.run.claim import claim_machine, list_parts, open_run
 from strop.run.mirroring import Mirroring, probe_mirror
 from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.task import role_judges
+from strop.spec.judge import role_judges
 from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces

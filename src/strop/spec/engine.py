@@ -209,7 +209,7 @@ class RaySpec(Section):
         min_length=1,
         description="Folder of each node for Ray's sockets and logs, 30 bytes long at most; what is made"
         " there goes with the run. none = the user's own folder below /tmp.",
-        json_schema_extra=expert("/tmp is small or slow on some clusters, and paths of sockets are short"),
+        json_schema_extra=expert("temporary folders are small on some clusters, and paths of sockets short"),
     )
     object_store_bytes: int | None = Field(
         default=None,

@@ -8,7 +8,6 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, show_text
-from strop.spec.own_tasks import UserTaskSpec
 from strop.spec.reader import ResolvedSpec
 from strop.spec.schema import (
     EXTENDS,
@@ -25,6 +24,7 @@ from strop.spec.schema import (
     valid_names,
 )
 from strop.spec.sources import parse_override
+from strop.spec.task import UserTaskSpec
 from strop.spec.writer import value_of
 
 

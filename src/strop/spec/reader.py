@@ -19,13 +19,13 @@ from strop.errors import ConfigError, format_error
 from strop.spec.base import DEFAULT, SpecConflict
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
 from strop.spec.job import GPU_SPLIT
-from strop.spec.own_tasks import BUILT_IN, USER_TASK
 from strop.spec.run import RunSpec
 from strop.spec.schema import (
     FREE_TABLES,
     Setting,
     find_settings,
     near_keys,
+    plain_settings,
     settings,
     settings_of,
     variant_of,
@@ -39,6 +39,7 @@ from strop.spec.sources import (
     absolute_path,
     is_part_setting,
     read_sources,
+    unknown_key,
 )
 
 
@@ -131,9 +132,10 @@ def _validate(winners: Leaves, origins: Mapping[str, str]) -> RunSpec:
 
 def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
     """Make a relative default absolute against the current folder, as if it were written out."""
-    setting = find_settings(path)[0]
-    default = setting.info.default
-    if path[0] == "task" or not isinstance(default, str) or path[1] in tree.get(path[0], {}):
+    if path[0] == "task":
+        return
+    default = find_settings(path)[0].info.default
+    if not isinstance(default, str) or path[1] in tree.get(path[0], {}):
         return
     absolute = absolute_path(path, default, os.getcwd(), DEFAULT)
     if absolute != default:
@@ -147,7 +149,7 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
         return cause.located(origins)
     if isinstance(cause, ConfigError):
         return str(cause)
-    path = _setting_path(detail["loc"], task)
+    path = _setting_path(detail["loc"])
     kind = detail["type"]
     if kind in {"missing", "union_tag_not_found"}:
         return _missing(path)
@@ -158,11 +160,9 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
     return _wrong_value(path, detail["input"], task, origins)
 
 
-def _setting_path(location: tuple[int | str, ...], task: str | None) -> KeyPath:
-    """Return the setting that a position of the models speaks of: without the name of the task."""
+def _setting_path(location: tuple[int | str, ...]) -> KeyPath:
+    """Return the setting that a position of the models speaks of."""
     parts = [str(part) for part in location]
-    while len(parts) > 1 and parts[0] == "task" and parts[1] in (task, BUILT_IN, USER_TASK):
-        del parts[1]
     limit = 3 if tuple(parts[:2]) in FREE_TABLES else 2
     return tuple(parts[:limit])
 
@@ -183,7 +183,11 @@ def _allowed(path: KeyPath, task: str | None) -> list[str]:
 
 def _foreign_key(path: KeyPath, task: str | None, origins: Mapping[str, str]) -> str:
     """Refuse a setting that belongs to another task than the one named."""
-    names = [s.path[1] for s in settings() if s.path[0] == "task" and s.variant in (None, variant_of(task))]
+    if not find_settings(path):
+        return unknown_key(path, origins.get(dotted(path), DEFAULT))
+    names = [
+        one.path[1] for one in settings() if one.path[0] == "task" and one.variant in (None, variant_of(task))
+    ]
     near = [key for key in near_keys(path) if key != dotted(path) and key.removeprefix("task.") in names]
     return format_error(
         f"{dotted(path)} ({origins.get(dotted(path), DEFAULT)}) is no setting of task {show_value(task)}",
@@ -246,7 +250,7 @@ def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
 
 
 def _without_part(spec: RunSpec) -> Iterable[Setting]:
-    for setting in settings():
+    for setting in plain_settings():
         section = setting.path[0]
         is_unread = (
             (not spec.train.has_rl and setting.path in _SIZES_OF_RL)

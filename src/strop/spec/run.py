@@ -8,6 +8,7 @@ from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec, PlacementSpec, RaySpec, SamplingSpec
 from strop.spec.job import JobSpec
+from strop.spec.judge import judge_sections
 from strop.spec.model import LoraSpec, ModelSpec, ReferenceSpec, TeacherSpec
 from strop.spec.objectives import (
     Mode,
@@ -21,13 +22,7 @@ from strop.spec.objectives import (
 )
 from strop.spec.offline import DpoSpec, SftSpec
 from strop.spec.store import OutputSpec, StoreSpec
-from strop.spec.task import (
-    RowsSpec,
-    TaskSpec,
-    UserTaskSpec,
-    judge_sections,
-    plain_sections,
-)
+from strop.spec.task import TaskSection, TaskSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.user_code import CodeRef, is_code
 
@@ -319,7 +314,7 @@ class RunSpec(Section):
         return self
 
 
-def num_train_examples(task: TaskSpec) -> int | None:
+def num_train_examples(task: TaskSection) -> int | None:
     """Return how many examples a task trains on, or None where only its data can tell."""
     return task.num_train
 
@@ -332,15 +327,4 @@ def last_name(model: str) -> str:
 def code_of(spec: RunSpec) -> list[CodeRef]:
     """Return the files of the user's that a run needs: its task's, and an algorithm."""
     own = [CodeRef.parse(spec.algorithm.name)] if is_code(spec.algorithm.name) else []
-    return own + code_of_task(spec.task)
-
-
-def code_of_task(spec: TaskSpec) -> list[CodeRef]:
-    """Return those of a task: classes, and functions of rewards."""
-    found: list[CodeRef] = []
-    for section in plain_sections(spec):
-        if isinstance(section, UserTaskSpec) and section.ref.is_file:
-            found.append(section.ref)
-        elif isinstance(section, RowsSpec):
-            found += [CodeRef.parse(name) for name in section.reward if is_code(name)]
-    return found
+    return own + spec.task.user_code

@@ -19,9 +19,8 @@ from pydantic_core import PydanticUndefined
 
 from strop.spec.base import Section
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
-from strop.spec.own_tasks import USER_TASK
 from strop.spec.run import RunSpec
-from strop.spec.task import TaskSpec, UserTaskSpec
+from strop.spec.task import USER_TASK, TaskSection, UserTaskSpec, built_in_tasks, find_section
 from strop.user_code import find_task
 
 EXTENDS = "extends"
@@ -156,34 +155,61 @@ def sections_of(info: FieldInfo) -> list[type[Section]]:
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Return all settings, in the order of the models; a shared task setting once per task."""
-    return tuple(_walk())
+    """Return all settings, in the order of the models; a shared task setting once per task.
+
+    Imports the modules of all tasks; a run is read without.
+    """
+    return tuple(
+        setting
+        for name in RunSpec.model_fields
+        for setting in (_task_settings() if name == "task" else _plain_settings(name))
+    )
 
 
-def _walk() -> Iterator[Setting]:
-    for name, info in RunSpec.model_fields.items():
-        models = sections_of(info)
-        if not models:
-            yield Setting(path=(name,), variant=None, info=info)
-        elif len(models) == 1:
-            for inner, inner_info in models[0].model_fields.items():
-                yield Setting(path=(name, inner), variant=None, info=inner_info)
-        else:
-            yield from _walk_variants(name, models)
+@cache
+def plain_settings() -> tuple[Setting, ...]:
+    """Return the settings that every run has: all but those of a task, `task.name` among them."""
+    found: list[Setting] = []
+    for name in RunSpec.model_fields:
+        found += [_name_of_task()] if name == "task" else _plain_settings(name)
+    return tuple(found)
 
 
-def _walk_variants(section: str, models: list[type[Section]]) -> Iterator[Setting]:
-    """Yield the settings of a tagged union of sections, whose tag is `name`."""
-    named = [get_args(model.model_fields["name"].annotation) for model in models]
-    variants = {names[0] if names else USER_TASK: model for names, model in zip(named, models, strict=True)}
-    # Each model allows its own name only; a user chooses among all.
-    meaning = " ".join(f"'{variant}': {model.__doc__}" for variant, model in variants.items())
-    info = FieldInfo(annotation=Literal[tuple(variants)], description=meaning)  # type: ignore[arg-type]
-    yield Setting(path=(section, "name"), variant=None, info=info)
-    for variant, model in variants.items():
-        for inner, inner_info in model.model_fields.items():
-            if inner != "name":
-                yield Setting(path=(section, inner), variant=variant, info=inner_info)
+def _plain_settings(name: str) -> tuple[Setting, ...]:
+    """Return a setting of the whole run, or those of a section."""
+    info = RunSpec.model_fields[name]
+    models = sections_of(info)
+    if not models:
+        return (Setting(path=(name,), variant=None, info=info),)
+    fields = models[0].model_fields.items()
+    return tuple(Setting(path=(name, inner), variant=None, info=inner_info) for inner, inner_info in fields)
+
+
+def _name_of_task() -> Setting:
+    known = built_in_tasks()
+    names = (*known.names(), USER_TASK)
+    # Each section allows its own name only; a user chooses among all.
+    meaning = " ".join(f"'{name}': {known.summary(name)}" for name in known.names())
+    meaning += f" '{USER_TASK}': {UserTaskSpec.__doc__}"
+    info = FieldInfo(annotation=Literal[names], description=meaning)  # type: ignore[arg-type]
+    return Setting(path=("task", "name"), variant=None, info=info)
+
+
+def _task_settings() -> Iterator[Setting]:
+    yield _name_of_task()
+    for variant in (*built_in_tasks().names(), USER_TASK):
+        yield from _settings_of_task(variant)
+
+
+@cache
+def _settings_of_task(variant: str) -> tuple[Setting, ...]:
+    """Return the settings of one task; imports its module alone."""
+    section = UserTaskSpec if variant == USER_TASK else built_in_tasks().section(variant)
+    return tuple(
+        Setting(path=("task", name), variant=variant, info=info)
+        for name, info in section.model_fields.items()
+        if name != "name"
+    )
 
 
 @cache
@@ -202,18 +228,27 @@ def all_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(setting.key for setting in settings()))
 
 
-@cache
-def expert_keys() -> frozenset[str]:
-    """Return the settings that no task and no section shows among its everyday ones."""
-    return frozenset(all_keys()) - {setting.key for setting in settings() if setting.reason is None}
+def expert_keys(spec: RunSpec | None = None) -> frozenset[str]:
+    """Return the expert settings of a run, or of all; what is everyday for one task is none."""
+    known = settings() if spec is None else settings_of(spec)
+    everyday = {setting.key for setting in known if setting.reason is None}
+    return frozenset(setting.key for setting in known) - everyday
 
 
 def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, ...]:
-    """Return the settings at a path: one, or one per task that has it, or () if there is none."""
-    found = tuple(setting for setting in settings() if setting.path == path)
-    if variant is None or not found or found[0].variant is None:
-        return found
-    return tuple(setting for setting in found if setting.variant == variant_of(variant))
+    """Return the settings at a path: one, or one per task that has it, or () if there is none.
+
+    `variant`: the name of a task, whose own setting alone is meant.
+    """
+    if path[0] != "task" or path == ("task", "name"):
+        known = plain_settings()
+    elif variant is not None and find_section(variant) is not None:
+        known = _settings_of_task(variant_of(variant) or "")
+    else:
+        known = settings()
+        if variant is not None:
+            return ()
+    return tuple(setting for setting in known if setting.path == path)
 
 
 def variant_of(task: str | None) -> str | None:
@@ -223,12 +258,11 @@ def variant_of(task: str | None) -> str | None:
 
 def settings_of(spec: RunSpec) -> tuple[Setting, ...]:
     """Return the settings that a spec has: those of its own task alone, and the user's own of that."""
-    variant = variant_of(spec.task.name)
-    mine = tuple(setting for setting in settings() if setting.variant in (None, variant))
-    return mine + own_settings(spec.task)
+    variant = variant_of(spec.task.name) or ""
+    return plain_settings() + _settings_of_task(variant) + own_settings(spec.task)
 
 
-def own_settings(task: TaskSpec) -> tuple[Setting, ...]:
+def own_settings(task: TaskSection) -> tuple[Setting, ...]:
     """Return the settings that the class of a user's task takes; none for a built-in task."""
     if not isinstance(task, UserTaskSpec):
         return ()

@@ -38,7 +38,7 @@ from strop.spec.schema import (
     valid_names,
 )
 from strop.spec.tree import Tree, read_tree
-from strop.user_code import find_task, is_code
+from strop.user_code import is_code
 
 SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
 """A setting that picks what a table is about, and the table that starts anew with it."""
@@ -71,16 +71,9 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
         leaves = [Leaf(path=at, value=value, origin=tree.origin(at)) for at, value in _flatten(given, ())]
         found.append((leaves, tree.folder))
     found.append((_read_overrides(overrides), os.getcwd()))
-    # Which settings a class of the user's takes is its own business.
-    is_open = any(_names_code(leaf) for leaves, _ in found for leaf in leaves)
-    sources = [_finish(leaves, folder, is_open=is_open) for leaves, folder in found]
+    sources = [_finish(leaves, folder) for leaves, folder in found]
     _refuse_contradictions(found[-1][0])
     return sources
-
-
-def _names_code(leaf: Leaf) -> bool:
-    is_name = leaf.path == ("task", "name") and isinstance(leaf.value, str)
-    return is_name and find_task(leaf.value) is not None
 
 
 def _read_chain(path: str) -> list[Tree]:
@@ -171,12 +164,9 @@ def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath,
             yield path, value
 
 
-def _finish(found: list[Leaf], folder: str, *, is_open: bool) -> Leaves:
-    """Refuse what no setting takes; turn the word none into None and relative paths absolute.
-
-    `is_open`: the table `task` may have settings of the user's own.
-    """
-    problems = [problem for leaf in found if (problem := _problem(leaf, is_open=is_open)) is not None]
+def _finish(found: list[Leaf], folder: str) -> Leaves:
+    """Refuse what no setting takes; turn the word none into None and relative paths absolute."""
+    problems = [problem for leaf in found if (problem := _problem(leaf)) is not None]
     if problems:
         raise ConfigError("\n".join(problems))
     leaves: Leaves = {}
@@ -197,7 +187,7 @@ def _finish(found: list[Leaf], folder: str, *, is_open: bool) -> Leaves:
     return leaves
 
 
-def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
+def _problem(leaf: Leaf) -> str | None:
     """Return why no setting takes this leaf, or None."""
     if _is_too_deep(leaf.value):
         return format_error(
@@ -221,29 +211,30 @@ def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
             allowed="a table of settings" + names,
             next_step=f"write [{dotted(leaf.path)}] with its settings below",
         )
-    is_users = is_open and leaf.path[0] == "task" and len(leaf.path) == 2
-    if free_table(leaf.path) is None and not find_settings(leaf.path) and not is_users:
-        return _unknown_key(leaf)
-    return None
-
-
-def _shown(leaf: Leaf) -> str:
-    return f"{dotted(leaf.path)}={show_value(leaf.value)} ({leaf.origin})"
-
-
-def _unknown_key(leaf: Leaf) -> str:
-    key = dotted(leaf.path)
+    # Which settings a task has is known when its section is read, and its module alone is imported for that.
+    is_of_task = leaf.path[0] == "task" and len(leaf.path) == 2
+    if free_table(leaf.path) is not None or is_of_task or find_settings(leaf.path):
+        return None
     if leaf.path == (EXTENDS,):
         return format_error(
             f"{_shown(leaf)} came too late",
             allowed=f"{EXTENDS} inside a run file only",
             next_step="write it into the file",
         )
-    near = near_keys(leaf.path)
-    place = f" in {leaf.path[0]}" if len(leaf.path) > 1 and leaf.path[0] in section_names() else ""
+    return unknown_key(leaf.path, leaf.origin)
+
+
+def _shown(leaf: Leaf) -> str:
+    return f"{dotted(leaf.path)}={show_value(leaf.value)} ({leaf.origin})"
+
+
+def unknown_key(path: KeyPath, origin: str) -> str:
+    """Return the refusal of a key that no setting has."""
+    near = near_keys(path)
+    place = f" in {path[0]}" if len(path) > 1 and path[0] in section_names() else ""
     return format_error(
-        f"unknown key {show_path(key)} ({leaf.origin})",
-        allowed=", ".join(valid_names(leaf.path)) + place,
+        f"unknown key {show_path(dotted(path))} ({origin})",
+        allowed=", ".join(valid_names(path)) + place,
         next_step=f"did you mean {' or '.join(near)}?" if near else "remove it",
     )
 

@@ -1,101 +1,405 @@
-"""The task of a run: a union of one section per built-in task, tagged by `task.name`, and one for user code.
+"""The section of a run's task: what all tasks share, a user's class, and where the built-in ones are found.
 
-Building the task from its section is `tasks`' business; nothing here reads data.
+The section of a built-in task stands beside its task, in the room `tasks`, which is above this one. So the
+list of them is asked for by name, when a run file names a task; nothing of it is imported before. Building
+the task from its section is `tasks`' business; nothing here reads data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar, cast
 
 from pydantic import (
-    Discriminator,
+    BeforeValidator,
+    ConfigDict,
     Field,
     JsonValue,
-    Tag,
+    SerializeAsAny,
     ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict, check_free_table, expert
-from strop.spec.builtin_tasks import (
-    AimeSpec,
-    AppsSpec,
-    ArithmeticSpec,
-    DeepscalerSpec,
-    DummySpec,
-    Gsm8kSpec,
-    HumanEvalSpec,
-    IfBenchSpec,
-    IfEvalSpec,
-    IfMultiSpec,
-    Math500Spec,
-    MathSpec,
-    MbppSpec,
-    MmluChoiceSpec,
-    MmluSpec,
-    ReasoningGymSpec,
-    ReverseTextSpec,
-    RlvrIfevalSpec,
-    RlvrMixedSpec,
-)
-from strop.spec.own_tasks import (
-    BUILT_IN,
-    ROLE,
-    USER_TASK,
-    LlmJudgeSpec,
-    RowsSpec,
-    SftJsonlSpec,
-    UserTaskSpec,
-    tell_apart,
-)
-from strop.spec.task_base import TaskSection
+from strop.spec.display import NULL_WORD
+from strop.spec.template import list_names, refuse_malformed
+from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task
 
-BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
-"""The tasks that compare formulas."""
+PROMPTING = ("system_prompt", "prompt_template", "stop")
+"""The settings that ask a model, or end its reply, otherwise than the task does by itself."""
 
 
-# The built-in tasks. `tasks.registry` says for each name what it is and which class it is.
-BuiltInTask = (
-    ArithmeticSpec
-    | DummySpec
-    | ReverseTextSpec
-    | ReasoningGymSpec
-    | Gsm8kSpec
-    | MathSpec
-    | Math500Spec
-    | DeepscalerSpec
-    | AimeSpec
-    | MmluSpec
-    | MmluChoiceSpec
-    | MbppSpec
-    | HumanEvalSpec
-    | AppsSpec
-    | IfEvalSpec
-    | IfBenchSpec
-    | RlvrIfevalSpec
-    | IfMultiSpec
-    | LlmJudgeSpec
-    | SftJsonlSpec
-    | RlvrMixedSpec
-    | RowsSpec
+class TaskSection(Section):
+    """What all tasks share."""
+
+    name: str
+    if TYPE_CHECKING:
+        # Settings of most tasks, properties of the others.
+        @property
+        def num_train(self) -> int | None:
+            """How many examples are trained on; None: only the data can tell."""
+
+        @property
+        def num_held_out(self) -> int | None:
+            """How many examples are held out; None: only the data can tell."""
+
+    max_reply_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Tokens sampled per reply at most, terminator included. A reply cut here is marked as"
+        " cut. none = the task's own limit; a larger value than that is refused.",
+    )
+    max_too_long_frac: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of training prompts that may leave no room for a whole reply in the model's"
+        " positions. They are not attempted; above this share the run is refused.",
+        json_schema_extra=expert("data sets hold a few prompts that no model has room for"),
+    )
+    thinking: Literal["off", "on", "model_default"] = Field(
+        default="model_default",
+        description="Whether a chat model is told to think before it answers, if its chat template can be"
+        " told. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. Judged is"
+        " what stands behind the thinking, and thinking without an end is no answer.",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="What the model is told before the task's own messages: a message of the role system in a"
+        " chat; in plain text it stands before the prompt, with a blank line between. none = nothing.",
+    )
+    prompt_template: str | None = Field(
+        default=None,
+        description="What the model is asked in place of the task's own wording, such as 'Solve: {question}'."
+        " A name in braces stands for the example's field of that name, '{{' and '}}' for braces. In plain"
+        " text it is the prompt to the letter. none = the task's own.",
+        json_schema_extra=expert("published scores come with their own words around the question"),
+    )
+    stop: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Texts that end a reply, in place of the task's own, in a chat and in plain text; an"
+        " empty list leaves the model's own terminator alone. none = the task's own.",
+        json_schema_extra=expert("base models need an end that their text shows"),
+    )
+    order_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSONL file of example ids: the run trains on these examples only, in this order, and"
+        " again from the first line in each epoch. `strop eval --write-order` makes one. none = all"
+        " examples, shuffled anew in each epoch.",
+        json_schema_extra=expert("a curriculum is an order of examples"),
+    )
+    min_solved_frac: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a smaller share of attempts solved are left out.",
+        json_schema_extra=expert("examples that the model never solves teach nothing"),
+    )
+    max_solved_frac: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a larger share of attempts solved are left out.",
+        json_schema_extra=expert("examples that the model always solves teach nothing"),
+    )
+    max_unmatched_ids: int = Field(
+        default=0,
+        ge=0,
+        description="Ids of the order file that may be missing among the task's training examples.",
+        json_schema_extra=expert("an order file may be older than its data set"),
+    )
+
+    @property
+    def prompting(self) -> dict[str, object]:
+        """What of `PROMPTING` is set, by name; empty where the model is asked as the task does it."""
+        found = {name: getattr(self, name) for name in PROMPTING}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def user_code(self) -> list[CodeRef]:
+        """The files of the user's that the task is made of."""
+        return []
+
+    @property
+    def judges_by_data(self) -> bool:
+        """Whether judging a reply needs the task's examples at hand."""
+        return False
+
+    @model_validator(mode="after")
+    def _check_prompting(self) -> Self:
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise SpecConflict(
+                {"task.system_prompt": self.system_prompt},
+                "the model is told nothing",
+                allowed="a text with more than white space, or none",
+                next_step="remove the setting, or write the text",
+            )
+        if self.prompt_template is not None:
+            refuse_malformed("task.prompt_template", self.prompt_template)
+            if not list_names(self.prompt_template):
+                raise SpecConflict(
+                    {"task.prompt_template": self.prompt_template},
+                    "no field of an example stands in it, so all would be asked alike",
+                    allowed="a text with at least one field of the examples in braces, such as {question}",
+                    next_step="name a field, in single braces",
+                )
+        if self.stop is not None and not all(self.stop):
+            raise SpecConflict(
+                {"task.stop": self.stop},
+                "an empty text ends every reply before its first token",
+                allowed="texts of one character or more",
+                next_step="remove the empty text; an empty list leaves the model's own terminator alone",
+            )
+        if self.stop and self.thinking == "on":
+            raise SpecConflict(
+                {"task.stop": self.stop, "task.thinking": self.thinking},
+                "a text that ends a reply may stand among its thoughts",
+                allowed="texts that end a reply where the model is not told to think",
+                next_step="remove task.stop, or set task.thinking=off",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        bounds = {"task.min_solved_frac": self.min_solved_frac, "task.max_solved_frac": self.max_solved_frac}
+        if self.min_solved_frac > self.max_solved_frac:
+            raise SpecConflict(
+                bounds,
+                "no example is left to train on",
+                allowed="a lower bound that is at most the upper one",
+                next_step="swap the two values",
+            )
+        if self.order_file is None and (self.min_solved_frac, self.max_solved_frac) != (0.0, 1.0):
+            raise SpecConflict(
+                bounds,
+                "the solved share of an example is read from an order file, and none is named",
+                allowed="bounds together with task.order_file",
+                next_step="make a file with `strop eval --write-order` and name it in task.order_file",
+            )
+        return self
+
+
+SOURCE_HELP = (
+    "Where the problems are: a hub id such as {}, or a folder or file of Parquet or JSONL. A text that"
+    " starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative one is"
+    " taken from the file that names it."
 )
-"""A task of strop's own that is not made of others."""
-PlainTask = BuiltInTask | UserTaskSpec
-"""A task that is not made of others."""
-PartTask = Annotated[
-    Annotated[BuiltInTask, Field(discriminator="name"), Tag(BUILT_IN)]
-    | Annotated[UserTaskSpec, Tag(USER_TASK)],
-    Discriminator(tell_apart),
-]
-"""The same, read from a table."""
-AnyPart = TypeVar("AnyPart", bound=Section)
+
+
+class FewShot(TaskSection):
+    """What tasks share that can show solved examples first."""
+
+    num_few_shot: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Solved examples before the problem where the model is asked in plain text, from the"
+        " data itself. A chat shows none.",
+        json_schema_extra=expert("published scores are shown some examples first"),
+    )
+
+    @model_validator(mode="after")
+    def _check_shots(self) -> Self:
+        if self.num_few_shot and self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.num_few_shot": self.num_few_shot, "task.prompt_template": self.prompt_template},
+                "solved examples are worded as the task words its own problems",
+                allowed="solved examples, or a wording of the run's own",
+                next_step="remove one of the two; solved examples may be written into the template",
+            )
+        return self
+
+
+class HeldOutRows(TaskSection):
+    """What tasks share that are judged on the rows of a data set."""
+
+    num_held_out: int | None = Field(
+        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
+    )
+
+
+class TrainingRows(HeldOutRows):
+    """What tasks share that also train on the rows of a data set."""
+
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
+    )
+
+
+class EvaluationRows(HeldOutRows):
+    """What tasks share whose data is for evaluation only."""
+
+    @property
+    def num_train(self) -> int | None:
+        """None: only the task can tell, and it refuses to be trained on."""
+        return None
+
+
+class CodeTaskSection(HeldOutRows):
+    """What the tasks that run code of the model share."""
+
+    min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
+        default="namespace",
+        description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
+        " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
+        " and network.",
+        json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
+    )
+
+
+USER_TASK = "FILE.py:CLASS"
+"""Stands for the name of a user's task where all tasks are listed."""
+
+
+class UserTaskSpec(TrainingRows):
+    """A class of the user's, in a file or announced by an installed package, with settings of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
+    name: str
+    """'FILE.py:CLASS', or a name that an installed package announces as an entry point of strop.tasks."""
+    judge_limit_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
+        " has four times as long.",
+        json_schema_extra=expert("verifiers of one's own may be slow"),
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        """Have the class check and complete its settings; they stand as they are where it is not here."""
+        for key, value in self.__pydantic_extra__.items():
+            check_free_table(("task", key), value)
+        if not self.ref.is_here:
+            missing = [key for key, value in self.__pydantic_extra__.items() if value == NULL_WORD]
+            self.__pydantic_extra__.update(dict.fromkeys(missing))
+            return self
+        found = self.inspect()
+        if not found.mistakes:
+            self.__pydantic_extra__.update(found.values)
+            return self
+        name, why = found.mistakes[0]
+        names = ", ".join(found.schema.get("properties", {}))
+        raise SpecConflict(
+            {f"task.{name}": self.__pydantic_extra__.get(name.partition(".")[0])},
+            why or f"{self.ref} has no such setting",
+            allowed=f"its settings {names}" if names else "no settings: its __init__ takes none",
+            next_step=f"correct it; line {found.line} of {self.ref.place} says what it takes",
+        )
+
+    @property
+    def ref(self) -> CodeRef:
+        """Where the class is."""
+        found = find_task(self.name)
+        assert found is not None
+        return found
+
+    @property
+    def user_code(self) -> list[CodeRef]:
+        """The file of the class, unless a package announces it."""
+        return [self.ref] if self.ref.is_file else []
+
+    def inspect(self) -> InspectedTask:
+        """Return what the class is and how it completes these settings.
+
+        Raises: ConfigError like `inspect_task`.
+        """
+        given = dict(self.__pydantic_extra__)
+        if NULL_WORD in given.values():
+            properties = inspect_task(self.ref, {}).schema.get("properties", {})
+            given = {
+                key: None if value == NULL_WORD and is_nullable(properties.get(key, {})) else value
+                for key, value in given.items()
+            }
+        return inspect_task(self.ref, given)
+
+
+def is_nullable(schema: dict[str, Any]) -> bool:
+    """Whether a setting of JSON Schema may be without a value."""
+    return any(one.get("type") == "null" for one in schema.get("anyOf", ()))
+
+
+class BuiltInTasks(Protocol):
+    """The list of the built-in tasks, which the room `tasks` keeps."""
+
+    def names(self) -> Sequence[str]:
+        """Return what `task.name` may be, in the order of listings. Imports no task."""
+
+    def summary(self, name: str) -> str:
+        """Return what a task is, in a sentence. Imports no task."""
+
+    def section(self, name: str) -> type[TaskSection]:
+        """Return the section of a task; imports its module. Raises: KeyError for another name."""
+
+
+def built_in_tasks() -> BuiltInTasks:
+    """Return the list of the built-in tasks."""
+    return cast("BuiltInTasks", import_module("strop.tasks.registry").BUILT_IN_TASKS)
+
+
+def find_section(name: str) -> type[TaskSection] | None:
+    """Return the section of a task by its name, the user's own among them; None if there is no such task.
+
+    Raises: ConfigError like `find_task`.
+    """
+    if find_task(name) is not None:
+        return UserTaskSpec
+    known = built_in_tasks()
+    return known.section(name) if name in known.names() else None
+
+
+def _read(value: Any) -> Any:
+    """Return the section that a table is; its `name` says which."""
+    if not isinstance(value, dict):
+        return value
+    if "name" not in value:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": "name"})
+    name = value["name"]
+    kind = find_section(name) if isinstance(name, str) else None
+    if kind is None:
+        expected = ", ".join(map(repr, built_in_tasks().names()))
+        raise PydanticKnownError(
+            "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": expected}
+        )
+    return kind.model_validate(value)
+
+
+TaskSpec = Annotated[SerializeAsAny[TaskSection], BeforeValidator(_read)]
+"""Any task section; its `name` says which."""
+
+
+class TaskPart(Section):
+    """One part of a task that is made of others."""
+
+    task: TaskSpec = Field(description="What the part asks, or whose verifier judges.")
+
+
+AnyPart = TypeVar("AnyPart", bound=TaskPart)
 
 
 class PartedSection(TaskSection):
     """What the tasks share whose problems and settings are their parts'; each names its `parts` itself."""
+
+    def read_parts(self) -> Mapping[str, TaskPart]:
+        """Return the parts by label, checked.
+
+        Raises: SpecConflict naming the setting that is wrong.
+        """
+        raise NotImplementedError
+
+    def posed_parts(self) -> Mapping[str, TaskPart]:
+        """Return the parts whose problems are posed."""
+        return self.read_parts()
 
     @field_validator("parts", mode="before", check_fields=False)
     @classmethod
@@ -127,6 +431,21 @@ class PartedSection(TaskSection):
         """None: only the parts' data can tell."""
         return None
 
+    @property
+    def user_code(self) -> list[CodeRef]:
+        """That of all parts."""
+        return [ref for part in plain_sections(self) for ref in part.user_code]
+
+    @property
+    def judges_by_data(self) -> bool:
+        """True: whose an example is, its data say."""
+        return True
+
+
+def plain_sections(task: TaskSection) -> list[TaskSection]:
+    """Return the sections of the tasks that a task is made of: its own, or its parts'."""
+    return [part.task for part in task.read_parts().values()] if isinstance(task, PartedSection) else [task]
+
 
 def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
     """Return a part of a task that is made of others; what `kind` does not name is its task's.
@@ -147,12 +466,7 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
             raise SpecConflict(given, cause.why, allowed=cause.allowed, next_step=cause.next_step) from error
         if isinstance(cause, ConfigError):
             raise cause from error
-        # Without the name of the section and of the task, which pydantic puts in between.
-        where = [
-            str(part)
-            for part in first["loc"]
-            if part not in ("task", settings.get("name"), BUILT_IN, USER_TASK)
-        ]
+        where = [str(part) for part in first["loc"] if part != "task"]
         raise SpecConflict(
             {".".join(["task.parts", label, *where]): first["input"]},
             first["msg"],
@@ -161,7 +475,7 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
         ) from error
 
 
-def refuse_same_names(parts: Mapping[str, PlainTask]) -> None:
+def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
     """Refuse two classes of one name: results would not tell their examples apart.
 
     Raises: SpecConflict naming both.
@@ -178,268 +492,3 @@ def refuse_same_names(parts: Mapping[str, PlainTask]) -> None:
                 allowed="a name of its own for each class",
                 next_step="rename one of the classes",
             )
-
-
-class MixturePart(Section):
-    """One part of a mixture: a task, and how much of it."""
-
-    task: PartTask = Field(description="What the part asks.")
-    weight: float = Field(
-        default=1.0, gt=0.0, le=1e6, description="Share of its draws, relative to the other parts'."
-    )
-    count: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training examples used, from the first. none = all."
-    )
-    repeat: int = Field(default=1, ge=1, le=1000, description="How often each comes in an epoch.")
-
-
-class MixtureSpec(PartedSection):
-    """Several tasks trained as one."""
-
-    name: Literal["mixture"] = Field(description="Which task: several tasks mixed.")
-    mode: Literal["weighted", "proportional", "sequential"] = Field(
-        default="weighted",
-        description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
-        " used up, drawn by the parts' sizes, or one part after the other.",
-        json_schema_extra=expert("published scores differ by how an answer is found"),
-    )
-    parts: dict[str, dict[str, JsonValue]] = Field(
-        default={},
-        description="The parts by label, each a table [task.parts.LABEL] with the settings of a task (name"
-        " and its own), and: weight (1) of its draws, count (all) of its training examples, repeat (1)"
-        " times in an epoch.",
-    )
-
-    @model_validator(mode="after")
-    def _check_mixture(self) -> Self:
-        if not self.parts:
-            raise SpecConflict(
-                {"task.parts": self.parts},
-                "a mixture of nothing",
-                allowed="one part or more, each a table [task.parts.LABEL] with the name of a task",
-                next_step="add the parts",
-            )
-        if self.max_reply_tokens is not None:
-            raise SpecConflict(
-                {"task.max_reply_tokens": self.max_reply_tokens},
-                "each part has its own limit",
-                allowed="task.parts.LABEL.max_reply_tokens",
-                next_step="move the setting into the parts",
-            )
-        refuse_same_names({label: part.task for label, part in self.read_parts().items()})
-        return self
-
-    def read_parts(self) -> dict[str, MixturePart]:
-        """Return the parts by label, checked.
-
-        Raises: SpecConflict naming the setting that is wrong.
-        """
-        return {label: read_part(MixturePart, label, table) for label, table in self.parts.items()}
-
-
-MAX_FORMAT_WEIGHT = 0.1
-
-
-class BlendPart(Section):
-    """One verifier of a blend."""
-
-    task: PartTask = Field(description="Whose verifier judges.")
-    weight: float = Field(
-        default=1.0, ge=0.0, le=1e3, description="What full marks of it add to the reward. 0 only records it."
-    )
-    optional: bool = Field(
-        default=False,
-        description="Whether a reply that it cannot score is scored by the others, with weights that add up"
-        " to the same; else such a reply has no score.",
-    )
-
-
-class BlendSpec(PartedSection):
-    """One task's problems, judged by its own verifier and by others, and the weighted sum of their scores."""
-
-    name: Literal["blend"] = Field(description="Which task: one task judged by several verifiers.")
-    data: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Label of the part whose problems are posed, and which says what is solved. The other"
-        " parts only judge. none = the first part.",
-        json_schema_extra=expert("one part's data are judged by all parts"),
-    )
-    alpha: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
-        description="For two parts, one of them llm-judge: the reward is alpha times the verifier's score and"
-        " 1 - alpha times the judge's. none = the parts' weights.",
-        json_schema_extra=expert("published mixtures weigh a verifier and a judge by one number"),
-    )
-    format_weight: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Added for a wrong reply that all parts call well-formed, never beyond full marks.",
-        json_schema_extra=expert("format is paid for apart from the answer"),
-    )
-    max_format_weight: float = Field(
-        default=MAX_FORMAT_WEIGHT,
-        ge=0.0,
-        le=1.0,
-        description="Largest task.format_weight; raise it to pay more for form than is wise.",
-        json_schema_extra=expert("format must not outweigh the answer"),
-    )
-    parts: dict[str, dict[str, JsonValue]] = Field(
-        default={},
-        description="The verifiers by label, each a table [task.parts.LABEL] with the settings of a task"
-        " (name and its own), and: weight (1) of its score, optional (false).",
-    )
-
-    @model_validator(mode="after")
-    def _check_blend(self) -> Self:
-        parts = self.read_parts()
-        refuse_same_names({label: part.task for label, part in parts.items()})
-        if self.data_label not in parts:
-            raise SpecConflict(
-                {"task.data": self.data, "task.parts": list(parts)},
-                "no part has this label" if parts else "a blend of nothing",
-                allowed="one part or more, each a table [task.parts.LABEL], and the label of one of them",
-                next_step="add the part, or correct the label",
-            )
-        for label, part in parts.items():
-            self._check_asking_of(label, part)
-            if part.task.order_file is not None:
-                raise SpecConflict(
-                    {f"task.parts.{label}.order_file": part.task.order_file},
-                    "the order of a blend is its own",
-                    allowed="task.order_file",
-                    next_step="move the setting, with the bounds that belong to it, to the blend",
-                )
-        if self.max_reply_tokens is not None:
-            raise SpecConflict(
-                {"task.max_reply_tokens": self.max_reply_tokens},
-                "the part that poses the problems has its own limit",
-                allowed=f"task.parts.{self.data_label}.max_reply_tokens",
-                next_step="move the setting into that part",
-            )
-        if self.format_weight > self.max_format_weight:
-            raise SpecConflict(
-                {"task.format_weight": self.format_weight, "task.max_format_weight": self.max_format_weight},
-                "a policy would be paid for form rather than for being right",
-                allowed="a format weight that is at most the largest one",
-                next_step="lower task.format_weight, or raise task.max_format_weight if it is meant",
-            )
-        self._check_weights(parts)
-        return self
-
-    def _check_asking_of(self, label: str, part: BlendPart) -> None:
-        for name in part.task.prompting if label != self.data_label else ():
-            raise SpecConflict(
-                {f"task.parts.{label}.{name}": part.task.prompting[name], "task.data": self.data_label},
-                "this part only judges, and asks the model nothing",
-                allowed=f"{name} in the part that poses the problems",
-                next_step=f"move the setting to [task.parts.{self.data_label}]",
-            )
-
-    def _check_weights(self, parts: dict[str, BlendPart]) -> None:
-        weights = {f"task.parts.{label}.weight": part.weight for label, part in parts.items()}
-        if self.alpha is None:
-            if not any(weights.values()):
-                raise SpecConflict(
-                    weights,
-                    "nothing is left of the reward",
-                    allowed="at least one weight above 0",
-                    next_step="raise a weight",
-                )
-            return
-        num_judges = sum(isinstance(part.task, LlmJudgeSpec) for part in parts.values())
-        given = {key: weight for key, weight in weights.items() if weight != 1.0}
-        if len(parts) != 2 or num_judges != 1 or given:
-            raise SpecConflict(
-                {"task.alpha": self.alpha, "task.parts": list(parts), **given},
-                "alpha weighs one verifier against one judge, and nothing else does",
-                allowed="two parts without weights, one of them llm-judge; or weights and no alpha",
-                next_step="remove task.alpha, or the other weights and parts",
-            )
-
-    @property
-    def data_label(self) -> str:
-        """Label of the part whose problems are posed; '' where there is none."""
-        return self.data if self.data is not None else next(iter(self.parts), "")
-
-    def read_parts(self) -> dict[str, BlendPart]:
-        """Return the parts by label, checked.
-
-        Raises: SpecConflict naming the setting that is wrong.
-        """
-        return {label: read_part(BlendPart, label, table) for label, table in self.parts.items()}
-
-    def read_weights(self) -> dict[str, float]:
-        """Return what full marks of each part add to the reward."""
-        parts = self.read_parts()
-        if self.alpha is None:
-            return {label: part.weight for label, part in parts.items()}
-        return {
-            label: 1.0 - self.alpha if isinstance(part.task, LlmJudgeSpec) else self.alpha
-            for label, part in parts.items()
-        }
-
-
-TaskSpec = Annotated[
-    Annotated[BuiltInTask | MixtureSpec | BlendSpec, Field(discriminator="name"), Tag(BUILT_IN)]
-    | Annotated[UserTaskSpec, Tag(USER_TASK)],
-    Discriminator(tell_apart),
-]
-"""Any task section; its tag is `name`."""
-
-
-def judge_sections(task: TaskSpec) -> list[LlmJudgeSpec]:
-    """Return the sections of all judges that a task asks, itself or in its parts."""
-    return [section for section in plain_sections(task) if isinstance(section, LlmJudgeSpec)]
-
-
-def role_judges(task: TaskSpec) -> list[LlmJudgeSpec]:
-    """Return the sections of the judges that a run starts itself."""
-    return [judge for judge in judge_sections(task) if judge.judge_url == ROLE]
-
-
-def plain_sections(task: TaskSpec) -> list[PlainTask]:
-    """Return the sections of the tasks that a task is made of: its own, or its parts'."""
-    if isinstance(task, MixtureSpec | BlendSpec):
-        return [part.task for part in task.read_parts().values()]
-    return [task]
-
-
-__all__ = [
-    "AimeSpec",
-    "AppsSpec",
-    "ArithmeticSpec",
-    "BlendPart",
-    "BlendSpec",
-    "BoxedMathSpec",
-    "DeepscalerSpec",
-    "DummySpec",
-    "Gsm8kSpec",
-    "HumanEvalSpec",
-    "IfBenchSpec",
-    "IfEvalSpec",
-    "IfMultiSpec",
-    "LlmJudgeSpec",
-    "Math500Spec",
-    "MathSpec",
-    "MbppSpec",
-    "MixturePart",
-    "MixtureSpec",
-    "MmluChoiceSpec",
-    "MmluSpec",
-    "PlainTask",
-    "ReasoningGymSpec",
-    "ReverseTextSpec",
-    "RlvrIfevalSpec",
-    "RlvrMixedSpec",
-    "RowsSpec",
-    "SftJsonlSpec",
-    "TaskSpec",
-    "UserTaskSpec",
-    "judge_sections",
-    "plain_sections",
-    "role_judges",
-]

@@ -8,7 +8,7 @@ Not here: worlds with more than one turn (`environments`), and who generates (`e
 
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task, task_builder
+from strop.tasks.registry import build_task, build_warm_task, built_in, task_builder, task_summaries
 from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
 from strop.tasks.traits import (
     choices_of,
@@ -21,13 +21,13 @@ from strop.tasks.traits import (
 )
 
 __all__ = [
-    "TASK_SUMMARIES",
     "PromptFormat",
     "SelfTestFinding",
     "Task",
     "TaskLimits",
     "build_task",
     "build_warm_task",
+    "built_in",
     "choices_of",
     "describe_counts",
     "describe_findings",
@@ -39,5 +39,6 @@ __all__ = [
     "resolve_prompt_format",
     "self_test",
     "task_builder",
+    "task_summaries",
     "variant_of",
 ]

@@ -10,14 +10,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, JsonValue, model_validator
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
-from strop.spec.task import MixtureSpec
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import PartedSection, TaskPart, read_part, refuse_same_names
 from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
     choices_of,
@@ -40,6 +44,65 @@ class _Part:
     repeat: int
 
 
+class MixturePart(TaskPart):
+    """One part of a mixture: a task, and how much of it."""
+
+    weight: float = Field(
+        default=1.0, gt=0.0, le=1e6, description="Share of its draws, relative to the other parts'."
+    )
+    count: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training examples used, from the first. none = all."
+    )
+    repeat: int = Field(default=1, ge=1, le=1000, description="How often each comes in an epoch.")
+
+
+class MixtureSpec(PartedSection):
+    """Several tasks trained as one."""
+
+    name: Literal["mixture"]
+    mode: Literal["weighted", "proportional", "sequential"] = Field(
+        default="weighted",
+        description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
+        " used up, drawn by the parts' sizes, or one part after the other.",
+        json_schema_extra=expert("published scores differ by how an answer is found"),
+    )
+    parts: dict[str, dict[str, JsonValue]] = Field(
+        default={},
+        description="The parts by label, each a table [task.parts.LABEL] with the settings of a task (name"
+        " and its own), and: weight (1) of its draws, count (all) of its training examples, repeat (1)"
+        " times in an epoch.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if not self.parts:
+            raise SpecConflict(
+                {"task.parts": self.parts},
+                "a mixture of nothing",
+                allowed="one part or more, each a table [task.parts.LABEL] with the name of a task",
+                next_step="add the parts",
+            )
+        if self.max_reply_tokens is not None:
+            raise SpecConflict(
+                {"task.max_reply_tokens": self.max_reply_tokens},
+                "each part has its own limit",
+                allowed="task.parts.LABEL.max_reply_tokens",
+                next_step="move the setting into the parts",
+            )
+        refuse_same_names({label: part.task for label, part in self.read_parts().items()})
+        return self
+
+    def read_parts(self) -> dict[str, MixturePart]:
+        """Return the parts by label, checked.
+
+        Raises: SpecConflict naming the setting that is wrong.
+        """
+        return {label: read_part(MixturePart, label, table) for label, table in self.parts.items()}
+
+
+@built_in(
+    "mixture", MixtureSpec, "Several tasks trained as one, by weight, by size or in sequence.", rank=230
+)
 class Mixture:
     """The parts of a mixture as one task."""
 

@@ -12,13 +12,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import MmluChoiceSpec, MmluSpec
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import join_shots, pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -36,6 +40,27 @@ _LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
 _CHOICE_CHANCE = 0.25
 
 
+class _MmluRows(FewShot):
+    """Which multiple-choice questions."""
+
+    source: str = Field(default="cais/mmlu", min_length=1, description=SOURCE_HELP.format("cais/mmlu"))
+    subject: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=100,
+        description="Held-out questions of one subject, for example 'astronomy'; training rows name none."
+        " none = all.",
+        json_schema_extra=expert("the questions of MMLU have subjects"),
+    )
+
+
+class MmluSpec(_MmluRows, TrainingRows):
+    """Multiple-choice questions of 57 subjects; the model writes the letter."""
+
+    name: Literal["mmlu"]
+
+
+@built_in("mmlu", MmluSpec, "Multiple choice of 57 subjects; the model writes the letter.", rank=100)
 class Mmlu(RowTask):
     """Right if the first letter A to D that stands alone in the reply's first line is the right one.
 
@@ -129,6 +154,36 @@ class Mmlu(RowTask):
         return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
 
 
+class MmluChoiceSpec(_MmluRows, EvaluationRows):
+    """The same questions, answered by the likeliest letter: nothing is generated, so for evaluation only."""
+
+    name: Literal["mmlu-choice"]
+
+    @model_validator(mode="after")
+    def _check_unwritten(self) -> MmluChoiceSpec:
+        given: dict[str, object] = {}
+        if self.thinking == "on":
+            given["task.thinking"] = self.thinking
+        if self.max_reply_tokens is not None:
+            given["task.max_reply_tokens"] = self.max_reply_tokens
+        if self.stop is not None:
+            given["task.stop"] = self.stop
+        if given:
+            raise SpecConflict(
+                given,
+                "the model writes no reply: the likeliest of four letters is taken",
+                allowed="thinking off or model_default, no reply budget, and no texts that end a reply",
+                next_step="remove the setting, or use task mmlu, where the model writes",
+            )
+        return self
+
+
+@built_in(
+    "mmlu-choice",
+    MmluChoiceSpec,
+    "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
+    rank=110,
+)
 class MmluChoice(Mmlu):
     """Right if the letter that the model finds likeliest behind the prompt is the right one.
 

@@ -10,10 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message
-from strop.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from strop.tokenizer import Tokenizer
 
 SYSTEM = "system"
 """Role of the system message."""

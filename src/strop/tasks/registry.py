@@ -1,123 +1,109 @@
-"""From a task's section of the run spec to the task, and the list of what there is."""
+"""The built-in tasks: found in the files of this room by their decorator, and built from their sections.
+
+A run imports its own task alone: names and sentences are read from the text of the files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from pkgutil import resolve_name
-from types import MappingProxyType
-from typing import Any
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
 
+import strop.tasks
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.spec.run import code_of_task
-from strop.spec.task import (
-    BlendSpec,
-    BoxedMathSpec,
-    MixtureSpec,
-    ReasoningGymSpec,
-    RlvrMixedSpec,
-    RowsSpec,
-    TaskSpec,
-    UserTaskSpec,
-    judge_sections,
-    plain_sections,
-)
+from strop.spec.task import PartedSection, TaskSection, UserTaskSpec, plain_sections
 from strop.tasks.contract import Task
 from strop.user_code import edited, hash_sources
 
-# By name: a run imports its own task alone.
-_TASKS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "arithmetic": (
-            "generated.arithmetic:Arithmetic",
-            "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
-        ),
-        "dummy": (
-            "generated.dummy:Dummy",
-            "One fixed question, over and over, to see that a run learns; needs no data.",
-        ),
-        "reverse-text": (
-            "generated.reverse_text:ReverseText",
-            "Write a short text backwards; graded by similarity; needs no data.",
-        ),
-        "reasoning-gym": (
-            "generated.reasoning_gym:ReasoningGym",
-            "Any data set of the reasoning-gym package (extra: tasks).",
-        ),
-        "gsm8k": ("mathematics.gsm8k:Gsm8k", "Grade-school word problems from a hub, Parquet or JSONL."),
-        "math": (
-            "mathematics.boxed_math:HendrycksMath",
-            "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
-        ),
-        "math500": (
-            "mathematics.boxed_math:Math500",
-            "500 test problems of MATH, for evaluation (extra: tasks).",
-        ),
-        "deepscaler": (
-            "mathematics.boxed_math:Deepscaler",
-            "40,000 competition problems to train on (extra: tasks).",
-        ),
-        "aime": (
-            "mathematics.aime:Aime",
-            "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.",
-        ),
-        "mmlu": ("mmlu:Mmlu", "Multiple choice of 57 subjects; the model writes the letter."),
-        "mmlu-choice": (
-            "mmlu:MmluChoice",
-            "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
-        ),
-        "mbpp": ("code.mbpp:Mbpp", "Short Python functions with tests, run in a sandbox."),
-        "humaneval": (
-            "code.humaneval:HumanEval",
-            "Python functions to complete, run in a sandbox; for evaluation only.",
-        ),
-        "apps": ("code.apps:Apps", "Programming contests: programs and functions, run in a sandbox."),
-        "ifeval": (
-            "instructions:InstructionTask",
-            "IFEval: prompts with checkable instructions; evaluation only (extra: tasks).",
-        ),
-        "ifbench": (
-            "instructions:InstructionTask",
-            "IFBench: harder checkable instructions; evaluation only.",
-        ),
-        "rlvr-ifeval": (
-            "instructions:InstructionTask",
-            "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
-        ),
-        "if-multi": (
-            "instructions:InstructionTask",
-            "Up to five checkable instructions a prompt, for training (extra: tasks).",
-        ),
-        "llm-judge": (
-            "llm_judge.task:LlmJudge",
-            "Open questions; another model grades the replies over HTTP (extra: tasks).",
-        ),
-        "sft-jsonl": (
-            "sft_jsonl:SftJsonl",
-            "Demonstrations with gold answers, in the rows that sft.source takes.",
-        ),
-        "rows": ("user.rows:Rows", "Your own rows, judged by your own function or a built-in one."),
-        "rlvr-mixed": (
-            "rlvr_mixed:RlvrMixed",
-            "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
-        ),
-        "mixture": ("mixture:Mixture", "Several tasks trained as one, by weight, by size or in sequence."),
-        "blend": ("blend:Blend", "One task judged by several verifiers, whose weighted scores are added up."),
-    }
+AnyTask = TypeVar("AnyTask", bound=Callable[..., Any])
+_MARK = re.compile(
+    r'^@built_in\(\s*"(?P<name>[a-z0-9-]+)",\s*\w+,\s*(?P<summary>(?:"(?:[^"\\]|\\.)*"\s*)+)'
+    r",?\s*(?:rank=(?P<rank>\d+),?\s*)?\)",
+    re.MULTILINE,
 )
-"""Class in this room, and what the task is, by `task.name`."""
-TASK_SUMMARIES: Mapping[str, str] = MappingProxyType({name: words for name, (_, words) in _TASKS.items()})
-"""What each built-in task is, by name."""
+_LAST = 1000
+_imported: dict[str, tuple[type[TaskSection], Callable[..., Any]]] = {}
+"""By name: section and class of the tasks whose modules have been imported."""
 
 
-def build_task(spec: TaskSpec) -> Task:
+def built_in(
+    name: str, section: type[TaskSection], summary: str, *, rank: int = _LAST
+) -> Callable[[AnyTask], AnyTask]:
+    """Announce a class as the built-in task `name`, built from a `section` of the run spec.
+
+    `summary`: what it is, in a sentence; `rank`: its place in listings, lowest first. Name, summary and rank
+    stand as literals at the head of a line `@built_in(...)` in a file of this room, where they are read.
+    """
+
+    def register(kind: AnyTask) -> AnyTask:
+        _imported[name] = (section, kind)
+        return kind
+
+    return register
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    module: str
+    summary: str
+    rank: int
+
+
+@cache
+def _find_all() -> Mapping[str, _Found]:
+    """Read the decorators of this room's files, by name of the task, in the order of listings."""
+    found: dict[str, _Found] = {}
+    for folder in map(Path, strop.tasks.__path__):
+        for path in sorted(folder.rglob("*.py")):
+            module = ".".join(("strop.tasks", *path.relative_to(folder).with_suffix("").parts))
+            for mark in _MARK.finditer(path.read_text("utf-8")):
+                summary = ast.literal_eval(f"({mark['summary']})")
+                found[mark["name"]] = _Found(module=module, summary=summary, rank=int(mark["rank"] or _LAST))
+    return dict(sorted(found.items(), key=lambda item: (item[1].rank, item[0])))
+
+
+class _BuiltInTasks:
+    """The list that the room `spec` asks for; see `BuiltInTasks` there."""
+
+    def names(self) -> Sequence[str]:
+        """Return what `task.name` may be, in the order of listings. Imports no task."""
+        return tuple(_find_all())
+
+    def summary(self, name: str) -> str:
+        """Return what a task is, in a sentence. Imports no task."""
+        return _find_all()[name].summary
+
+    def section(self, name: str) -> type[TaskSection]:
+        """Return the section of a task; imports its module. Raises: KeyError for another name."""
+        return _import(name)[0]
+
+
+BUILT_IN_TASKS = _BuiltInTasks()
+
+
+def _import(name: str) -> tuple[type[TaskSection], Callable[..., Any]]:
+    import_module(_find_all()[name].module)
+    return _imported[name]
+
+
+def task_summaries() -> Mapping[str, str]:
+    """Return what each built-in task is, by name."""
+    return {name: found.summary for name, found in _find_all().items()}
+
+
+def build_task(spec: TaskSection) -> Task:
     """Build the task that a spec names; no data is read yet.
 
     Raises: ConfigError if a setting cannot work with this task.
     """
     task: Task = _build(spec)
-    if isinstance(spec, UserTaskSpec) and task.name in TASK_SUMMARIES:
+    if isinstance(spec, UserTaskSpec) and task.name in _find_all():
         raise ConfigError(
             f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
             allowed="a name that no built-in task has",
@@ -134,24 +120,27 @@ def build_task(spec: TaskSpec) -> Task:
     return Curriculum(task, spec)
 
 
-def _build(spec: TaskSpec) -> Any:
-    place = "user.own_task:OwnTask" if isinstance(spec, UserTaskSpec) else _TASKS[spec.name][0]
-    kind = resolve_name(f"strop.tasks.{place}")
-    if isinstance(spec, MixtureSpec | BlendSpec):
+def _build(spec: TaskSection) -> Any:
+    if isinstance(spec, UserTaskSpec):
+        from strop.tasks.user.own_task import OwnTask
+
+        return OwnTask(spec)
+    kind = _import(spec.name)[1]
+    if isinstance(spec, PartedSection):
         return kind(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
     return kind(spec)
 
 
-def task_builder(spec: TaskSpec) -> Callable[[], Task]:
+def task_builder(spec: TaskSection) -> Callable[[], Task]:
     """Return what makes the task anew, and warm, in other processes; it refuses code edited since."""
     return partial(build_warm_task, spec, _hash_code(spec))
 
 
-def _hash_code(spec: TaskSpec) -> Mapping[str, str]:
-    return {ref.place: hash_sources(ref.path) for ref in code_of_task(spec)}
+def _hash_code(spec: TaskSection) -> Mapping[str, str]:
+    return {ref.place: hash_sources(ref.path) for ref in spec.user_code}
 
 
-def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Task:
+def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) -> Task:
     """Build a task that has loaded what its verifier needs: processes forked from here find it there.
 
     `code` are the hashes of the user's files that it must be made of.
@@ -160,22 +149,12 @@ def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Ta
     if code is not None and code != (found := _hash_code(spec)):
         raise edited([path for path, digest in found.items() if code.get(path) != digest])
     task = build_task(spec)
-    if isinstance(spec, ReasoningGymSpec | MixtureSpec | BlendSpec):
+    if spec.judges_by_data:
         # A scorer that wants the generated problem; a mixture must know whose an example is.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
     for part in plain_sections(spec):
-        if isinstance(part, RowsSpec | UserTaskSpec):
-            _build(part).load_code()
-    for judge in judge_sections(spec):
-        from strop.tasks.llm_judge.task import LlmJudge
-
-        LlmJudge(judge).require_ready()
-    if any(
-        isinstance(part, BoxedMathSpec | RlvrMixedSpec) and part.strictness == "symbolic"
-        for part in plain_sections(spec)
-    ):
-        from strop.tasks.mathematics.symbolic import warm_up
-
-        warm_up()
+        plain = _build(part)
+        if hasattr(plain, "warm_up"):
+            plain.warm_up()
     return task

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, make_example
-from strop.spec.task import Gsm8kSpec, MathSpec, RlvrIfevalSpec, RlvrMixedSpec
+from strop.spec.task import SOURCE_HELP, TrainingRows
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.instructions import InstructionTask
-from strop.tasks.instructions.tasks import make_instruction_example, read_function, read_messages
-from strop.tasks.mathematics.boxed_math import HendrycksMath, require_readable
-from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.instructions.tasks import (
+    RlvrIfevalSpec,
+    make_instruction_example,
+    read_function,
+    read_messages,
+)
+from strop.tasks.mathematics.boxed_math import HendrycksMath, MathAnswer, MathSpec, require_readable
+from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
 from strop.tasks.version import fit_limits
@@ -32,15 +41,33 @@ _KINDS = ("gsm8k", "math", "ifeval")
 _VERIFY_LIMIT_S = 2.0
 
 
+class RlvrMixedSpec(MathAnswer, TrainingRows):
+    """Grade-school, competition and instruction problems in one data set, for training."""
+
+    name: Literal["rlvr-mixed"]
+    source: str = Field(
+        default="allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",
+        min_length=1,
+        description=SOURCE_HELP.format("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints"),
+    )
+
+
+@built_in(
+    "rlvr-mixed",
+    RlvrMixedSpec,
+    "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
+    rank=210,
+)
 class RlvrMixed(RowTask):
     """Each row is judged by the task of its kind, `format_ok` and metrics included."""
 
     def __init__(self, spec: RlvrMixedSpec) -> None:
         # Their data is never read: they only judge.
         instructions = InstructionTask(RlvrIfevalSpec(name="rlvr-ifeval"))
+        self._math = HendrycksMath(MathSpec(name="math", strictness=spec.strictness))
         self._judges: Mapping[str, Task] = {
             "gsm8k": Gsm8k(Gsm8kSpec(name="gsm8k")),
-            "math": HendrycksMath(MathSpec(name="math", strictness=spec.strictness)),
+            "math": self._math,
             "ifeval": instructions,
         }
         self._checkers = instructions.checkers
@@ -68,6 +95,10 @@ class RlvrMixed(RowTask):
             prompt=_PROMPT,
             verifier="".join((_VERIFIER, *_REWRITTEN, str(sorted(self._limits_by_kind.items())))),
         )
+
+    def warm_up(self) -> None:
+        """Load what compares formulas, if it is asked."""
+        self._math.warm_up()
 
     @property
     def counts(self) -> Mapping[str, int]:

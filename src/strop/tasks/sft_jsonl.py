@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import SftJsonlSpec
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import TrainingRows
 from strop.tasks.answers import parse_number, text_after_thinking
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_answer
@@ -20,6 +23,7 @@ from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.gsm8k import find_number_text
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.prompt import pose_messages
+from strop.tasks.registry import built_in
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
@@ -30,6 +34,53 @@ _VERIFIER = "sft-jsonl-1"
 _MAX_SHOWN = 5
 
 
+class SftJsonlSpec(TrainingRows):
+    """Prompts with demonstrations and gold answers, in the rows that `sft.source` takes."""
+
+    name: Literal["sft-jsonl"]
+    source: str = Field(
+        min_length=1,
+        description="Where the rows are: a file of JSONL or Parquet, or a folder with train* and test* files."
+        " Rows without the key gold are left out and counted.",
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Use only the rows whose key `source` is this text; the others are counted."
+        " none = all rows.",
+        json_schema_extra=expert("a file may hold several sources"),
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="What of a row is imitated where the row does not say, as in sft.train_on.",
+        json_schema_extra=expert("chat data differ in which turns are worth imitating"),
+    )
+    answer: Literal["number", "formula", "text"] = Field(
+        default="number",
+        description="How a reply is compared with gold. 'number': the number that answers, as gsm8k finds it;"
+        " 'formula': the final answer, by spelling and value, as math with strictness 'standard'; 'text': the"
+        " last line that is not empty, but for case and white space.",
+        json_schema_extra=expert("data sets name their answer differently"),
+    )
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template},
+                "a row is a conversation, and asked as it stands",
+                allowed="the wording of the rows",
+                next_step="write the wording into the rows, which sft.source imitates too",
+            )
+        return self
+
+
+@built_in(
+    "sft-jsonl",
+    SftJsonlSpec,
+    "Demonstrations with gold answers, in the rows that sft.source takes.",
+    rank=200,
+)
 class SftJsonl(RowTask):
     """Right if the answer of a reply is the row's gold; `task.answer` says how both are read.
 

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.spec.task import TaskSpec
-from strop.spec.task_base import PROMPTING
+from strop.spec.task import PROMPTING, TaskSpec
 from strop.tasks.contract import TaskLimits
 
 # Paths differ between machines; the content of the data is hashed apart.

@@ -31,7 +31,7 @@ from strop.environments import choose_environment, run_groups
 from strop.errors import CheckRefused, ConfigError
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
-from strop.spec.task import judge_sections
+from strop.spec.judge import judge_sections
 from strop.tasks import (
     PromptFormat,
     describe_counts,

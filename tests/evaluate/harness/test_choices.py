@@ -20,8 +20,8 @@ from strop.evaluate.harness.result import read_output
 from strop.evaluate.harness.run import harness_command, stage_rows, write_task_files
 from strop.record.rollouts import read_rollouts
 from strop.rollout import FinishReason, Rollout, Split
-from strop.spec import MmluChoiceSpec
 from strop.tasks import build_task
+from strop.tasks.mmlu import MmluChoiceSpec
 from tests.conftest import require_system_part
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

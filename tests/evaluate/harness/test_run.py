@@ -28,8 +28,7 @@ from strop.evaluate.harness import program as code_metric
 from strop.evaluate.harness.result import HarnessOutput, pool_metrics, read_output
 from strop.evaluate.harness.run import harness_command, stage_rows, write_task_files
 from strop.rollout import Split
-from strop.spec.task import Gsm8kSpec
-from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from tests.evaluate.harness import harness_rows, harness_world
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -10,8 +10,7 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split
-from strop.spec import AppsSpec
-from strop.tasks.code.apps import Apps
+from strop.tasks.code.apps import Apps, AppsSpec
 from strop.tasks.traits import describe_counts
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level

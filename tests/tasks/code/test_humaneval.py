@@ -11,8 +11,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split
-from strop.spec import HumanEvalSpec
 from strop.tasks import Task, build_task
+from strop.tasks.code.humaneval import HumanEvalSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level
 

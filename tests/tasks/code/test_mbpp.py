@@ -11,9 +11,9 @@ import pytest
 
 from strop.errors import ConfigError, DataError, SandboxError
 from strop.rollout import Split
-from strop.spec import MbppSpec
 from strop.tasks import Task, build_task
 from strop.tasks.code.extraction import WALL_S
+from strop.tasks.code.mbpp import MbppSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level
 

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Split, make_example
-from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 

@@ -6,8 +6,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split, make_example
-from strop.spec import DummySpec
 from strop.tasks import build_task
+from strop.tasks.generated.dummy import DummySpec
 from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 

@@ -15,9 +15,9 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
-from strop.spec import ReasoningGymSpec
 from strop.tasks import Task, build_task
 from strop.tasks.generated.gym_draws import HASH_SEEDED, problem_key
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from tests.fixtures.judging import run_self_test
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
@@ -101,7 +101,7 @@ SIZES = {"num_train": 3, "num_held_out": 2}
 _IDS_SCRIPT = """
 import sys
 from strop.rollout import Split
-from strop.spec import ReasoningGymSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks import build_task
 for dataset in sys.argv[3:]:
     num_train, num_held_out = map(int, sys.argv[1:3])

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.rollout import Split, make_example
-from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
-from strop.tasks.generated.reverse_text import WORDS, share_of_beginning, subsequence_ratio
+from strop.tasks.generated.reverse_text import WORDS, ReverseTextSpec, share_of_beginning, subsequence_ratio
 from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 

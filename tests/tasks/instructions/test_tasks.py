@@ -13,9 +13,10 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Split
-from strop.spec import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec, TaskSpec
+from strop.spec import TaskSpec
 from strop.tasks import Task, build_task, describe_counts
 from strop.tasks.instructions.replies import is_echo, judged_text, variants
+from strop.tasks.instructions.tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from tests.fixtures.judging import run_self_test
 from tests.tasks.instructions.instruction_cases import (
     BENCH_ARGUMENTS,

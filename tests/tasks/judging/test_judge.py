@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
-from strop.spec.task import ArithmeticSpec, MixtureSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks.judging import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
+from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import verify_quick
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)

@@ -13,11 +13,11 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Outcome, Split, make_example
 from strop.spec import load_spec
-from strop.spec.task import LlmJudgeSpec, role_judges
+from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
-from strop.tasks.registry import TASK_SUMMARIES
+from strop.tasks.registry import task_summaries
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task
 from tests.fixtures.judging import run_self_test
@@ -303,7 +303,7 @@ def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
     assert isinstance(task, LlmJudgeSpec)
     assert (task.source, task.rubric) == (str(tmp_path / "rows.jsonl"), str(tmp_path / "grade.md"))
     assert task.calibration == str(tmp_path / "labels.jsonl")
-    assert "llm-judge" in TASK_SUMMARIES
+    assert "llm-judge" in task_summaries()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split, make_example
-from strop.spec import Gsm8kSpec
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_parquet, write_rows
 
@@ -248,7 +247,7 @@ def test_answer_without_gold_number_names_the_row(tmp_path: Path, answer: str) -
 def test_hub_data_offline_says_what_to_do(tmp_path: Path) -> None:
     # A fresh process, because the hub's client reads its settings when it is imported.
     program = (
-        "from strop.spec import Gsm8kSpec\nfrom strop.tasks import build_task\n"
+        "from strop.tasks.mathematics.gsm8k import Gsm8kSpec\nfrom strop.tasks import build_task\n"
         "from strop.rollout import Split\n"
         "build_task(Gsm8kSpec(name='gsm8k')).examples(Split.TRAIN)\n"
     )

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from strop.rollout import Example, Outcome
-from strop.spec import AimeSpec, Gsm8kSpec, MathSpec
 from strop.tasks import Task, build_task
+from strop.tasks.mathematics.aime import AimeSpec
+from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.equivalence import harness_math_verify
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.traits import quick_verifier_of
 
 Record = Mapping[str, Any]

@@ -11,8 +11,10 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
-from strop.spec import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec, MmluSpec
 from strop.tasks import Task, build_task
+from strop.tasks.mathematics.aime import AimeSpec
+from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.mmlu import MmluSpec
 from strop.tasks.prompt import PosedMessage
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test

@@ -12,9 +12,11 @@ from strop.errors import ConfigError, DataError, StropError
 from strop.rollout import Outcome, Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.explain import explain
-from strop.spec.task import BlendSpec, MixtureSpec, TaskSpec, UserTaskSpec
+from strop.spec.task import TaskSpec, UserTaskSpec
 from strop.tasks import Task, build_task, build_warm_task, problem_of, task_builder
+from strop.tasks.blend import BlendSpec
 from strop.tasks.judging import open_judge
+from strop.tasks.mixture import MixtureSpec
 from strop.tasks.user import own_task
 from tests.fixtures.judging import run_self_test
 

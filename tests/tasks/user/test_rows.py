@@ -16,11 +16,11 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, DataError
 from strop.rollout import Outcome, Split
-from strop.spec.own_tasks import RowsSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import describe_counts
+from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_rows
 

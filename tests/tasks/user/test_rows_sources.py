@@ -10,8 +10,8 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split
-from strop.spec.own_tasks import RowsSpec
 from strop.tasks import Task, build_task
+from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.object_store import BUCKET, ask_store, object_store, use_store
 from tests.fixtures.tiny_hub import tiny_hub
 

@@ -23,7 +23,7 @@ from strop.launch.container.options import ContainerSite
 from strop.launch.contract import JobPlan, JobRequest
 from strop.launch.job_dir import job_path_of
 from strop.spec.display import dotted, walk_values
-from strop.spec.task_base import PROMPTING
+from strop.spec.task import PROMPTING
 
 LABEL = "strop"
 """Its value is the plan's hash. The others are `strop.<name>`."""

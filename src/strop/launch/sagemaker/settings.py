@@ -17,7 +17,7 @@ from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
 from strop.spec.eval_file import EvalFile
 from strop.spec.job import parse_duration_s
-from strop.spec.task import role_judges
+from strop.spec.judge import role_judges
 from strop.store.models import HUB_PATTERN
 from strop.store.uris import parse_s3
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import AppsSpec
+from strop.spec.base import expert
+from strop.spec.task import CodeTaskSection, TrainingRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     compiles,
@@ -22,6 +25,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -52,6 +56,23 @@ _BASE_STOP_STRINGS = ("\n```",)
 _VERIFIER = "python-io-2"
 
 
+class AppsSpec(CodeTaskSection, TrainingRows):
+    """Programming contests, in the columns of APPS."""
+
+    name: Literal["apps"]
+    source: str = Field(
+        default="codeparrot/apps",
+        min_length=1,
+        description="Where the problems are: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
+    )
+    difficulty: Literal["introductory", "interview", "competition"] | None = Field(
+        default=None,
+        description="Only problems that the data calls so. none = all.",
+        json_schema_extra=expert("the easy problems alone are a task for small models"),
+    )
+
+
+@built_in("apps", AppsSpec, "Programming contests: programs and functions, run in a sandbox.", rank=140)
 class Apps(RowTask):
     """Right if every test passes; `tests_passed_frac` says how many did.
 

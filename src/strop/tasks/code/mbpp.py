@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.task import MbppSpec
+from strop.spec.base import expert
+from strop.spec.task import CodeTaskSection, FewShot, TrainingRows
 from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
@@ -24,6 +28,7 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -55,6 +60,32 @@ _VERIFIER = "python-statements-2"
 _PARITY_VERIFIER = "lm-eval-program-3"
 
 
+class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
+    """Short Python functions, in the columns of MBPP."""
+
+    name: Literal["mbpp"]
+    source: str = Field(
+        default="google-research-datasets/mbpp",
+        min_length=1,
+        description="Where the problems are: a hub id such as google-research-datasets/mbpp, or a path, as"
+        " for gsm8k.",
+    )
+    rules: Literal["own", "lm-eval"] = Field(
+        default="own",
+        description="How a reply is judged. lm-eval = as its task mbpp 0.4.13 does, for comparison with"
+        " published scores: 512 tokens, all of the reply before [DONE] is the program, 3 s, the shown tests"
+        " only, without test_setup_code.",
+        json_schema_extra=expert("scores of lm-eval are repeated by its own rules"),
+    )
+    hidden_tests: bool = Field(
+        default=True,
+        description="Whether held-out problems must also pass their challenge_test_list, which no prompt"
+        " shows.",
+        json_schema_extra=expert("showing every test in the prompt invites answers that pass these alone"),
+    )
+
+
+@built_in("mbpp", MbppSpec, "Short Python functions with tests, run in a sandbox.", rank=120)
 class Mbpp(RowTask):
     """Right if every test passes; the challenge tests of held-out problems may count and are not shown.
 

@@ -13,13 +13,17 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, Literal, overload
+
+from pydantic import Field, model_validator
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import ArithmeticSpec
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 32
@@ -34,6 +38,83 @@ _OPERATORS: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
 _NUM_ROUNDS = 4
 
 
+class ArithmeticSpec(TaskSection):
+    """Sums, differences and products of two whole numbers: What is a + b?"""
+
+    name: Literal["arithmetic"] = "arithmetic"
+    min_value: int = Field(
+        default=1,
+        ge=0,
+        le=10**9,
+        description="Smallest number, included; 10 with 99: two digits each.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
+    max_value: int = Field(
+        default=20,
+        ge=0,
+        le=10**9,
+        description="Largest number, included.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
+    operators: Literal["+", "-", "*", "+-", "+*", "-*", "+-*"] = Field(
+        default="+",
+        description="What is done with the two numbers; each of the signs equally often.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
+    num_held_out: int = Field(
+        default=100,
+        ge=1,
+        le=10**7,
+        description="Pairs kept out of training for evaluation, in both orders of their numbers. Which ones"
+        " is fixed by their content, not by the run's seed.",
+    )
+
+    @property
+    def num_pairs(self) -> int:
+        """All ordered pairs of numbers under each operator, training and held-out together."""
+        return (self.max_value - self.min_value + 1) ** 2 * len(self.operators)
+
+    @property
+    def num_train(self) -> int:
+        """Pairs to train on. Of an odd number held out of an even one, the last mirror is in no split."""
+        is_odd_of_even = self.num_held_out % 2 == 1 and self.num_pairs % 2 == 0
+        return self.num_pairs - self.num_held_out - is_odd_of_even
+
+    @property
+    def num_held_out_problems(self) -> int:
+        """Problems of two pairs that are held out. Of an odd number of all pairs one is a problem alone."""
+        return (self.num_held_out + (1 - self.num_pairs % 2)) // 2
+
+    @model_validator(mode="after")
+    def _check_range(self) -> ArithmeticSpec:
+        if self.min_value > self.max_value:
+            raise SpecConflict(
+                {"task.min_value": self.min_value, "task.max_value": self.max_value},
+                "no number is left to add",
+                allowed="a smallest summand that is at most the largest one",
+                next_step="swap the two values",
+            )
+        if self.num_train < 1:
+            raise SpecConflict(
+                {
+                    "task.num_held_out": self.num_held_out,
+                    "task.min_value": self.min_value,
+                    "task.max_value": self.max_value,
+                },
+                "no pair is left to train on",
+                allowed=f"at most {(self.num_pairs - 1) // 2 * 2} held-out pairs of the {self.num_pairs} that"
+                " the range has; both orders of two numbers are held out, or neither is",
+                next_step="lower task.num_held_out or raise task.max_value",
+            )
+        return self
+
+
+@built_in(
+    "arithmetic",
+    ArithmeticSpec,
+    "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
+    rank=10,
+)
 class Arithmetic:
     """What is a + b, a - b, or a * b? Right if the last number of the reply is that.
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import DummySpec
+from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 64
@@ -23,6 +27,17 @@ _BASE_STOP_STRINGS = ("\n",)
 _VERIFIER = "last-number-2"
 
 
+class DummySpec(TaskSection):
+    """One fixed question, over and over, to see that a run learns at all."""
+
+    name: Literal["dummy"]
+    num_train: int = Field(default=64, ge=1, le=10**7, description="Copies to train on.")
+    num_held_out: int = Field(default=4, ge=1, le=10**7, description="Copies to evaluate on.")
+
+
+@built_in(
+    "dummy", DummySpec, "One fixed question, over and over, to see that a run learns; needs no data.", rank=20
+)
 class Dummy:
     """Right if the last number of the reply is 1. Examples differ in their number only.
 

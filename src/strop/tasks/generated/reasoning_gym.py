@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import version as package_version
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue, field_validator
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import ReasoningGymSpec
+from strop.spec.base import check_free_table, expert
+from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.gym_draws import (
@@ -37,6 +40,7 @@ from strop.tasks.generated.gym_draws import (
     read_entry,
 )
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -54,6 +58,50 @@ _SLACK = 1e-9
 """Rounding that a score may carry beyond [0, 1], or below full marks."""
 
 
+class ReasoningGymSpec(TaskSection):
+    """Any data set of the reasoning-gym package."""
+
+    name: Literal["reasoning-gym"]
+    dataset: str = Field(
+        min_length=1,
+        max_length=100,
+        description="Name of the reasoning-gym data set, for example 'chain_sum'.",
+    )
+    config: dict[str, JsonValue] = Field(
+        default={},
+        description="The data set's own settings, handed on as they stand. A file that extends another"
+        " adds to the table key by key; naming another data set starts it anew.",
+        json_schema_extra=expert("each generator has parameters of its own"),
+    )
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
+    data_seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="Seed of the data set's generator. Apart from the run's seed, so that runs with"
+        " different seeds see the same examples.",
+        json_schema_extra=expert("another draw of the same generator tests what one draw says"),
+    )
+
+    @property
+    def judges_by_data(self) -> bool:
+        """True: the generator's scorer wants the problem that it made."""
+        return True
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _check_config(cls, config: Any) -> Any:
+        # Before the type check, whose findings inside free values are hard to read.
+        check_free_table(("task", "config"), config)
+        return config
+
+
+@built_in(
+    "reasoning-gym", ReasoningGymSpec, "Any data set of the reasoning-gym package (extra: tasks).", rank=40
+)
 class ReasoningGym:
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 

@@ -6,13 +6,18 @@ import random
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import ReverseTextSpec
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
@@ -41,6 +46,54 @@ _WORD_LIST = """
 WORDS = tuple(_WORD_LIST.split())
 
 
+class ReverseTextSpec(TaskSection):
+    """Write a short text backwards, letter by letter."""
+
+    name: Literal["reverse-text"]
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
+    min_words: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Fewest words of a text, included.",
+        json_schema_extra=expert("the texts can be made longer"),
+    )
+    max_words: int = Field(
+        default=4,
+        ge=1,
+        le=1000,
+        description="Most words of a text, included.",
+        json_schema_extra=expert("the texts can be made longer"),
+    )
+    partial_marks: Literal["beginning", "any-order"] = Field(
+        default="beginning",
+        description="What a wrong reply earns a part of the marks for: the letters that are right from its"
+        " beginning, or letters in the right order anywhere. The second pays for one word said to everybody;"
+        " it is here to see a run collapse, and for random models, which earn something by it.",
+        json_schema_extra=expert("earlier versions paid for letters in any order, and can be repeated"),
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> ReverseTextSpec:
+        if self.min_words > self.max_words:
+            raise SpecConflict(
+                {"task.min_words": self.min_words, "task.max_words": self.max_words},
+                "no length is left for a text",
+                allowed="a smallest number of words that is at most the largest one",
+                next_step="swap the two values",
+            )
+        return self
+
+
+@built_in(
+    "reverse-text",
+    ReverseTextSpec,
+    "Write a short text backwards; graded by similarity; needs no data.",
+    rank=30,
+)
 class ReverseText:
     """Reward: letters that are right from the beginning, by the length of the longer of reply and answer.
 

@@ -11,11 +11,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.spec.base import expert
+from strop.spec.task import EvaluationRows, TaskSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.bench import BENCH, UNJUDGED
 from strop.tasks.instructions.checkers import Checkers, Constraint
@@ -32,6 +35,7 @@ from strop.tasks.instructions.replies import (
 from strop.tasks.instructions.rlvr import RLVR
 from strop.tasks.instructions.segments import require_language_detection
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, read_examples, require_texts
 
@@ -206,6 +210,119 @@ _SOURCES: Mapping[str, _Source] = MappingProxyType(
 )
 
 
+_SOURCE_HELP = (
+    "Where the rows are, in the columns of {hub_id}: a hub id, or a folder or file of Parquet or JSONL. A"
+    " text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative"
+    " one is taken from the file that names it."
+)
+
+
+class _UnsplitRows(TaskSection):
+    """What the tasks for training share, whose data has no split of its own."""
+
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
+    )
+    num_held_out: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Prompts kept out of training, chosen by their content. none = a tenth.",
+    )
+
+
+class IfEvalSpec(EvaluationRows):
+    """Prompts with instructions that a program can check: IFEval, for evaluation only."""
+
+    name: Literal["ifeval"]
+    source: str = Field(
+        default="google/IFEval",
+        min_length=1,
+        description=_SOURCE_HELP.format(hub_id="google/IFEval"),
+    )
+    rules: Literal["own", "lm-eval"] = Field(
+        default="own",
+        description="Who says what follows an instruction. own = rules that pay nothing for silence and"
+        " chance; lm-eval = the verdicts of lm-eval 0.4.13 with their faults, for comparison with published"
+        " scores; they need nltk and its data package punkt_tab.",
+        json_schema_extra=expert("scores of lm-eval are repeated by its own rules"),
+    )
+    strictness: Literal["strict", "loose"] = Field(
+        default="strict",
+        description="Which verdict is the score. loose = the reply may also follow an instruction without its"
+        " first line, last line or asterisks. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
+    )
+
+
+class IfBenchSpec(EvaluationRows):
+    """Prompts with instructions that a program can check: IFBench, for evaluation only."""
+
+    name: Literal["ifbench"]
+    source: str = Field(
+        default="allenai/IFBench_test",
+        min_length=1,
+        description=_SOURCE_HELP.format(hub_id="allenai/IFBench_test"),
+    )
+    skip_unjudged: bool = Field(
+        default=False,
+        description="Leave out the rows with an instruction that strop has no checker for. The score is then"
+        " one over fewer prompts than the published ones. false = such a row is refused.",
+        json_schema_extra=expert("some instructions need libraries that are not everywhere"),
+    )
+    strictness: Literal["strict", "loose"] = Field(
+        default="loose",
+        description="Which verdict is the score; published scores are loose. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
+    )
+
+
+class RlvrIfevalSpec(_UnsplitRows):
+    """Prompts with one instruction each that a program can check, for training."""
+
+    name: Literal["rlvr-ifeval"]
+    source: str = Field(
+        default="allenai/RLVR-IFeval",
+        min_length=1,
+        description=_SOURCE_HELP.format(hub_id="allenai/RLVR-IFeval"),
+    )
+
+
+class IfMultiSpec(_UnsplitRows):
+    """Prompts with one to five instructions that a program can check, for training."""
+
+    name: Literal["if-multi"]
+    source: str = Field(
+        default="allenai/IF_multi_constraints_upto5",
+        min_length=1,
+        description=_SOURCE_HELP.format(hub_id="allenai/IF_multi_constraints_upto5"),
+    )
+    all_or_nothing: bool = Field(
+        default=False,
+        description="Pay only for replies that follow every instruction. false = the share that is followed.",
+        json_schema_extra=expert("published rewards differ by whether parts of a prompt count"),
+    )
+
+
+@built_in(
+    "ifeval",
+    IfEvalSpec,
+    "IFEval: prompts with checkable instructions; evaluation only (extra: tasks).",
+    rank=150,
+)
+@built_in("ifbench", IfBenchSpec, "IFBench: harder checkable instructions; evaluation only.", rank=160)
+@built_in(
+    "rlvr-ifeval",
+    RlvrIfevalSpec,
+    "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
+    rank=170,
+)
+@built_in(
+    "if-multi",
+    IfMultiSpec,
+    "Up to five checkable instructions a prompt, for training (extra: tasks).",
+    rank=180,
+)
 class InstructionTask(RowTask):
     """Follow every instruction of the prompt.
 

@@ -19,7 +19,7 @@ from statistics import fmean
 from strop.errors import DataError
 from strop.io import write_bytes_atomically
 from strop.rollout import Example
-from strop.spec.task import LlmJudgeSpec
+from strop.spec.judge import LlmJudgeSpec
 from strop.store.data_files import locate_named
 from strop.tasks.failures import FailureCause, find_causes, find_failures, sum_up
 from strop.tasks.judging import InlineJudge, Judge, open_judge
@@ -164,7 +164,7 @@ async def check_calibration(section: LlmJudgeSpec, calibration: str) -> JudgeRep
     Raises: like `read_labelled_replies` and `check_judge`; CheckRefused if no worker can be made ready.
     """
     task = LlmJudge(section)
-    task.require_ready()
+    task.warm_up()
     labelled = read_labelled_replies(calibration)
     judge = open_judge(task, partial(LlmJudge, section))
     try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from strop.errors import ConfigError
 from strop.io.endpoints import Endpoint, find_endpoint
 from strop.rollout import Failure, FailureOwner
-from strop.spec.own_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
+from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, is_this_machine
 from strop.tasks.llm_judge.rubric import UNPARSABLE
 
 if TYPE_CHECKING:

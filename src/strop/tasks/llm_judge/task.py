@@ -10,8 +10,7 @@ from typing import Any
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
-from strop.spec.own_tasks import MAX_ANSWER_TOKENS
-from strop.spec.task import LlmJudgeSpec
+from strop.spec.judge import MAX_ANSWER_TOKENS, LlmJudgeSpec
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.contract import TaskLimits
 from strop.tasks.llm_judge.client import (
@@ -34,6 +33,7 @@ from strop.tasks.llm_judge.rubric import (
     read_rubric,
 )
 from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.version import fit_limits, hash_version
@@ -43,6 +43,12 @@ _VERIFIER = "llm-judge-1"
 _SPARE_S = 5.0
 
 
+@built_in(
+    "llm-judge",
+    LlmJudgeSpec,
+    "Open questions; another model grades the replies over HTTP (extra: tasks).",
+    rank=190,
+)
 class LlmJudge:
     """The reward is the judge's score; solved is a reply of `task.pass_score` or more.
 
@@ -156,7 +162,7 @@ class LlmJudge:
         """Return an example of this task for a question that another task asks."""
         return make_example(self.name, {**_plain(fields), "prompt": prompt}, gold)
 
-    def require_ready(self) -> None:
+    def warm_up(self) -> None:
         """Refuse a judge that no call can reach from this process.
 
         Raises: ConfigError if httpx or the key is missing, or the rubric cannot be read.

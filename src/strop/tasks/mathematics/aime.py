@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
+
+from pydantic import Field
 
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.task import AimeSpec
+from strop.spec.base import expert
+from strop.spec.task import SOURCE_HELP, EvaluationRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import AnswerForm, find_answer, last_formula
 from strop.tasks.mathematics.boxed_math import problem_text
 from strop.tasks.mathematics.normal_form import normal_form, without_name
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
 
@@ -42,6 +47,23 @@ _DATA: Mapping[str, tuple[str, str]] = MappingProxyType(
 """By year: the hub's data set and its file."""
 
 
+class AimeSpec(EvaluationRows):
+    """Problems of the AIME, whose answers are whole numbers; for evaluation only."""
+
+    name: Literal["aime"]
+    year: Literal["2024", "2025", "2022-2024"] = Field(
+        default="2025",
+        description="Which examinations: 30 problems a year, or the 90 of 2022 to 2024.",
+        json_schema_extra=expert("the AIME is another one in each year"),
+    )
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description=SOURCE_HELP.format("math-ai/aime25") + " none = the hub's data set of the year.",
+    )
+
+
+@built_in("aime", AimeSpec, "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.", rank=90)
 class Aime(RowTask):
     """Right if the reply's whole number is the answer.
 

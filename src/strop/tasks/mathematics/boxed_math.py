@@ -7,14 +7,20 @@ compares it. An unreadable answer is wrong; an unreadable gold answer is refused
 from __future__ import annotations
 
 import re
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec.task import BoxedMathSpec, DeepscalerSpec, Math500Spec, MathSpec
+from strop.spec.base import Section, SpecConflict, expert
+from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
+from strop.tasks.mathematics import symbolic
 from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal_at_once
 from strop.tasks.mathematics.normal_form import normal_form
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -38,7 +44,9 @@ class BoxedMath(RowTask):
     last closed thinking block. `extracted` is the answer as the reply wrote it.
     """
 
-    def __init__(self, spec: BoxedMathSpec, reading: RowReading, *, max_reply_tokens: int) -> None:
+    def __init__(
+        self, spec: MathSpec | Math500Spec | DeepscalerSpec, reading: RowReading, *, max_reply_tokens: int
+    ) -> None:
         self._strictness = Strictness(spec.strictness)
         # Spelling and numbers are bounded by the text; sympy is not.
         is_symbolic = self._strictness is Strictness.SYMBOLIC
@@ -56,6 +64,11 @@ class BoxedMath(RowTask):
             base_prompt=_BASE_PROMPT,
             verifier=_VERIFIER,
         )
+
+    def warm_up(self) -> None:
+        """Load what compares formulas, if it is asked."""
+        if self._strictness is Strictness.SYMBOLIC:
+            symbolic.warm_up()
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the final answer with the gold answer.
@@ -151,6 +164,60 @@ _SUBJECTS = (
 )
 
 
+class MathAnswer(Section):
+    """How formulas are compared."""
+
+    strictness: Literal["strict", "standard", "symbolic"] = Field(
+        default="symbolic",
+        description="When an answer is right. 'strict': it stands in the one box of the reply and is spelled"
+        " like the gold answer, but for spacing, units and the like. 'standard': also if both are the same"
+        " number. 'symbolic': also if sympy finds both formulas equal.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
+    )
+
+
+class MathSpec(MathAnswer, FewShot, TrainingRows):
+    """Competition problems with worked solutions, in the columns of MATH."""
+
+    name: Literal["math"]
+    source: str = Field(
+        default="EleutherAI/hendrycks_math",
+        min_length=1,
+        description=SOURCE_HELP.format("EleutherAI/hendrycks_math"),
+    )
+    min_level: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="Easiest level used, included.",
+        json_schema_extra=expert("the problems of MATH have levels"),
+    )
+    max_level: int = Field(
+        default=5,
+        ge=1,
+        le=5,
+        description="Hardest level used, included.",
+        json_schema_extra=expert("the problems of MATH have levels"),
+    )
+
+    @model_validator(mode="after")
+    def _check_levels(self) -> MathSpec:
+        if self.min_level > self.max_level:
+            raise SpecConflict(
+                {"task.min_level": self.min_level, "task.max_level": self.max_level},
+                "no level is left",
+                allowed="an easiest level that is at most the hardest one",
+                next_step="swap the two values",
+            )
+        return self
+
+
+@built_in(
+    "math",
+    MathSpec,
+    "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
+    rank=60,
+)
 class HendrycksMath(BoxedMath):
     """The 12,500 problems of MATH, or those of some levels: `problem`, `level`, `type`, `solution`.
 
@@ -201,6 +268,18 @@ def _read_math(row: Row) -> Example:
     return make_example("math", fields, boxed_answer(row, solution))
 
 
+class Math500Spec(MathAnswer, EvaluationRows):
+    """Five hundred test problems of MATH, for evaluation only."""
+
+    name: Literal["math500"]
+    source: str = Field(
+        default="HuggingFaceH4/MATH-500",
+        min_length=1,
+        description=SOURCE_HELP.format("HuggingFaceH4/MATH-500"),
+    )
+
+
+@built_in("math500", Math500Spec, "500 test problems of MATH, for evaluation (extra: tasks).", rank=70)
 class Math500(BoxedMath):
     """The 500 problems of MATH-500, for evaluation: `problem`, `solution`, `answer`, `subject`, `level`.
 
@@ -219,6 +298,18 @@ def _read_math500(row: Row) -> Example:
     return make_example("math500", fields, require_readable(row, answer))
 
 
+class DeepscalerSpec(MathAnswer, TrainingRows):
+    """Forty thousand competition problems; some are held out, chosen by content."""
+
+    name: Literal["deepscaler"]
+    source: str = Field(
+        default="agentica-org/DeepScaleR-Preview-Dataset",
+        min_length=1,
+        description=SOURCE_HELP.format("agentica-org/DeepScaleR-Preview-Dataset"),
+    )
+
+
+@built_in("deepscaler", DeepscalerSpec, "40,000 competition problems to train on (extra: tasks).", rank=80)
 class Deepscaler(BoxedMath):
     """40,000 problems of several competitions: `problem`, `answer`, and a `solution` that may be empty.
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from pydantic import Field
+
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.task import Gsm8kSpec
+from strop.spec.base import expert
+from strop.spec.task import FewShot, TrainingRows
 from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_text, parse_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_boxes
+from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -27,6 +31,28 @@ _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
 """Of lm-eval's tasks, beside the word that begins their prompts."""
 
 
+class Gsm8kSpec(FewShot, TrainingRows):
+    """Grade-school word problems, in the columns `question` and `answer` of gsm8k."""
+
+    name: Literal["gsm8k"]
+    source: str = Field(
+        default="openai/gsm8k",
+        min_length=1,
+        description="Where the problems are: a hub id such as openai/gsm8k, a folder or file of Parquet or"
+        " JSONL, or such a one in a store, as s3://bucket/path. A text that starts with '/', '~' or '.',"
+        " or ends in .parquet, .jsonl or .json, is a path, and a relative one is taken from the file that"
+        " names it.",
+    )
+    mode: Literal["auto", "strict", "hash", "flex"] = Field(
+        default="auto",
+        description="Which number of the reply is judged. 'auto': behind 'The answer is', else behind '####',"
+        " else in the last box, else the last one. The others are the filters of lm-eval 0.4.13 with their"
+        " flaws, for comparison with published scores: 'strict' and 'flex' of gsm8k_cot, 'hash' of gsm8k.",
+        json_schema_extra=expert("published scores differ by how an answer is found"),
+    )
+
+
+@built_in("gsm8k", Gsm8kSpec, "Grade-school word problems from a hub, Parquet or JSONL.", rank=50)
 class Gsm8k(RowTask):
     """Right if the reply's number equals the gold number; which one that is says `task.mode`.
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
-from strop.spec.task import TaskSpec
-from strop.spec.task_base import FewShot
+from strop.spec.task import FewShot, TaskSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose

@@ -14,7 +14,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.own_tasks import UserTaskSpec
+from strop.spec.task import UserTaskSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.row_task import SplitExamples
@@ -93,7 +93,7 @@ class OwnTask:
         """Return the right replies that the class knows; without such a method, none."""
         return tuple(self._made[example.example_id]["gold"])
 
-    def load_code(self) -> None:
+    def warm_up(self) -> None:
         """Load the class into this process. Raises: ConfigError like `user_code.load_code`."""
         self._own  # noqa: B018
 

@@ -1,0 +1,163 @@
+"""The section of the task llm-judge: here, because a run starts such a judge, places it and pays for it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from strop.spec.base import SpecConflict, expert
+from strop.spec.task import SOURCE_HELP, TaskSection, TrainingRows, plain_sections
+
+ROLE = "role"
+"""Stands for the address of a judge that the run starts itself."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether an address leads to a server on this machine."""
+    return urlsplit(url).hostname in _LOOPBACK
+
+
+MAX_ANSWER_TOKENS = 512
+"""Of a judge, at most."""
+
+
+class LlmJudgeSpec(TrainingRows):
+    """Open questions, in the columns `prompt` and, if known, `gold`; a model behind HTTP judges replies."""
+
+    name: Literal["llm-judge"]
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description=SOURCE_HELP.format("some/prompts") + " none = only where it judges a part of a blend.",
+    )
+    rubric: str = Field(
+        default="quality",
+        min_length=1,
+        description="What is judged: 'quality', 'correctness' (compares with the column gold), or a text file"
+        " (.txt, .md, or marked as a path) with the places {{prompt}} and {{reply}}, and {{gold}} or any"
+        " other column of the rows.",
+        json_schema_extra=expert("what a judge looks at is a text of one's own"),
+    )
+    judge_url: str = Field(
+        pattern=r"^(role|https?://[^\s@?#]+)$",
+        description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1. 'role' ="
+        " the run starts task.judge_model itself, in a process of its own.",
+        json_schema_extra=expert("a judge is served somewhere"),
+    )
+    judge_model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Name that the judge is asked for by.",
+        json_schema_extra=expert("a judge is asked for by name"),
+    )
+    judge_revision: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Which weights that is: a commit, a digest or a date. Part of the task's version. Of a"
+        " 'role', the beginning of the model's digest.",
+        json_schema_extra=expert("verdicts of two judges are not comparable"),
+    )
+    judge_engine: Literal["native", "vllm"] = Field(
+        default="native",
+        description="What generates for a judge that is a 'role'.",
+        json_schema_extra=expert("a judge that the run starts is served by one of two engines"),
+    )
+    judge_devices: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9,/-]+$",
+        description="GPUs that a judge which is a 'role' has for itself, as CUDA_VISIBLE_DEVICES names them."
+        " none = those that the run's engine sees.",
+        json_schema_extra=expert("a judge that the run starts needs devices of its own"),
+    )
+    judge_key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the judge's key, which is sent as a bearer token."
+        " none = no key.",
+        json_schema_extra=expert("a served judge may ask for a key"),
+    )
+    judge_concurrency: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Calls under way at once, at most.",
+        json_schema_extra=expert("servers limit calls at once"),
+    )
+    judge_calls_per_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1e4,
+        description="Calls begun per second, at most. none = as fast as it goes.",
+        json_schema_extra=expert("servers limit calls a second"),
+    )
+    max_judge_calls: int = Field(
+        default=100_000,
+        ge=1,
+        le=10**9,
+        description="Calls that one start of a run, evaluation or audit may make; replies beyond it have no"
+        " score. Cached judgements cost none.",
+        json_schema_extra=expert("calls of a served judge cost money"),
+    )
+    pass_score: float = Field(
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="A reply of this score or more counts as solved.",
+        json_schema_extra=expert("what counts as right is a threshold on the judge's score"),
+    )
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
+        " (true or false) and, if known, gold. The gate refuses a judge whose Cohen's kappa with them is"
+        " below 0.6. none = the judge is not compared with people.",
+        json_schema_extra=expert("a judge is compared with people before it is trusted"),
+    )
+    can_judge_itself: bool = Field(
+        default=False,
+        description="Whether the judge may be the model that is trained or evaluated.",
+        json_schema_extra=expert("a model that judges itself drifts, and is only meant in a study of that"),
+    )
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        own = {
+            "task.judge_engine": None if self.judge_engine == "native" else self.judge_engine,
+            "task.judge_devices": self.judge_devices,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        other = {} if self.judge_key_env is None else {"task.judge_key_env": self.judge_key_env}
+        wrong = other if self.judge_url == ROLE else given
+        if wrong:
+            raise SpecConflict(
+                {"task.judge_url": self.judge_url, **wrong},
+                "the run makes the key of a judge that it starts, and chooses the engine of no other",
+                allowed="judge_engine and judge_devices with 'role', judge_key_env with an address",
+                next_step=f"remove {', '.join(wrong)}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_key_is_safe(self) -> Self:
+        is_plain = urlsplit(self.judge_url).scheme == "http"
+        if self.judge_key_env is not None and is_plain and not is_this_machine(self.judge_url):
+            raise SpecConflict(
+                {"task.judge_url": self.judge_url, "task.judge_key_env": self.judge_key_env},
+                "the key would cross the network in plain text",
+                allowed="https for a judge on another machine, http on this one",
+                next_step="write the address with https",
+            )
+        return self
+
+
+def judge_sections(task: TaskSection) -> list[LlmJudgeSpec]:
+    """Return the sections of all judges that a task asks, itself or in its parts."""
+    return [section for section in plain_sections(task) if isinstance(section, LlmJudgeSpec)]
+
+
+def role_judges(task: TaskSection) -> list[LlmJudgeSpec]:
+    """Return the sections of the judges that a run starts itself."""
+    return [judge for judge in judge_sections(task) if judge.judge_url == ROLE]
