@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -10,34 +14,32 @@ from strop.spec.base import Section, expert
 from strop.user_code import find_algorithm
 
 
+@cache
+def algorithm_names() -> tuple[str, ...]:
+    """Return the names of the built-in algorithms, in the order of their catalog.
+
+    They are read from its text: importing it would load what computes.
+    """
+    room = find_spec("strop.algorithm")
+    assert room is not None
+    assert room.submodule_search_locations is not None
+    text = Path(room.submodule_search_locations[0], "catalog.py").read_text("utf-8")
+    return tuple(re.findall(r'\bname="([a-z0-9_]+)"', text))
+
+
 def _is_known(name: str) -> str:
-    if find_algorithm(name) is None:
+    if name not in algorithm_names() and find_algorithm(name) is None:
         raise ValueError("there is no such algorithm")
     return name
 
 
-OwnName = Annotated[str, AfterValidator(_is_known)]
-"""An algorithm of the user's, or of an installed package."""
-EntryName = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "dppo",
-    "ipo_mask",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-]
 AdvantageName = Literal["grpo", "grpo_pop", "centered", "rloo", "max_rl", "batch_std", "rpp", "rpp_baseline"]
 
 
 class AlgorithmSpec(Section):
     """Which advantage and which loss turn rewards into gradients."""
 
-    name: EntryName | OwnName = Field(
+    name: Annotated[str, AfterValidator(_is_known)] = Field(
         default="grpo",
         description="Which algorithm. All but 'reinforce_pp' compare the rollouts of one prompt with each"
         " other. One of your own is FILE.py:NAME, or a name that an installed package announces as an entry"
@@ -172,7 +174,7 @@ class AlgorithmSpec(Section):
     @property
     def is_own(self) -> bool:
         """Whether the algorithm is code of the user's or of an installed package."""
-        return self.name not in get_args(EntryName)
+        return self.name not in algorithm_names()
 
     @property
     def whitened(self) -> Literal["rpp", "rpp_baseline"] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,6 +17,7 @@ import annotated_types as at
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from strop.spec.algorithm import algorithm_names
 from strop.spec.base import Section
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
 from strop.spec.run import RunSpec
@@ -182,7 +183,14 @@ def _plain_settings(name: str) -> tuple[Setting, ...]:
     if not models:
         return (Setting(path=(name,), variant=None, info=info),)
     fields = models[0].model_fields.items()
-    return tuple(Setting(path=(name, inner), variant=None, info=inner_info) for inner, inner_info in fields)
+    found = {key: Setting(path=(name, key), variant=None, info=info) for key, info in fields}
+    if name == "algorithm":
+        known = found["name"].info
+        # The catalog's, or code of the user's.
+        choice = Literal[algorithm_names()] | str  # type: ignore[valid-type]
+        named = FieldInfo(annotation=choice, default=known.default, description=known.description)  # type: ignore[arg-type]
+        found["name"] = replace(found["name"], info=named)
+    return tuple(found.values())
 
 
 def _name_of_task() -> Setting:
