@@ -7,6 +7,7 @@ Shapes: n live rows, V vocabulary, D hidden width.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,20 @@ class _Row:
         elif self.length == self.request.max_tokens:
             self.finish = FinishReason.LENGTH
 
+    def complete(self, tokenizer: Tokenizer) -> Completion:
+        """Return the reply, which has ended."""
+        assert self.finish is not None
+        token_ids = self.token_ids[: self.length].copy()
+        text = tokenizer.decode(token_ids[:-1] if self.finish is FinishReason.EOS else token_ids)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=self.logprobs[: self.length].copy(),
+            text=text if self.stops is None else self.stops.cut(text),
+            finish_reason=self.finish,
+            policy_version=self.segments[0].version,
+            segments=tuple(self.segments) if len(self.segments) > 1 else (),
+        )
+
 
 class DecodeBatch:
     """Rows that are decoded together."""
@@ -93,7 +108,7 @@ class DecodeBatch:
         else:
             self._states = open_rows(model, max_num_seqs=rows, num_slots=slots, products=products)
         self._rows: list[_Row] = []
-        self._next_ticket = 0
+        self._tickets = itertools.count()
         self._prefilled: list[tuple[_Row, torch.Tensor]] = []
 
     @property
@@ -123,14 +138,34 @@ class DecodeBatch:
 
     def admit(self, requests: Sequence[GenerationRequest]) -> list[int]:
         """Prefill requests and give each a row. Returns a ticket for each."""
-        if not requests:
-            return []
-        rows = [self._new_row(request) for request in requests]
+        rows = [
+            _Row(
+                ticket=next(self._tickets),
+                request=request,
+                uniforms=uniform_stream(request.seed, request.max_tokens + 1),
+                stops=StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None,
+            )
+            for request in requests
+        ]
         by_prompt: dict[bytes, list[_Row]] = {}
         for row in rows:
             by_prompt.setdefault(row.request.prompt_ids.tobytes(), []).append(row)
-        for shared in _chunk_prompts(list(by_prompt.values())):
-            self._prefill(shared)
+        # Distinct prompts, each computed once, in forwards of bounded size.
+        chunks: list[list[list[_Row]]] = []
+        num_positions = 0
+        for shared in by_prompt.values():
+            length = len(shared[0].request.prompt_ids)
+            if not chunks or num_positions + length > _PREFILL_POSITIONS:
+                chunks.append([])
+                num_positions = 0
+            chunks[-1].append(shared)
+            num_positions += length
+        for chunk in chunks:
+            prompts = [shared[0].request.prompt_ids for shared in chunk]
+            logits = self._states.begin(prompts, [len(shared) for shared in chunk])
+            for index, shared in enumerate(chunk):
+                self._rows += shared
+                self._prefilled += [(row, logits[index]) for row in shared]
         return [row.ticket for row in rows]
 
     def clear(self) -> None:
@@ -148,89 +183,34 @@ class DecodeBatch:
         for row, token_id, logprob in zip(fresh, drawn.token_ids, drawn.logprobs, strict=True):
             if row.finish is None:
                 row.take(int(token_id), float(logprob), version)
-        return self._finished(fresh)
-
-    def _new_row(self, request: GenerationRequest) -> _Row:
-        row = _Row(
-            ticket=self._next_ticket,
-            request=request,
-            uniforms=uniform_stream(request.seed, request.max_tokens + 1),
-            stops=StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None,
-        )
-        self._next_ticket += 1
-        return row
-
-    def _prefill(self, shared: Sequence[Sequence[_Row]]) -> None:
-        """Compute each distinct prompt once, for all the rows that share it."""
-        prompts = [rows[0].request.prompt_ids for rows in shared]
-        logits = self._states.begin(prompts, [len(rows) for rows in shared])
-        for index, rows in enumerate(shared):
-            self._rows += rows
-            self._prefilled += [(row, logits[index]) for row in rows]
+        ended = [row for row in fresh if row.finish is not None]
+        if ended:
+            kept = _fill_holes([row.finish is None for row in self._rows])
+            self._states.keep(kept)
+            self._rows = [self._rows[index] for index in kept]
+        return [(row.ticket, row.complete(self._tokenizer)) for row in ended]
 
     def _draw_next(self) -> tuple[list[_Row], Draw]:
         """Draw the next token of rows: of fresh prefills if there are any, else of all."""
-        is_whole = not any(row.request.sampling.is_truncated for row in self._rows)
-        if self._static is not None and is_whole and self._rows and not self._prefilled:
-            return list(self._rows), self._draw_static(self._static)
-        fresh, logits = self._next_logits()
-        if not fresh:
+        rows = [row for row, _ in self._prefilled] or list(self._rows)
+        if not rows:
             return [], Draw(token_ids=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32))
-        uniforms = np.array([row.uniforms[row.length] for row in fresh])
-        return fresh, draw(logits, [row.request.sampling for row in fresh], uniforms)
-
-    def _draw_static(self, step: StaticStep) -> Draw:
-        """Draw the next token of all rows at once."""
-        drawn = step.draw(
-            np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64),
-            np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows]),
-            np.array([row.uniforms[row.length] for row in self._rows]),
-            np.array([row.request.sampling.temperature for row in self._rows]),
-        )
-        require_finite(drawn)
-        return drawn
-
-    def _next_logits(self) -> tuple[list[_Row], torch.Tensor]:
-        """Return the logits of the next token: of fresh prefills if there are any, else of a decode."""
+        samplings = [row.request.sampling for row in rows]
+        uniforms = np.array([row.uniforms[row.length] for row in rows])
         if self._prefilled:
-            fresh, logits = zip(*self._prefilled, strict=True)
+            logits = torch.stack([logits for _, logits in self._prefilled])
             self._prefilled = []
-            return list(fresh), torch.stack(logits)
-        if not self._rows:
-            return [], torch.empty(0)
-        last = np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64)
-        positions = np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows])
+            return rows, draw(logits, samplings, uniforms)
+        last = np.array([row.token_ids[row.length - 1] for row in rows], dtype=np.int64)
+        positions = np.array([len(row.request.prompt_ids) + row.length - 1 for row in rows])
+        if self._static is not None and not any(sampling.is_truncated for sampling in samplings):
+            temperatures = np.array([sampling.temperature for sampling in samplings])
+            drawn = self._static.draw(last, positions, uniforms, temperatures)
+            require_finite(drawn)
+            return rows, drawn
         token_ids = torch.from_numpy(last).to(self._device)
-        position_ids = torch.from_numpy(positions).to(self._device)
-        return list(self._rows), self._states.step(token_ids, position_ids)
-
-    def _finished(self, fresh: Sequence[_Row]) -> list[tuple[int, Completion]]:
-        """Drop ended rows and return their replies."""
-        ended = [row for row in fresh if row.finish is not None]
-        if not ended:
-            return []
-        live = [index for index, row in enumerate(self._rows) if row.finish is None]
-        holes = [index for index, row in enumerate(self._rows) if row.finish is not None]
-        kept = _fill_holes(len(self._rows), live, holes)
-        self._states.keep(kept)
-        self._rows = [self._rows[index] for index in kept]
-        return [(row.ticket, self._completion(row)) for row in ended]
-
-    def _completion(self, row: _Row) -> Completion:
-        assert row.finish is not None
-        token_ids = row.token_ids[: row.length].copy()
-        spoken = token_ids[:-1] if row.finish is FinishReason.EOS else token_ids
-        text = self._tokenizer.decode(spoken)
-        if row.stops is not None:
-            text = row.stops.cut(text)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=row.logprobs[: row.length].copy(),
-            text=text,
-            finish_reason=row.finish,
-            policy_version=row.segments[0].version,
-            segments=tuple(row.segments) if len(row.segments) > 1 else (),
-        )
+        logits = self._states.step(token_ids, torch.from_numpy(positions).to(self._device))
+        return rows, draw(logits, samplings, uniforms)
 
 
 def _num_tokens(request: GenerationRequest) -> int:
@@ -250,28 +230,15 @@ def _plan_cache(
     return min(max_num_seqs, len(requests)), longest
 
 
-def _fill_holes(num_rows: int, live: Sequence[int], holes: Sequence[int]) -> list[int]:
+def _fill_holes(is_live: Sequence[bool]) -> list[int]:
     """Order live rows so that rows from the back fill the holes and the rest stay where they are."""
-    num_live = len(live)
+    num_live = sum(is_live)
     kept = list(range(num_live))
-    from_back = [index for index in live if index >= num_live]
-    for hole, index in zip((hole for hole in holes if hole < num_live), from_back, strict=True):
+    from_back = [index for index in range(num_live, len(is_live)) if is_live[index]]
+    holes = [index for index in kept if not is_live[index]]
+    for hole, index in zip(holes, from_back, strict=True):
         kept[hole] = index
     return kept
-
-
-def _chunk_prompts(shared: Sequence[Sequence[_Row]]) -> list[list[Sequence[_Row]]]:
-    """Cut distinct prompts into forwards of bounded size."""
-    chunks: list[list[Sequence[_Row]]] = [[]]
-    filled = 0
-    for rows in shared:
-        length = len(rows[0].request.prompt_ids)
-        if chunks[-1] and filled + length > _PREFILL_POSITIONS:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(rows)
-        filled += length
-    return chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +321,7 @@ class StaticStep:
         self._outputs[1, : form.num_rows] = logprobs.double()
 
     def _run(self, form: _Form) -> None:
+        """Replay the graph of a form, captured when it first occurs; without graphs, compute."""
         if self._captures and form not in self._graphs:
             self._capture(form)
         if form in self._graphs:

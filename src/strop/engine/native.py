@@ -204,31 +204,28 @@ class NativeEngine:
         """Decode until nothing is asked for any more."""
         waiting: dict[int, Waiting] = {}
         try:
-            await self._decode(waiting)
+            await settle(lambda: len(self._inbox))
+            batch = self._fitting_batch([entry.request for entry in self._inbox])
+            while self._inbox or waiting:
+                if not waiting and not batch.fits(self._inbox[0].request):
+                    await settle(lambda: len(self._inbox))
+                    batch = self._fitting_batch([entry.request for entry in self._inbox])
+                self._make_change(batch, waiting)
+                # Left before giving way: the mode is the thread's, and others train in this thread.
+                with torch.inference_mode():
+                    # Nothing new may join while an update waits for the batch to end.
+                    if self._change is None or self._change.receipt.done():
+                        self._admit(batch, waiting)
+                    completions = batch.step(self._version)
+                for ticket, completion in completions:
+                    deliver(waiting.pop(ticket).reply, completion)
+                await asyncio.sleep(0)
         except (RuntimeError, MemoryError) as error:
             self._fail_all(waiting, error)
         finally:
             # After a cancellation or a bug too: no caller may wait for a reply that never comes.
             self._fail_all(waiting, sys.exception())
             self._end_change()
-
-    async def _decode(self, waiting: dict[int, Waiting]) -> None:
-        await settle(lambda: len(self._inbox))
-        batch = self._fitting_batch([entry.request for entry in self._inbox])
-        while self._inbox or waiting:
-            if not waiting and not batch.fits(self._inbox[0].request):
-                await settle(lambda: len(self._inbox))
-                batch = self._fitting_batch([entry.request for entry in self._inbox])
-            self._make_change(batch, waiting)
-            # Left before giving way: the mode is the thread's, and others train in this thread.
-            with torch.inference_mode():
-                # Nothing new may join while an update waits for the batch to end.
-                if self._change is None or self._change.receipt.done():
-                    self._admit(batch, waiting)
-                completions = batch.step(self._version)
-            for ticket, completion in completions:
-                deliver(waiting.pop(ticket).reply, completion)
-            await asyncio.sleep(0)
 
     def _end_change(self) -> None:
         """Make a change that waited for a batch which is over now, however it ended."""
@@ -245,7 +242,13 @@ class NativeEngine:
 
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
         """Return a batch for these requests, the previous one where its cache is the same."""
-        max_num_seqs = min(self._max_num_seqs, self._rows_in_memory(requests))
+        max_num_seqs = self._max_num_seqs
+        if self._model.device.type == "cuda":
+            # As many rows of the longest request as a GPU's share for caches holds.
+            total_bytes = torch.cuda.get_device_properties(self._model.device).total_memory
+            longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+            per_row = longest * KVCache.bytes_per_slot(self._model.shape, self._model.dtype)
+            max_num_seqs = min(max_num_seqs, max(1, int(_GPU_CACHE_FRAC * total_bytes) // per_row))
         if self._batch is None or not self._batch.is_made_for(requests, max_num_seqs):
             self._batch = None  # Freed before its successor is allocated.
             self._batch = DecodeBatch(
@@ -257,15 +260,6 @@ class NativeEngine:
                 is_static=self._is_static,
             )
         return self._batch
-
-    def _rows_in_memory(self, requests: Sequence[GenerationRequest]) -> int:
-        """Return how many rows of the longest request a GPU's share for caches holds; no limit elsewhere."""
-        if self._model.device.type != "cuda":
-            return self._max_num_seqs
-        total_bytes = torch.cuda.get_device_properties(self._model.device).total_memory
-        longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
-        per_row = longest * KVCache.bytes_per_slot(self._model.shape, self._model.dtype)
-        return max(1, int(_GPU_CACHE_FRAC * total_bytes) // per_row)
 
     def _admit(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
         """Move requests from the inbox into free rows, in the order asked."""
@@ -344,7 +338,12 @@ class PrepackedProducts:
         """Return linear(x). Without gradients only."""
         packed = self._packed.get(id(linear))
         if packed is None:
-            packed = self._packed[id(linear)] = _pack(linear)
+            # Copies of weight and bias: half old and half new would be neither.
+            bias = linear.bias()
+            packed = self._packed[id(linear)] = (
+                torch.ops.mkldnn._reorder_linear_weight(linear.weight),
+                None if bias is None else bias.detach().clone(),
+            )
         output: torch.Tensor = self._multiply(x, packed[0], packed[1], "none", [], "")
         return output
 
@@ -361,10 +360,3 @@ def _can_pack(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError):
         return False
     return torch.equal(product, torch.nn.functional.linear(x, weight))
-
-
-def _pack(linear: JoinedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return packed weight and bias. Both are copies: half old and half new would be neither."""
-    weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight)
-    bias = linear.bias()
-    return weight, None if bias is None else bias.detach().clone()
