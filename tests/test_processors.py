@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ KERNELS = ROOT / "src" / "strop" / "kernels"
 X86 = "qemu-x86_64-static"
 ARM, ARM_COMPILER, ARM_ROOT = "qemu-aarch64-static", "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
 LIMIT_S = 3600.0
+ALONE = "import sys, pathlib, tests.fixtures.tiny_model as tiny; tiny.tiny_model(pathlib.Path(sys.argv[1]))"
+"""A program without strop's own code: PyTorch and transformers make a model."""
 needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="an x86 interpreter, to emulate")
 
 
@@ -47,14 +50,21 @@ def run_whole(
     inherited = {name: value for name, value in os.environ.items() if name not in AVX2}
     environment = {**inherited, **variables, "STROP_CACHE": str(folder / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    done = subprocess.run(
-        [*emulator, sys.executable, "-m", "tests.fixtures.whole_run", str(folder), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    environment["PYTHONFAULTHANDLER"] = "1"
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*emulator, sys.executable, *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+
+    done = call("-m", "tests.fixtures.whole_run", str(folder), *words)
+    if emulator and done.returncode == -signal.SIGILL:
+        # What needs an instruction that is not there dies each time. QEMU 7.2 did once before the run's first
+        # output and in none of 18 runs after it; where PyTorch alone dies as well, strop has no part in it.
+        done = call("-m", "tests.fixtures.whole_run", str(folder / "again"), *words)
+        if done.returncode == -signal.SIGILL and call("-c", ALONE, str(folder)).returncode == -signal.SIGILL:
+            pytest.skip(f"{emulator[-1]}: PyTorch and transformers alone die here: {done.stderr[-1000:]}")
     assert done.returncode == 0, done.stderr[-4000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
