@@ -102,7 +102,17 @@ class ContainerBackend:
         job_path, name = job_path_of(plan.home), name_container(plan)
         located = locate_engine(self._profile.engine)
         remove_leftovers(located)
-        self._clear_name(located, plan)
+        # An earlier container of this home makes way, unless it is running.
+        settle(job_path)
+        facts = inspect_containers(located, [name]).get(name)
+        if facts is not None and bool(facts["State"]["Running"]):
+            raise CheckRefused(
+                f"container {name} of {plan.home} is running",
+                allowed="one container for a home",
+                next_step="wait for its end, or cancel it",
+            )
+        if facts is not None:
+            located.ask("rm", "--volumes", name)
         image_name = str(plan.details["image"]) or own_image(self._profile)
         image_id = require_image(located, image_name)
         engine = prove_engine(located, image_id)
@@ -227,21 +237,6 @@ class ContainerBackend:
         places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
         return fill_argv(plan.argv[1:], places, missing)
 
-    def _clear_name(self, engine: Engine, plan: JobPlan) -> None:
-        """Remove an earlier container of this home. Raises: CheckRefused if it is running."""
-        name = name_container(plan)
-        settle(job_path_of(plan.home))
-        facts = inspect_containers(engine, [name]).get(name)
-        if facts is None:
-            return
-        if bool(facts["State"]["Running"]):
-            raise CheckRefused(
-                f"container {name} of {plan.home} is running",
-                allowed="one container for a home",
-                next_step="wait for its end, or cancel it",
-            )
-        engine.ask("rm", "--volumes", name)
-
     def _choose_devices(self, engine: Engine, plan: JobPlan) -> tuple[str, ...]:
         num_wanted, asked = plan.resources.gpus_per_node, plan.details.get("devices", ())
         if not num_wanted and not asked:
@@ -324,7 +319,19 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
         )
         return
     proven = prove_engine(engine, image[0])
-    yield from _probe_storage(proven)
+    # The free space where containers write outside the job's home.
+    word = "{{.Store.GraphRoot}}" if proven.kind == "podman" else "{{.DockerRootDir}}"
+    done = proven.ask("info", "--format", word)
+    free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
+    shown = "an unknown amount" if free is None else f"{free / 1e9:.2f} GB"
+    if free is None or free < _MIN_STORAGE_BYTES:
+        yield Finding(
+            code="storage",
+            given=f"the storage of {proven.kind} has {shown} free",
+            allowed=f"{_MIN_STORAGE_BYTES / 1e9:.1f} GB or more for what is written beside the job's home",
+            next_step="free some: remove images that are not needed",
+            severity=Severity.UNKNOWN if free is None else Severity.ERROR,
+        )
     if profile.environment == "mounted":
         return
     words = ("--rm", "--pull", "never", "--network", "none", "--entrypoint", plan.python, image[0])
@@ -335,22 +342,6 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
             given=f"{plan.python} of image {name!r} cannot be the supervisor: {quote_words(done)}",
             allowed="an image with an interpreter that has strop",
             next_step="build the project's own image, or set `python` in the site profile",
-        )
-
-
-def _probe_storage(engine: Engine) -> Iterator[Finding]:
-    """Check the free space where containers write outside the job's home."""
-    word = "{{.Store.GraphRoot}}" if engine.kind == "podman" else "{{.DockerRootDir}}"
-    done = engine.ask("info", "--format", word)
-    free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
-    shown = "an unknown amount" if free is None else f"{free / 1e9:.2f} GB"
-    if free is None or free < _MIN_STORAGE_BYTES:
-        yield Finding(
-            code="storage",
-            given=f"the storage of {engine.kind} has {shown} free",
-            allowed=f"{_MIN_STORAGE_BYTES / 1e9:.1f} GB or more for what is written beside the job's home",
-            next_step="free some: remove images that are not needed",
-            severity=Severity.UNKNOWN if free is None else Severity.ERROR,
         )
 
 

@@ -82,13 +82,29 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     mounts = list_mounts(plan, request, profile)
     plan = replace(plan, python=python, roles=roles)
     argv = build_argv(plan, profile, mounts)
+    # Absolute paths among the run's settings that lie outside of its home.
+    values = [*walk_values(request.resolved.spec.model_dump(mode="json"))]
+    values += request.evaluation.values.items() if request.evaluation else ()
+    # The evaluation's file travels in the job's home.
+    skipped = ("output.", "job.eval_config")
     details = {
         **plan.details,
         "container": name_container(plan),
         "image": profile.image or "",
         "mounts": [[mount.source, mount.target, mount.is_read_only, mount.is_optional] for mount in mounts],
         "devices": list(profile.devices),
-        "paths": list(_find_paths(request, plan)),
+        "paths": sorted(
+            {
+                value
+                for path, value in values
+                if isinstance(value, str)
+                and value.startswith("/")
+                and not dotted(path).startswith(skipped)
+                # '/no_think' is an instruction for some models, not a path.
+                and path[-1] not in PROMPTING
+                and not PurePosixPath(value).is_relative_to(plan.home)
+            }
+        ),
     }
     return replace(plan, argv=argv, details=details)
 
@@ -197,26 +213,6 @@ def _parse_mount(text: str) -> Mount:
     return Mount(source=source, target=target, is_read_only=mode == "ro")
 
 
-def _find_paths(request: JobRequest, plan: JobPlan) -> list[str]:
-    """Return absolute paths among the run's settings that lie outside of its home."""
-    values = [*walk_values(request.resolved.spec.model_dump(mode="json"))]
-    values += request.evaluation.values.items() if request.evaluation else ()
-    # The evaluation's file travels in the job's home.
-    skipped = ("output.", "job.eval_config")
-    return sorted(
-        {
-            value
-            for path, value in values
-            if isinstance(value, str)
-            and value.startswith("/")
-            and not dotted(path).startswith(skipped)
-            # '/no_think' is an instruction for some models, not a path.
-            and path[-1] not in PROMPTING
-            and not PurePosixPath(value).is_relative_to(plan.home)
-        }
-    )
-
-
 # Devices are passed by the container device interface (`nvidia.com/gpu=UUID`), which podman knows since
 # 4.1, and by `--gpus` to docker. Inside, the same ids are in CUDA_VISIBLE_DEVICES, so that roles share
 # them. Not tried on a machine with GPUs.
@@ -239,9 +235,26 @@ def choose_devices(
     if not num_wanted and not asked:
         return ()
     busy = {*taken, *(user.gpu_uuid for user in users)}
-    names = _name_devices(gpus)
+    # The id of each device by all its names, UUID and index.
+    names: dict[str, str] = {}
+    for gpu in gpus:
+        if gpu.has_mig:
+            names |= {part.uuid: part.uuid for part in gpu.slices}
+        else:
+            names |= {gpu.uuid: gpu.uuid, gpu.index: gpu.uuid}
     if asked:
-        return _choose_asked(asked, names, busy, num_wanted)
+        unknown = [name for name in asked if name not in names]
+        in_use = [name for name in asked if names.get(name) in busy]
+        if unknown or in_use or len(asked) < num_wanted:
+            why = f"{', '.join(unknown)} not known here" if unknown else f"{', '.join(in_use)} in use"
+            if not unknown and not in_use:
+                why = f"the run asks for {num_wanted}"
+            raise CheckRefused(
+                f"devices {','.join(asked)}: {why}",
+                allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
+                next_step="name others, or none for any that are free",
+            )
+        return tuple(names[name] for name in asked)
     free = [device for device in dict.fromkeys(names.values()) if device not in busy]
     # A role cannot use several slices, and one container has one kind of device.
     free = [device for device in free if not device.startswith("MIG-")] if num_wanted > 1 else free
@@ -268,31 +281,3 @@ def device_words(kind: str, devices: Sequence[str]) -> list[str]:
     else:
         words = [word for device in devices for word in ("--device", f"nvidia.com/gpu={device}")]
     return [*words, "--env", f"CUDA_VISIBLE_DEVICES={','.join(devices)}"]
-
-
-def _name_devices(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the id of each device by all its names: UUID and index."""
-    names: dict[str, str] = {}
-    for gpu in gpus:
-        if gpu.has_mig:
-            names |= {part.uuid: part.uuid for part in gpu.slices}
-        else:
-            names |= {gpu.uuid: gpu.uuid, gpu.index: gpu.uuid}
-    return names
-
-
-def _choose_asked(
-    asked: Sequence[str], names: dict[str, str], busy: Collection[str], num_wanted: int
-) -> tuple[str, ...]:
-    unknown = [name for name in asked if name not in names]
-    taken = [name for name in asked if names.get(name) in busy]
-    if unknown or taken or len(asked) < num_wanted:
-        why = f"{', '.join(unknown)} not known here" if unknown else f"{', '.join(taken)} in use"
-        if not unknown and not taken:
-            why = f"the run asks for {num_wanted}"
-        raise CheckRefused(
-            f"devices {','.join(asked)}: {why}",
-            allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
-            next_step="name others, or none for any that are free",
-        )
-    return tuple(names[name] for name in asked)

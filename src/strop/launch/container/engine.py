@@ -137,7 +137,20 @@ def prove_engine(engine: Engine, image: str | None = None) -> Engine:
         ("--rootfs", "/:O", "true") if image is None else ("--pull", "never", "--entrypoint", "true", image)
     )
     attempts: list[str] = []
-    for candidate in _with_more_flags(engine):
+    # Limits that this process may hand on: engines ask for more than some hosts give.
+    flags: list[str] = []
+    for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
+        hard = resource.getrlimit(number)[1]
+        most = _MOST[name] if hard == resource.RLIM_INFINITY else min(hard, _MOST[name])
+        flags += ["--ulimit", f"{name}={most}:{most}"]
+    # The engine as it is, then with one remedy more each time.
+    found = [engine, replace(engine, run_flags=(*engine.run_flags, *flags))]
+    if engine.kind == "podman":
+        cgroupfs = (*engine.global_flags, "--cgroup-manager", "cgroupfs")
+        found.append(replace(found[-1], global_flags=cgroupfs))
+        if runc := shutil.which("runc") or shutil.which("runc", path="/usr/sbin:/sbin"):
+            found.append(replace(found[-1], global_flags=(*cgroupfs, "--runtime", runc)))
+    for candidate in found:
         done = candidate.ask("run", *words, *target, limit_s=START_LIMIT_S)
         if done.returncode == 0:
             return candidate
@@ -170,27 +183,6 @@ def _look_at(kind: str) -> Engine | str:
         return quote_words(done)
     engine = Engine(kind=kind, program=os.path.abspath(program), version=done.stdout.strip())
     return replace(engine, is_rootless=kind == "podman" and os.getuid() != 0)
-
-
-def _with_more_flags(engine: Engine) -> list[Engine]:
-    """Return the engine as it is, then with one remedy more each time."""
-    found = [engine, replace(engine, run_flags=(*engine.run_flags, *_own_limits()))]
-    if engine.kind == "podman":
-        cgroupfs = (*engine.global_flags, "--cgroup-manager", "cgroupfs")
-        found.append(replace(found[-1], global_flags=cgroupfs))
-        if runc := shutil.which("runc") or shutil.which("runc", path="/usr/sbin:/sbin"):
-            found.append(replace(found[-1], global_flags=(*cgroupfs, "--runtime", runc)))
-    return found
-
-
-def _own_limits() -> Sequence[str]:
-    """Return limits that this process may hand on: engines ask for more than some hosts give."""
-    flags: list[str] = []
-    for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
-        hard = resource.getrlimit(number)[1]
-        most = _MOST[name] if hard == resource.RLIM_INFINITY else min(hard, _MOST[name])
-        flags += ["--ulimit", f"{name}={most}:{most}"]
-    return flags
 
 
 def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:

@@ -135,7 +135,13 @@ def plan_image(
     packages = {*LIBRARIES, *(FULL_PACKAGES if variant is not Variant.AGENT else ())}
     found: tuple[Path, ...] = ()
     if wheels is not None:
-        found = _find_wheels(wheels)
+        found = tuple(sorted(wheels.glob("*.whl")))
+        if not any(path.name.startswith("strop-") for path in found):
+            raise ConfigError(
+                f"{wheels} has {len(found)} wheels and none of strop",
+                allowed="a folder with wheels of strop and of all that it needs",
+                next_step=f"fill it: pip wheel --wheel-dir {wheels} .",
+            )
         packages |= {"python3", "python3-venv"}
     elif variant is not Variant.BASE:
         layers = (interpreter_layer(), packages_layer(roots), strop_layer())
@@ -181,7 +187,19 @@ def build_image(
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as context:
         say(f"image {plan.name}: {plan.size_bytes / 1e6:.0f} MB on top of its base")
         _fill_context(plan, Path(context), base_path)
-        _run_build(engine, plan, Path(context), no_cache=no_cache)
+        words = ["build", "--tag", plan.name, "--file", str(Path(context) / "Containerfile")]
+        # Only packages from a registry need a network.
+        words += ["--network", "host" if plan.base_image is not None else "none"]
+        words += ["--no-cache"] if no_cache else []
+        done = engine.ask(*words, context, limit_s=BUILD_LIMIT_S)
+        if done.returncode != 0:
+            raise CheckRefused(
+                f"{engine.kind} did not build {plan.name}: {quote_words(done)}",
+                allowed="an image that builds" if plan.base_image is None else "a registry that answers",
+                next_step="free some space if the disk is full"
+                if plan.base_image is None
+                else "check base_image of the site profile, or remove it: then the base is made here",
+            )
     built = find_image(engine, plan.name)
     if built is None:
         raise CheckRefused(f"{engine.kind} built {plan.name} and does not have it")
@@ -263,17 +281,6 @@ def strop_folder() -> str:
     return str(Path(strop.__file__).absolute().parent.parent)
 
 
-def _find_wheels(folder: Path) -> tuple[Path, ...]:
-    found = tuple(sorted(folder.glob("*.whl")))
-    if not any(path.name.startswith("strop-") for path in found):
-        raise ConfigError(
-            f"{folder} has {len(found)} wheels and none of strop",
-            allowed="a folder with wheels of strop and of all that it needs",
-            next_step=f"fill it: pip wheel --wheel-dir {folder} .",
-        )
-    return found
-
-
 def _tagged(plan: ImagePlan) -> ImagePlan:
     parts = {
         "format": _FORMAT,
@@ -313,22 +320,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # Another file system.
         shutil.copyfile(source, target)
-
-
-def _run_build(engine: Engine, plan: ImagePlan, context: Path, *, no_cache: bool) -> None:
-    words = ["build", "--tag", plan.name, "--file", str(context / "Containerfile")]
-    # Only packages from a registry need a network.
-    words += ["--network", "host" if plan.base_image is not None else "none"]
-    words += ["--no-cache"] if no_cache else []
-    done = engine.ask(*words, str(context), limit_s=BUILD_LIMIT_S)
-    if done.returncode != 0:
-        raise CheckRefused(
-            f"{engine.kind} did not build {plan.name}: {quote_words(done)}",
-            allowed="an image that builds" if plan.base_image is None else "a registry that answers",
-            next_step="free some space if the disk is full"
-            if plan.base_image is None
-            else "check base_image of the site profile, or remove it: then the base is made here",
-        )
 
 
 def _quoted(value: str) -> str:

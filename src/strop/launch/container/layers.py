@@ -265,36 +265,40 @@ def make_base(folder: Path, suite: str, packages: Sequence[str], *, is_fresh: bo
             return path
         partial_path = path.with_suffix(".partial.tar")
         try:
-            _run_mmdebstrap(suite, names, partial_path)
+            program = shutil.which("mmdebstrap")
+            if program is None:
+                raise _refuse("mmdebstrap is not installed")
+            argv = [
+                program,
+                "--quiet",
+                "--variant=minbase",
+                f"--include={names}",
+                *_LEFT_OUT,
+                suite,
+                str(partial_path),
+            ]
+            # With a fixed time equal packages give equal bytes, and the layer's cache is hit.
+            environ = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+            try:
+                done = subprocess.run(
+                    argv,
+                    check=False,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    env=environ,
+                    timeout=BUILD_LIMIT_S,
+                )
+            except subprocess.TimeoutExpired:
+                raise _refuse(f"mmdebstrap did not end in {BUILD_LIMIT_S:g} s") from None
+            if done.returncode != 0:
+                words = " ".join(done.stderr.split())[-2000:]
+                raise _refuse(f"mmdebstrap made no {suite} ({words})")
             os.replace(partial_path, path)
         finally:
             partial_path.unlink(missing_ok=True)
     return path
-
-
-def _run_mmdebstrap(suite: str, names: str, path: Path) -> None:
-    program = shutil.which("mmdebstrap")
-    if program is None:
-        raise _refuse("mmdebstrap is not installed")
-    argv = [program, "--quiet", "--variant=minbase", f"--include={names}", *_LEFT_OUT, suite, str(path)]
-    # With a fixed time equal packages give equal bytes, and the layer's cache is hit.
-    environ = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
-    try:
-        done = subprocess.run(
-            argv,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environ,
-            timeout=BUILD_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise _refuse(f"mmdebstrap did not end in {BUILD_LIMIT_S:g} s") from None
-    if done.returncode != 0:
-        words = " ".join(done.stderr.split())[-2000:]
-        raise _refuse(f"mmdebstrap made no {suite} ({words})")
 
 
 def _refuse(given: str) -> CheckRefused:

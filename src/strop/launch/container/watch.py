@@ -249,7 +249,15 @@ def settle(job_path: Path) -> bool:
         return False
     if facts is not None:
         end = read_end(facts)
-        _keep_log(engine, name, job_path)
+        done = engine.ask("logs", name)
+        text = redact((done.stdout + done.stderr)[-_MAX_LOG_BYTES:], secret_values(job_path))
+        log_path = job_path / LOG_NAME
+        if text:
+            try:
+                with log_path.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                    log.write(text)
+            except OSError as error:
+                raise explain_write_failure(error, log_path) from error
         _complete_record(job_path, end)
         write_container_file(job_path, END_NAME, asdict(end))
     # Not those of a later attempt, for which the folder may have been filled again already.
@@ -279,19 +287,6 @@ def _complete_record(job_path: Path, end: ContainerEnd) -> None:
                 ended_at=end.ended_at,
                 nodes=attempt.nodes,
             )
-
-
-def _keep_log(engine: Engine, name: str, job_path: Path) -> None:
-    """Append the container's output to the job's log, without secrets. Raises: StoreError."""
-    done = engine.ask("logs", name)
-    text = redact((done.stdout + done.stderr)[-_MAX_LOG_BYTES:], secret_values(job_path))
-    if not text:
-        return
-    try:
-        with (job_path / LOG_NAME).open("a", encoding="utf-8", errors="backslashreplace") as log:
-            log.write(text)
-    except OSError as error:
-        raise explain_write_failure(error, job_path / LOG_NAME) from error
 
 
 def _answer_ended(job_path: Path, end: ContainerEnd, word: str) -> SchedulerStatus:

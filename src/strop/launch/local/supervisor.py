@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
@@ -77,15 +76,6 @@ class _Orders:
         self.pending[:] = [order for order in self.pending if order is not signal.SIGUSR2]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _AttemptEnd:
-    """How one attempt ended."""
-
-    exit_code: int
-    is_lost: bool
-    """Whether the agent itself was killed."""
-
-
 def supervise(job_path: Path, job_id: str) -> int:
     """Run every member of a job to its end; return the first code that is not 0, else 0.
 
@@ -99,7 +89,13 @@ def supervise(job_path: Path, job_id: str) -> int:
     result = EXIT_DONE
     try:
         for member in plan.members:
-            code = _supervise_member(plan, member, job_path, job_id, orders)
+            code = EXIT_INTERRUPTED
+            for number in range(plan.num_past, plan.num_past + plan.max_requeue + 1):
+                if orders.cancelled_by or orders.end_alone(member.index):
+                    break
+                code, is_lost = _run_attempt(plan, member, job_path, f"{job_id}-{number}", number, orders)
+                if code != EXIT_INTERRUPTED and not is_lost:
+                    break
             if orders.end_alone(member.index):
                 confirm_end(job_path, member.index)
             else:
@@ -114,24 +110,10 @@ def supervise(job_path: Path, job_id: str) -> int:
     return result
 
 
-def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id: str, orders: _Orders) -> int:
-    last = plan.num_past + plan.max_requeue
-    exit_code = EXIT_INTERRUPTED
-    for number in range(plan.num_past, last + 1):
-        if orders.cancelled_by or orders.end_alone(member.index):
-            break
-        attempt = f"{job_id}-{number}"
-        end = _run_attempt(plan, member, job_path, attempt, number, orders)
-        exit_code = end.exit_code
-        if exit_code != EXIT_INTERRUPTED and not end.is_lost:
-            break
-    return exit_code
-
-
 def _run_attempt(
     plan: JobPlan, member: MemberPlan, job_path: Path, attempt: str, number: int, orders: _Orders
-) -> _AttemptEnd:
-    """Run one attempt, pass signals on, and write its verdict.
+) -> tuple[int, bool]:
+    """Run one attempt, pass signals on, write its verdict; return code, and whether the agent was killed.
 
     An attempt whose agent was killed has no exit code unless it was the last one.
     """
@@ -170,7 +152,7 @@ def _run_attempt(
         ended_at=time.time(),
         nodes=(socket.gethostname(),),
     )
-    return _AttemptEnd(exit_code=exit_code, is_lost=is_lost)
+    return exit_code, is_lost
 
 
 def main(arguments: list[str] | None = None, *, run: Callable[[Path, str], int] = supervise) -> int:

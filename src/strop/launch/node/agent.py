@@ -138,13 +138,32 @@ class _EndRecord:
             self.end = NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
         if self.end.cause:
             _say(self._task, self._log, self.end.cause)
-        _write_end(self._task, self.end, self._stop.signal_name)
+        task, end = self._task, self.end
+        # The cause, then the exit code, after which nothing else is written.
+        _write_json(
+            task.attempt_path / f"end-{task.node}.json",
+            {
+                "node": task.node,
+                "exit_code": end.exit_code,
+                "role": end.role,
+                "cause": end.cause,
+                "signal": self._stop.signal_name,
+                "ended_at": time.time(),
+            },
+        )
+        write_bytes_atomically(task.exit_path, str(end.exit_code).encode())
         return error is None or isinstance(error, Exception)
 
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
-    node = _Node(task=task, plan=plan, roles=_choose_roles(plan, task), log=log)
+    wanted = {"cpu"} if task.part == "cpu" else {"all", "others" if task.node else "first"}
+    roles = tuple(role for role in plan.roles if role.nodes in wanted)
+    awaited = tuple(role for role in roles if role.is_awaited)
+    if awaited and (task.member_path / STATE_NAME).is_file() and RunDir.open(task.member_path).is_finished:
+        # An earlier attempt has finished the run.
+        roles = awaited
+    node = _Node(task=task, plan=plan, roles=roles, log=log)
     become_subreaper()
     if task.node == 0:
         raise_fence(task.member_path, task.number, task.attempt)
@@ -171,16 +190,6 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
                 lease.is_kept = True
                 names = ", ".join(map(str, surviving))
                 node.say(f"processes {names} did not end, and are left to the next agent")
-
-
-def _choose_roles(plan: JobPlan, task: NodeTask) -> tuple[RolePlan, ...]:
-    """Return the roles of this node: the awaited ones alone where an earlier attempt has finished the run."""
-    place = "first" if task.node == 0 else "others"
-    wanted = {"cpu"} if task.part == "cpu" else {"all", place}
-    roles = tuple(role for role in plan.roles if role.nodes in wanted)
-    awaited = tuple(role for role in roles if role.is_awaited)
-    has_run = bool(awaited) and (task.member_path / STATE_NAME).is_file()
-    return awaited if has_run and RunDir.open(task.member_path).is_finished else roles
 
 
 def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: StopRequest) -> NodeEnd:
@@ -212,7 +221,13 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
         require_names(planned, environments[planned.name], list(plan.environment.variables))
     if not node.roles:
         # A node of the main part that only lends its devices to another node's role.
-        return _wait_for_peers(task, stop)
+        with PeerWatch(task, is_sidecar=True) as peers:
+            while time.monotonic() < stop.deadline:
+                end = peers.check()
+                if end is not None:
+                    return end
+                time.sleep(0.2)
+        return NodeEnd(exit_code=EXIT_DONE, cause="")
     roles = start_roles(
         node.roles,
         task.log_path,
@@ -238,16 +253,6 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
             return peers.check() or (stall.check() if stall else None)
 
         return watch_roles(roles, stop, check=check, say=node.say)
-
-
-def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
-    with PeerWatch(task, is_sidecar=True) as peers:
-        while time.monotonic() < stop.deadline:
-            end = peers.check()
-            if end is not None:
-                return end
-            time.sleep(0.2)
-    return NodeEnd(exit_code=EXIT_DONE, cause="")
 
 
 def _fill(word: str, task: NodeTask, code_path: Path) -> str:
@@ -346,22 +351,6 @@ def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
             "python": sys.version.split()[0],
         },
     )
-
-
-def _write_end(task: NodeTask, end: NodeEnd, signal_name: str) -> None:
-    """Write why a node ended, then its exit code, after which nothing else is written."""
-    _write_json(
-        task.attempt_path / f"end-{task.node}.json",
-        {
-            "node": task.node,
-            "exit_code": end.exit_code,
-            "role": end.role,
-            "cause": end.cause,
-            "signal": signal_name,
-            "ended_at": time.time(),
-        },
-    )
-    write_bytes_atomically(task.exit_path, str(end.exit_code).encode())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

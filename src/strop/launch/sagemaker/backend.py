@@ -94,14 +94,27 @@ class SageMakerBackend:
 
         Raises: CheckRefused if AWS refuses one: those that it accepted before are stopped then; StoreError.
         """
-        image = self._resolve_image(plan.details["image"])
+        image = plan.details["image"]
+        named = parse_reference(image)
+        if named is not None and named.registry is not None and named.digest is None:
+            # By digest: a tag may point elsewhere by the time that a job starts.
+            image = f"{named.registry}/{named.name}@{find_digest(self._clients, named)}"
         accepted: list[dict[str, Any]] = []
         try:
             for job in plan.details["jobs"]:
                 self._upload(plan, job)
                 accepted.append(self._create(plan, job, image))
         except StropError:
-            self._stop_all(accepted)
+            # All of a sweep run, or none: those that were accepted before are stopped.
+            for job in accepted:
+                try:
+                    self._stop(job["name"])
+                except StropError as error:
+                    raise CheckRefused(
+                        f"a later member was refused, and {job['name']} could not be stopped ({error})",
+                        allowed="all members of a sweep or none",
+                        next_step=f"stop {job['name']} in the console",
+                    ) from error
             raise
         ref = self._to_ref(plan, accepted, image)
         warnings = [self._note_job(plan, job, image) for job in accepted]
@@ -152,7 +165,20 @@ class SageMakerBackend:
                 answer = self._describe(name, summary)
                 if answer is not None:
                     answers[ref.job_id, member] = answer
-        self._note_states(refs, answers)
+        # The job log is a convenience: errors are ignored.
+        for ref in refs:
+            ended = {
+                job["name"]: str(answer.state)
+                for job in ref.details["jobs"]
+                if (answer := answers.get((ref.job_id, job["member"]))) and answer.state.is_terminal
+            }
+            path = ref.details.get("job_log")
+            if not ended or not path or not Path(path).exists():
+                continue
+            try:
+                JobLog(Path(path)).note_states(ended)
+            except StoreError:
+                continue
         return answers
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:
@@ -200,13 +226,6 @@ class SageMakerBackend:
 
     # Submission.
 
-    def _resolve_image(self, text: str) -> str:
-        """Return the image by digest: a tag may point elsewhere by the time that a job starts."""
-        image = parse_reference(text)
-        if image is None or image.registry is None or image.digest is not None:
-            return text
-        return f"{image.registry}/{image.name}@{find_digest(self._clients, image)}"
-
     def _upload(self, plan: JobPlan, job: Mapping[str, Any]) -> None:
         job_path = job_path_of(plan.home)
         if job["source_uri"]:
@@ -251,8 +270,13 @@ class SageMakerBackend:
             except CheckRefused as error:
                 if "ResourceInUse" not in str(error):
                     raise
-                if mine := self._adopt(plan, job, name):
-                    return mine
+                # An earlier, killed submission of this one may have made it.
+                described = self._clients.call(
+                    "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
+                )
+                tags = self._tags_of(described["TrainingJobArn"])
+                if tags.get(PLAN_TAG) == plan.plan_hash and tags.get(RUN_TAG) == job["run_key"]:
+                    return _accepted(job, described)
             else:
                 return _accepted(job, {"TrainingJobName": name, "TrainingJobArn": answer["TrainingJobArn"]})
         raise CheckRefused(
@@ -260,27 +284,6 @@ class SageMakerBackend:
             allowed="a name of its own for each job",
             next_step="submit again in a second, or with another --name-prefix",
         )
-
-    def _adopt(self, plan: JobPlan, job: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-        """Return the job of that name if an earlier, killed submission of this one made it."""
-        described = self._clients.call(
-            "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
-        )
-        tags = self._tags_of(described["TrainingJobArn"])
-        is_mine = tags.get(PLAN_TAG) == plan.plan_hash and tags.get(RUN_TAG) == job["run_key"]
-        return _accepted(job, described) if is_mine else None
-
-    def _stop_all(self, accepted: list[dict[str, Any]]) -> None:
-        """Stop the members that were accepted before one was refused: all of a sweep run, or none."""
-        for job in accepted:
-            try:
-                self._stop(job["name"])
-            except StropError as error:
-                raise CheckRefused(
-                    f"a later member was refused, and {job['name']} could not be stopped ({error})",
-                    allowed="all members of a sweep or none",
-                    next_step=f"stop {job['name']} in the console",
-                ) from error
 
     def _to_ref(self, plan: JobPlan, accepted: list[dict[str, Any]], image: str) -> JobRef:
         return plan.refer_to(
@@ -350,24 +353,6 @@ class SageMakerBackend:
             # A description may lag behind the listing: then it is read again next time.
             self._described[name] = (changed, answer)
         return answer
-
-    def _note_states(
-        self, refs: Sequence[JobRef], answers: Mapping[tuple[str, int], SchedulerStatus]
-    ) -> None:
-        """Note in the job log which jobs have ended. Errors are ignored: the log is a convenience."""
-        for ref in refs:
-            ended = {
-                job["name"]: str(answer.state)
-                for job in ref.details["jobs"]
-                if (answer := answers.get((ref.job_id, job["member"]))) and answer.state.is_terminal
-            }
-            path = ref.details.get("job_log")
-            if not ended or not path or not Path(path).exists():
-                continue
-            try:
-                JobLog(Path(path)).note_states(ended)
-            except StoreError:
-                continue
 
     def _tags_of(self, arn: str) -> dict[str, str]:
         tags = all_pages(self._clients, "sagemaker", "list_tags", "Tags", resource=arn, ResourceArn=arn)

@@ -99,23 +99,25 @@ class CheckpointSync(_Worker):
             try:
                 for path in sorted(_complete_states(self._member_path / "checkpoints")):
                     if path.name not in kept and _step_of(path) > newest:
-                        self._copy(path)
-                self._prune()
+                        self._sync_run()
+                        staged = self._staging_path / path.name
+                        shutil.rmtree(staged, ignore_errors=True)
+                        shutil.copytree(path, staged, copy_function=_link_or_copy)
+                        (staged / MANIFEST_NAME).rename(self._staging_path / f"{path.name}.{MANIFEST_NAME}")
+                        target = self._place / path.name
+                        shutil.rmtree(target, ignore_errors=True)
+                        _move(staged, target)
+                        # Last: a directory without it is no state, however much of it has been uploaded.
+                        _move(self._staging_path / f"{path.name}.{MANIFEST_NAME}", target / MANIFEST_NAME)
+                states = sorted(_complete_states(self._place), key=_step_of)
+                for path in states[:-NUM_KEPT]:
+                    if all(self._is_safe(newer.name) for newer in states[-NUM_KEPT:]):
+                        # The manifest first: a directory that a kill leaves behind is then no state.
+                        (path / MANIFEST_NAME).unlink()
+                        shutil.rmtree(path, ignore_errors=True)
             except (OSError, StoreError) as error:
                 # A checkpoint may be pruned while it is copied, a disk may be full: the next one will do.
                 self.last_error = str(error)
-
-    def _copy(self, path: Path) -> None:
-        self._sync_run()
-        staged = self._staging_path / path.name
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.copytree(path, staged, copy_function=_link_or_copy)
-        (staged / MANIFEST_NAME).rename(self._staging_path / f"{path.name}.{MANIFEST_NAME}")
-        target = self._place / path.name
-        shutil.rmtree(target, ignore_errors=True)
-        _move(staged, target)
-        # Last: a directory without it is no state, however much of it has been uploaded.
-        _move(self._staging_path / f"{path.name}.{MANIFEST_NAME}", target / MANIFEST_NAME)
 
     def _sync_run(self) -> None:
         """Copy the run's other files that have changed, each atomically."""
@@ -136,14 +138,6 @@ class CheckpointSync(_Worker):
             # A copy, no link: these files still grow.
             shutil.copy2(source, staged)
             _move(staged, target)
-
-    def _prune(self) -> None:
-        states = sorted(_complete_states(self._place), key=_step_of)
-        for path in states[:-NUM_KEPT]:
-            if all(self._is_safe(newer.name) for newer in states[-NUM_KEPT:]):
-                # The manifest first: a directory that a kill leaves behind is then no state.
-                (path / MANIFEST_NAME).unlink()
-                shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +241,15 @@ def restore_state(checkpoint_path: Path, member_path: Path) -> Restored:
         except StoreError as error:
             reasons.append(str(error))
             continue
-        _restore(path, member_path)
+        run_path = path.parent / "run"
+        member_path.mkdir(parents=True, exist_ok=True)
+        if run_path.is_dir():
+            shutil.copytree(run_path, member_path, dirs_exist_ok=True)
+        target = member_path / "checkpoints" / path.name
+        partial = target.with_name(f".partial-{path.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(path, partial)
+        partial.rename(target)
         reasons.append(f"{path.name} is the newest whole one")
         return Restored(step=_step_of(path), reason="; ".join(reasons))
     reasons.append("no state is there: from step 0")
@@ -325,23 +327,18 @@ class RecordUploader(_Worker):
             found += [self._member_path / name for name in _RUN_FILES]
         for path in found:
             name = path.relative_to(self._member_path).as_posix()
-            with suppress(FileNotFoundError):
+            try:
                 stat = path.stat()
                 version = (stat.st_mtime_ns, stat.st_size)
-                if self._sent.get(name) != version and self._try_put(path, name):
+                if self._sent.get(name) != version:
+                    self._sink.put(path, name)
                     self._sent[name] = version
-
-    def _try_put(self, path: Path, name: str) -> bool:
-        try:
-            self._sink.put(path, name)
-        except FileNotFoundError:
-            return False
-        except (OSError, StoreError) as error:
-            if str(error) != self._last_error:
-                self._last_error = str(error)
-                sys.stderr.write(f"record: {name} was not sent: {error}\n")
-            return False
-        return True
+            except FileNotFoundError:
+                continue
+            except (OSError, StoreError) as error:
+                if str(error) != self._last_error:
+                    self._last_error = str(error)
+                    sys.stderr.write(f"record: {name} was not sent: {error}\n")
 
 
 class LogEcho(_Worker):
@@ -372,18 +369,6 @@ class LogEcho(_Worker):
                     sys.stdout.write(f"{path.stem}| {line}\n")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
-
-
-def _restore(path: Path, member_path: Path) -> None:
-    run_path = path.parent / "run"
-    member_path.mkdir(parents=True, exist_ok=True)
-    if run_path.is_dir():
-        shutil.copytree(run_path, member_path, dirs_exist_ok=True)
-    target = member_path / "checkpoints" / path.name
-    partial = target.with_name(f".partial-{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(path, partial)
-    partial.rename(target)
 
 
 def _complete_states(folder: Path) -> list[Path]:

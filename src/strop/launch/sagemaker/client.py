@@ -78,9 +78,34 @@ class AwsClients:
 
     def client(self, service: str) -> Any:
         """Return the client of a service. Raises: ConfigError if boto3 or the AWS profile is missing."""
-        if service not in self.given:
-            self.given[service] = self._make(service)
-        return self.given[service]
+        if service in self.given:
+            return self.given[service]
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise ConfigError(
+                "SageMaker needs the package boto3, which is not installed",
+                allowed="`strop submit --dry-run`, which works without it",
+                next_step=INSTALL,
+            ) from error
+        # Own retries: those of the client try for minutes what will never work.
+        config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
+        try:
+            if self._session is None:
+                self._session = boto3.session.Session(
+                    profile_name=self.profile.aws_profile, region_name=self.profile.region
+                )
+            made = self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigError(
+                f"the client for {service} cannot be made ({error})",
+                allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
+                next_step="correct the site profile or ~/.aws/config",
+            ) from error
+        self.given[service] = made
+        return made
 
     def call(self, service: str, operation: str, *, resource: str = "", **arguments: Any) -> Any:
         """Call an operation, again while it is throttled or the service has no answer.
@@ -126,7 +151,18 @@ class AwsClients:
                 next_step="check the name, the region and the account in the site profile",
             )
         if code in _DENIED_CODES or _status_of(failure) in {401, 403} or not code:
-            return self._denied(where, action, words, code)
+            if not code:
+                # The client itself found nothing to sign with, or nothing to connect to.
+                return RemoteDenied(
+                    f"{where}: no usable credentials ({words})",
+                    allowed="credentials in a named profile, a role or the usual variables",
+                    next_step=f"log in{self._login()}, or set aws_profile in the site profile",
+                )
+            return RemoteDenied(
+                f"{where} is not allowed for {self.identity()} ({words})",
+                allowed=f"an identity that may {action}",
+                next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
+            )
         return CheckRefused(
             f"{where} was refused: {words}",
             allowed="a request that the service accepts",
@@ -144,48 +180,8 @@ class AwsClients:
                 self._identity = f"the credentials of {self.profile.aws_profile or 'this environment'}"
         return self._identity
 
-    def _denied(self, where: str, action: str, words: str, code: str) -> RemoteDenied:
-        if not code:
-            # The client itself found nothing to sign with, or nothing to connect to.
-            return RemoteDenied(
-                f"{where}: no usable credentials ({words})",
-                allowed="credentials in a named profile, a role or the usual variables",
-                next_step=f"log in{self._login()}, or set aws_profile in the site profile",
-            )
-        return RemoteDenied(
-            f"{where} is not allowed for {self.identity()} ({words})",
-            allowed=f"an identity that may {action}",
-            next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
-        )
-
     def _login(self) -> str:
         return f" (aws sso login --profile {self.profile.aws_profile})" if self.profile.aws_profile else ""
-
-    def _make(self, service: str) -> Any:
-        try:
-            import boto3
-            from botocore.config import Config
-            from botocore.exceptions import BotoCoreError
-        except ImportError as error:
-            raise ConfigError(
-                "SageMaker needs the package boto3, which is not installed",
-                allowed="`strop submit --dry-run`, which works without it",
-                next_step=INSTALL,
-            ) from error
-        # Own retries: those of the client try for minutes what will never work.
-        config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
-        try:
-            if self._session is None:
-                self._session = boto3.session.Session(
-                    profile_name=self.profile.aws_profile, region_name=self.profile.region
-                )
-            return self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
-        except (BotoCoreError, ValueError) as error:
-            raise ConfigError(
-                f"the client for {service} cannot be made ({error})",
-                allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
-                next_step="correct the site profile or ~/.aws/config",
-            ) from error
 
 
 def error_code(failure: Exception) -> str:

@@ -120,7 +120,20 @@ def run_entry(settings: EntrySettings, stop: StopFlag, *, read_secret: SecretRea
     with _FailureFile(tree, stop) as failure:
         hosts = tree.read_hosts()
         failure.host = hosts.current
-        failure.exit_code = _run_start(_read_start(tree, hosts, settings), settings, stop, read_secret)
+        plan = read_sent_plan(tree)
+        job = find_job(plan, tree.read_parameters())
+        name = os.environ.get("TRAINING_JOB_NAME") or job["name"]
+        # The same path on every host: roles exchange paths, each on its own disk.
+        home = settings.scratch / name
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        number = int(plan.get("num_past", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
+        failure.exit_code = _run_start(
+            _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number),
+            settings,
+            stop,
+            read_secret,
+        )
     return failure.exit_code
 
 
@@ -159,18 +172,6 @@ class _FailureFile:
         return True
 
 
-def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
-    plan = read_sent_plan(tree)
-    job = find_job(plan, tree.read_parameters())
-    name = os.environ.get("TRAINING_JOB_NAME") or job["name"]
-    # The same path on every host: roles exchange paths, each on its own disk.
-    home = settings.scratch / name
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
-    number = int(plan.get("num_past", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
-    return _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number)
-
-
 def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: SecretReader) -> int:
     job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home, read_secret)
     _restore_state(start)
@@ -194,7 +195,21 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag, read_secr
         own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
         cause = str(_read_end(start).get("cause", ""))
         code = rendezvous.finish(own_code, cause)
-        _report_end(start, rendezvous, code, own_code=own_code, cause=cause, hidden=hidden)
+        # The failure file of an unsuccessful end: the first cause, and the host that reported it.
+        if code != EXIT_DONE:
+            decisive = [
+                (node, text) for node, text in rendezvous.causes if rendezvous.codes.get(node) == code
+            ]
+            node, first = next(iter(decisive or rendezvous.causes), (start.hosts.node, cause))
+            if not first and code == EXIT_INTERRUPTED:
+                first = "told to stop, and the newest state is kept"
+            text = describe_failure(code, host=start.hosts.names[node], cause=first, secrets=hidden)
+            write_failure(start.tree.failure_path, text)
+            if node != start.hosts.node and cause:
+                write_failure(
+                    start.tree.failure_path,
+                    describe_failure(own_code, host=start.hosts.current, cause=cause, secrets=hidden),
+                )
         if start.hosts.is_head:
             write_verdict(
                 start.attempt_path,
@@ -237,7 +252,15 @@ def _run_agent(
         term_grace_s=max(1.0, settings.stop_window_s - RESERVE_S * settings.stop_window_s / STOP_WINDOW_S),
         address=find_address(start.hosts.head, JOIN_LIMIT_S) if len(start.hosts.names) > 1 else "127.0.0.1",
     )
-    sync = _open_sync(start)
+    # Beside the checkpoint directory, where a rename reaches it, and not in it.
+    staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    host, place = start.hosts.current, f"{start.job['state_uri']}/{start.hosts.current}"
+    is_safe = _arrival_check(place) if _reaches_store(start) else None
+    sync = CheckpointSync(
+        start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
+    )
     echo = LogEcho(task.log_path, hide=hidden)
     threads = (sync, uploader, echo)
     for thread in threads:
@@ -304,18 +327,6 @@ def _restore_state(start: _Start) -> None:
     sys.stderr.write(f"state: {found.reason}\n")
     content = json.dumps({"step": found.step, "reason": found.reason, "platform": dict(start.hosts.others)})
     write_bytes_atomically(start.attempt_path / "resume.json", content.encode())
-
-
-def _open_sync(start: _Start) -> CheckpointSync:
-    # Beside the checkpoint directory, where a rename reaches it, and not in it.
-    staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    host, place = start.hosts.current, f"{start.job['state_uri']}/{start.hosts.current}"
-    is_safe = _arrival_check(place) if _reaches_store(start) else None
-    return CheckpointSync(
-        start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
-    )
 
 
 def _reaches_store(start: _Start) -> bool:
@@ -387,22 +398,3 @@ def _read_end(start: _Start) -> Mapping[str, Any]:
         if isinstance(content, dict):
             return content
     return {}
-
-
-def _report_end(
-    start: _Start, rendezvous: Rendezvous, code: int, *, own_code: int, cause: str, hidden: tuple[str, ...]
-) -> None:
-    """Write the failure file of an unsuccessful end: the first cause, and the host that reported it."""
-    if code == EXIT_DONE:
-        return
-    decisive = [(node, text) for node, text in rendezvous.causes if rendezvous.codes.get(node) == code]
-    node, first = next(iter(decisive or rendezvous.causes), (start.hosts.node, cause))
-    if not first and code == EXIT_INTERRUPTED:
-        first = "told to stop, and the newest state is kept"
-    text = describe_failure(code, host=start.hosts.names[node], cause=first, secrets=hidden)
-    write_failure(start.tree.failure_path, text)
-    if node != start.hosts.node and cause:
-        write_failure(
-            start.tree.failure_path,
-            describe_failure(own_code, host=start.hosts.current, cause=cause, secrets=hidden),
-        )

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, StoreError, format_error
+from strop.errors import ConfigError, StoreError
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.lock import FileLock
 
@@ -90,10 +90,35 @@ class JobLog:
 
     def read(self) -> list[JobRow]:
         """Return all jobs, oldest first. A line that is no JSON (a torn one) is skipped."""
+        try:
+            lines = self.twin_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(
+                f"{self.twin_path} cannot be read ({error.strerror})",
+                allowed="the twin of the job log",
+                next_step="mend the permissions, or name the job itself",
+            ) from error
         rows: dict[str, dict[str, Any]] = {}
-        for record in _read_records(self.twin_path):
-            rows.setdefault(record["job_name"], {}).update(record)
-        return [row for record in rows.values() if (row := _to_row(record)) is not None]
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("job_name"), str):
+                rows.setdefault(record["job_name"], {}).update(record)
+        return [
+            JobRow(
+                job_name=name,
+                submitted=str(record["submitted"]),
+                facts=record["facts"] if isinstance(record.get("facts"), dict) else {},
+                **{key: str(record.get(key, "")) for key in ("config", "description", "state", "run")},
+            )
+            for name, record in rows.items()
+            # Without it: a change of state of a job that this log never saw.
+            if "submitted" in record
+        ]
 
     def find(self, reference: str) -> JobRow:
         """Return the job of a job name, a run's name or key (its newest job), or a prefix of one job alone.
@@ -108,7 +133,13 @@ class JobLog:
         found = [row for row in rows if row.job_name.startswith(reference)]
         if len(found) == 1 and reference:
             return found[0]
-        raise ConfigError(_explain_not_found(reference, found or rows, is_ambiguous=bool(found)))
+        what = f"begins {len(found)} jobs" if found else "is no job of the job log"
+        names = ", ".join(row.job_name for row in (found or rows)[-5:]) or "none, the job log is empty"
+        raise ConfigError(
+            f"{reference!r} {what}",
+            allowed=f"a job name, a run's name, or a prefix that one job alone has; the newest: {names}",
+            next_step="give the whole name",
+        )
 
     def rebuild(self) -> None:
         """Render the table from the twin.
@@ -148,41 +179,6 @@ def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
         raise explain_write_failure(error, path) from error
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read ({error.strerror})",
-            allowed="the twin of the job log",
-            next_step="mend the permissions, or name the job itself",
-        ) from error
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("job_name"), str):
-            records.append(record)
-    return records
-
-
-def _to_row(record: Mapping[str, Any]) -> JobRow | None:
-    texts = {name: str(record.get(name, "")) for name in ("config", "description", "state", "run")}
-    if "submitted" not in record:
-        return None  # A change of state of a job that this log never saw.
-    facts = record.get("facts")
-    return JobRow(
-        job_name=record["job_name"],
-        submitted=str(record["submitted"]),
-        facts=facts if isinstance(facts, dict) else {},
-        **texts,
-    )
-
-
 def _read_table(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a table that was kept before there was a twin, so that none is lost."""
     try:
@@ -208,13 +204,3 @@ def _escape(text: str) -> str:
 def _unescape(text: str) -> str:
     text = text.replace("<br>", "\n").replace("&lt;", "<").replace("&amp;", "&")
     return text.replace("\\|", "|").replace("\\\\", "\\")
-
-
-def _explain_not_found(reference: str, rows: list[JobRow], *, is_ambiguous: bool) -> str:
-    names = ", ".join(row.job_name for row in rows[-5:]) or "none, the job log is empty"
-    what = f"begins {len(rows)} jobs" if is_ambiguous else "is no job of the job log"
-    return format_error(
-        f"{reference!r} {what}",
-        allowed=f"a job name, a run's name, or a prefix that one job alone has; the newest: {names}",
-        next_step="give the whole name",
-    )

@@ -199,7 +199,25 @@ class Emulator:
                 sync.start()
                 self._syncs.append(sync)
         for name in names:
-            self._hosts[name] = self._start_host(request, name, names)
+            entry = list(request["AlgorithmSpecification"]["ContainerEntrypoint"])
+            if entry[0] == "python3" and (settings.python or settings.engine is None):
+                entry[0] = settings.python or sys.executable
+            entry += ["--port", str(settings.port), "--join-limit", str(settings.join_limit_s)]
+            entry += ["--stop-window", str(settings.stop_window_s)]
+            environment = {
+                **request.get("Environment", {}),
+                **settings.environment,
+                "TRAINING_JOB_NAME": request["TrainingJobName"],
+                MARK: self._mark,
+            }
+            if settings.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
+            path = self.root / name
+            self._hosts[name] = (
+                _ProcessHost(path, entry, environment)
+                if settings.engine is None
+                else _ContainerHost(path, entry, environment, settings, name, names, mark=self._mark)
+            )
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -305,26 +323,6 @@ class Emulator:
             sync.stop(is_last=is_last)
         for host in self._hosts.values():
             host.remove()
-
-    def _start_host(self, request: Mapping[str, Any], name: str, names: Sequence[str]) -> _Host:
-        entry = list(request["AlgorithmSpecification"]["ContainerEntrypoint"])
-        settings = self._settings
-        if entry[0] == "python3" and (settings.python or settings.engine is None):
-            entry[0] = settings.python or sys.executable
-        entry += ["--port", str(settings.port), "--join-limit", str(settings.join_limit_s)]
-        entry += ["--stop-window", str(settings.stop_window_s)]
-        environment = {
-            **request.get("Environment", {}),
-            **settings.environment,
-            "TRAINING_JOB_NAME": request["TrainingJobName"],
-            MARK: self._mark,
-        }
-        if settings.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
-        host_path = self.root / name
-        if settings.engine is None:
-            return _ProcessHost(host_path, entry, environment)
-        return _ContainerHost(host_path, entry, environment, settings, name, names, mark=self._mark)
 
 
 class _ProcessHost:

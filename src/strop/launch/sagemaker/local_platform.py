@@ -35,13 +35,17 @@ def build_tree(
     # Strings alone, whatever was meant.
     _write(root / places.HYPERPARAMETERS, {k: str(v) for k, v in request.get("HyperParameters", {}).items()})
     _write(root / places.RESOURCES, _describe_hosts(resources, hosts, host))
-    channels = request.get("InputDataConfig", [])
-    _write(
-        root / places.CHANNELS, {channel["ChannelName"]: _describe_channel(channel) for channel in channels}
-    )
-    for channel in channels:
-        source = channel["DataSource"]["S3DataSource"]["S3Uri"]
-        fetch_all(objects, source, root / places.DATA / channel["ChannelName"])
+    channels = {}
+    for channel in request.get("InputDataConfig", []):
+        name, source = channel["ChannelName"], channel["DataSource"]["S3DataSource"]
+        channels[name] = {
+            "TrainingInputMode": channel.get("InputMode", "File"),
+            "S3DistributionType": source.get("S3DataDistributionType", "FullyReplicated"),
+            "RecordWrapperType": channel.get("RecordWrapperType", "None"),
+            "ContentType": channel.get("ContentType", ""),
+        }
+        fetch_all(objects, source["S3Uri"], root / places.DATA / name)
+    _write(root / places.CHANNELS, channels)
     if "CheckpointConfig" in request:
         local = request["CheckpointConfig"].get("LocalPath", places.CHECKPOINT_PATH)
         _write(root / places.CHECKPOINTS, {"LocalPath": local})
@@ -133,16 +137,6 @@ def _describe_hosts(resources: Mapping[str, Any], hosts: Sequence[str], host: st
         "hosts": list(hosts),
         "instance_groups": described,
         "network_interface_name": "lo",
-    }
-
-
-def _describe_channel(channel: Mapping[str, Any]) -> dict[str, str]:
-    source = channel["DataSource"]["S3DataSource"]
-    return {
-        "TrainingInputMode": channel.get("InputMode", "File"),
-        "S3DistributionType": source.get("S3DataDistributionType", "FullyReplicated"),
-        "RecordWrapperType": channel.get("RecordWrapperType", "None"),
-        "ContentType": channel.get("ContentType", ""),
     }
 
 

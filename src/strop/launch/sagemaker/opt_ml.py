@@ -181,9 +181,28 @@ def make_job_folder(
             shutil.copyfile(path, job_path / path.name)
     if (config_path / MEMBER_SPEC).is_file():
         shutil.copyfile(config_path / MEMBER_SPEC, job_path / SPEC_NAME)
-    _write_inner_plan(plan, job_path)
-    _bring_code(tree, plan, job_path)
-    _link_assets(tree, plan, home)
+    # The plan with this container's interpreter, and without paths of the submitting machine.
+    outside = plan["python"]
+    roles = [
+        {**role, "argv": [sys.executable if word == outside else word for word in role["argv"]]}
+        for role in plan["roles"]
+    ]
+    details = {key: value for key, value in plan["details"].items() if key != "project_path"}
+    inner = {**plan, "roles": roles, "python": sys.executable, "details": details}
+    (job_path / PLAN_NAME).write_text(json.dumps(inner))
+    if plan["code_sha256"]:
+        source = tree.channel_path(places.CODE_CHANNEL) / CODE_NAME
+        if not source.is_file():
+            raise CheckRefused(f"{source}, the code that was sent with the job, is missing")
+        target = job_path / CODE_NAME
+        target.unlink(missing_ok=True)
+        target.symlink_to(source)
+    # The channels in a store, each at the place of its asset.
+    for channel, place in plan["details"].get("assets", {}).items():
+        link = home / "store" / place
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(tree.channel_path(channel))
     values = {}
     for name, arn in plan["details"].get("secrets", {}).items():
         text = read_secret(arn)
@@ -210,38 +229,6 @@ def fetch_secret(arn: str) -> str:
     except StropError as error:
         raise CheckRefused(f"a secret of the job cannot be fetched: {error}") from error
     return str(answer["SecretString"])
-
-
-def _write_inner_plan(plan: dict[str, Any], job_path: Path) -> None:
-    """Write the plan with this container's interpreter, and without paths of the submitting machine."""
-    outside = plan["python"]
-    roles = [
-        {**role, "argv": [sys.executable if word == outside else word for word in role["argv"]]}
-        for role in plan["roles"]
-    ]
-    details = {key: value for key, value in plan["details"].items() if key != "project_path"}
-    inner = {**plan, "roles": roles, "python": sys.executable, "details": details}
-    (job_path / PLAN_NAME).write_text(json.dumps(inner))
-
-
-def _bring_code(tree: OptMl, plan: Mapping[str, Any], job_path: Path) -> None:
-    if not plan["code_sha256"]:
-        return
-    source = tree.channel_path(places.CODE_CHANNEL) / CODE_NAME
-    if not source.is_file():
-        raise CheckRefused(f"{source}, the code that was sent with the job, is missing")
-    target = job_path / CODE_NAME
-    target.unlink(missing_ok=True)
-    target.symlink_to(source)
-
-
-def _link_assets(tree: OptMl, plan: Mapping[str, Any], home: Path) -> None:
-    """Link the channels into a store, each at the place of its asset."""
-    for channel, place in plan["details"].get("assets", {}).items():
-        link = home / "store" / place
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(tree.channel_path(channel))
 
 
 def _write_environment(

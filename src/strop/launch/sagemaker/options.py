@@ -174,7 +174,27 @@ class SageMakerSite(SiteOptions):
             flags = [flag for flag in flags if flag.name != "--gpus"]
         else:
             devices = []
-        settings, options = super().read_flags(_number_gpus(flags))
+        # Lists of GPUs become numbers.
+        given = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
+        for flag in flags:
+            if flag.name == "--gpus" and not isinstance(flag.value, int):
+                raise ConfigError(
+                    f"--gpus {show_value(flag.value)} without --local",
+                    allowed="GPUs of this machine, with --local",
+                    next_step="choose an instance type for a job, or add --local",
+                )
+        shares = read_gpu_shares(
+            given.get(_TRAIN), given.get(_EVAL), has_split=any(flag.name == "--infer-gpus" for flag in flags)
+        )
+        named = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
+        settings, options = super().read_flags(
+            [
+                replace(flag, key=f"job.{named[flag.name]}", value=shares[named[flag.name]])
+                if flag.name in given
+                else flag
+                for flag in flags
+            ]
+        )
         for first, second in _EXCLUSIVE:
             if options.get(first) and options.get(second):
                 one, other = (cls.flags()[name].names[0] for name in (first, second))
@@ -201,28 +221,6 @@ class SageMakerSite(SiteOptions):
         from strop.launch.sagemaker.backend import SageMakerBackend
 
         return SageMakerBackend(self)
-
-
-def _number_gpus(flags: Sequence[Flag]) -> list[Flag]:
-    """Return the flags with numbers instead of lists of GPUs."""
-    given = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
-    for flag in flags:
-        if flag.name == "--gpus" and not isinstance(flag.value, int):
-            raise ConfigError(
-                f"--gpus {show_value(flag.value)} without --local",
-                allowed="GPUs of this machine, with --local",
-                next_step="choose an instance type for a job, or add --local",
-            )
-    shares = read_gpu_shares(
-        given.get(_TRAIN), given.get(_EVAL), has_split=any(flag.name == "--infer-gpus" for flag in flags)
-    )
-    named = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
-    return [
-        replace(flag, key=f"job.{named[flag.name]}", value=shares[named[flag.name]])
-        if flag.name in given
-        else flag
-        for flag in flags
-    ]
 
 
 def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: bool) -> dict[str, int]:

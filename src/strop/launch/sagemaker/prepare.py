@@ -40,7 +40,13 @@ def prepare_image(
     if options.push:
         return push_for(plain, options, engine, image, say)
     if options.build and not is_dry_run:
-        _say_difference(options, engine, image, say)
+        say("the job uses the repository's image; --push sends this one there")
+        remote = parse_reference(f"{options.repository}:{options.image_tag or f'v{__version__}'}")
+        local = find_image(engine, image) if engine is not None and image is not None else None
+        if remote is not None and remote.registry is not None and local is not None:
+            difference = compare_images(AwsClients(profile=options), remote, local[0])
+            if difference:
+                say(f"warning: {difference}")
     return plain
 
 
@@ -67,17 +73,6 @@ def _find_image(options: SageMakerSite, given: str | None, say: Say) -> tuple[En
         built = build_image(engine, image, no_cache=options.no_cache, say=say)
         say(f"image {built.name}: {built.size_bytes / 1e6:.0f} MB, built in {built.wall_s:.0f} s")
     return engine, image.name if find_image(engine, image.name) else None
-
-
-def _say_difference(options: SageMakerSite, engine: Engine | None, image: str | None, say: Say) -> None:
-    """Warn where the job would use another image than the one that was built here."""
-    say("the job uses the repository's image; --push sends this one there")
-    remote = parse_reference(f"{options.repository}:{options.image_tag or f'v{__version__}'}")
-    local = find_image(engine, image) if engine is not None and image is not None else None
-    if remote is None or remote.registry is None or local is None:
-        return
-    if difference := compare_images(AwsClients(profile=options), remote, local[0]):
-        say(f"warning: {difference}")
 
 
 def push_for(

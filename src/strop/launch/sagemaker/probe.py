@@ -8,7 +8,7 @@ of AWS, and the SageMaker developer guide on execution roles.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,6 +19,7 @@ from strop.launch.sagemaker.client import AwsClients, JobObjects, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LOG_GROUP
+from strop.launch.sagemaker.request import count_hosts
 from strop.launch.sagemaker.settings import find_unstaged
 
 _SERVICE = "sagemaker.amazonaws.com"
@@ -52,21 +53,24 @@ def probe_site(
     if any(finding.severity is Severity.ERROR for finding in found):
         return found
     request = plan.details["jobs"][0]["request"]
-    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+    is_offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "image": lambda: _check_image(clients, request["AlgorithmSpecification"]["TrainingImage"]),
         "role": lambda: _check_role(clients, profile),
         "bucket": lambda: _check_bucket(clients, profile),
         "rights": lambda: _check_rights(clients, profile),
         "quota": lambda: _check_quota(clients, request),
         "vpc": lambda: _check_vpc(request),
-        "asset": lambda: _check_assets(plan, request, objects),
+        "asset": lambda: find_unstaged(
+            plan.details["named_assets"], plan.details["store"], objects, offline=is_offline
+        ),
     }
     for code, check in checks.items():
         found += _ask(code, check)
     return found
 
 
-def _ask(code: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _ask(code: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yield what a check finds, or that it cannot be made."""
     try:
         yield from check()
@@ -146,6 +150,7 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
         if statement["Sid"] in {"Optional", "List"}:
             continue  # The bucket has been listed; a simulation would need the request's own context.
         resources = statement["Resource"]
+        conditions = statement.get("Condition", {}).get("StringEquals", {})
         answer = clients.call(
             "iam",
             "simulate_principal_policy",
@@ -153,7 +158,10 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
             PolicySourceArn=caller,
             ActionNames=list(statement["Action"])[:_MAX_ACTIONS],
             ResourceArns=resources if isinstance(resources, list) else [resources],
-            ContextEntries=_context(statement),
+            ContextEntries=[
+                {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+                for key, value in conditions.items()
+            ],
         )
         results += answer["EvaluationResults"]
     denied = sorted({one["EvalActionName"] for one in results if one["EvalDecision"] != "allowed"})
@@ -166,14 +174,6 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
             "an identity with every right that a submission needs",
             Severity.ERROR,
         )
-
-
-def _context(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
-    conditions = statement.get("Condition", {}).get("StringEquals", {})
-    return [
-        {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
-        for key, value in conditions.items()
-    ]
 
 
 def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Finding]:
@@ -199,9 +199,7 @@ def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Fi
 
 
 def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
-    resources = request["ResourceConfig"]
-    groups = resources.get("InstanceGroups") or [resources]
-    num_instances = sum(group["InstanceCount"] for group in groups)
+    num_instances = count_hosts(request)
     if num_instances > 1 and "VpcConfig" not in request and not request["EnableNetworkIsolation"]:
         yield _finding(
             "vpc",
@@ -210,13 +208,6 @@ def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
             Severity.WARNING,
             next_step="set subnets and security_groups, or go on without EFA",
         )
-
-
-def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: JobObjects) -> Iterator[Finding]:
-    offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
-    yield from find_unstaged(
-        plan.details["named_assets"], plan.details["store"], objects, offline=bool(offline)
-    )
 
 
 def _finding(

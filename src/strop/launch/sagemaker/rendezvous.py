@@ -72,7 +72,10 @@ class Rendezvous:
         """
         self._shared_path, self._may_be_lost = shared_path, may_be_lost
         if shared_path is not None and self._hosts.is_head and self._links:
-            threading.Thread(target=self._send_shared_file, name="file-to-hosts", daemon=True).start()
+            copying = threading.Thread(
+                target=self._send_shared_file, args=(shared_path,), name="file-to-hosts", daemon=True
+            )
+            copying.start()
         for node, link in self._links.items():
             threading.Thread(target=self._listen, args=(node, link), name=f"host-{node}", daemon=True).start()
         threading.Thread(target=self._send_signs, name="signs-to-hosts", daemon=True).start()
@@ -124,7 +127,14 @@ class Rendezvous:
             with suppress(OSError):
                 (self._attempt_path / "alive").write_text(str(time.time()))
         elif kind == "file" and not self._hosts.is_head and self._shared_path is not None:
-            _write_shared_file(self._shared_path, message.get("content"))
+            content = message.get("content")
+            # On a full disk the reader that waits for the file reports that it did not come.
+            with suppress(OSError, StoreError):
+                if content is None:
+                    self._shared_path.unlink(missing_ok=True)
+                else:
+                    self._shared_path.parent.mkdir(parents=True, exist_ok=True)
+                    write_private(self._shared_path, content)
 
     def _note(self, node: int, code: int, cause: str) -> None:
         with self._changed:
@@ -165,10 +175,14 @@ class Rendezvous:
                 if time.monotonic() - heard_at > SILENCE_LIMIT_S and node not in self.codes:
                     self._lose(node)
 
-    def _send_shared_file(self) -> None:
+    def _send_shared_file(self, path: Path) -> None:
         """Send the file whenever it changes; None once it is gone."""
         while not self._stopped.wait(_PAUSE_S):
-            content = _read_shared_file(self._shared_path)
+            content = None
+            with suppress(OSError, ValueError):
+                # It is written atomically.
+                found = json.loads(path.read_bytes())
+                content = found if isinstance(found, dict) else None
             if content != self._sent:
                 self._sent = content
                 self._send({"kind": "file", "content": content})
@@ -232,7 +246,12 @@ def _gather(
     with socket.create_server(("", port), backlog=len(hosts.names)) as server:
         server.settimeout(_PAUSE_S)
         while len(links) < len(hosts.names) - 1:
-            _refuse_late(hosts, links, deadline, limit_s, is_stopped)
+            if time.monotonic() > deadline or is_stopped():
+                for link in links.values():
+                    link.close()
+                missing = [host for node, host in enumerate(hosts.names) if node and node not in links]
+                why = "they never came" if not is_stopped() else "a stop was asked for"
+                raise _missing(missing, limit_s, why)
             with suppress(TimeoutError):
                 link, _ = server.accept()
                 greeting = _greet(link, hosts, key)
@@ -329,21 +348,6 @@ def _read_line(link: socket.socket, deadline: float, is_stopped: Callable[[], bo
     return None
 
 
-def _refuse_late(
-    hosts: Hosts,
-    links: dict[int, socket.socket],
-    deadline: float,
-    limit_s: float,
-    is_stopped: Callable[[], bool],
-) -> None:
-    if time.monotonic() <= deadline and not is_stopped():
-        return
-    for link in links.values():
-        link.close()
-    missing = [host for node, host in enumerate(hosts.names) if node and node not in links]
-    raise _missing(missing, limit_s, "they never came" if not is_stopped() else "a stop was asked for")
-
-
 def _missing(names: list[str], limit_s: float, why: str) -> CheckRefused:
     return CheckRefused(
         f"host {', '.join(names)} did not join within {limit_s:.0f} s ({why})",
@@ -361,26 +365,6 @@ def _read_messages(link: socket.socket) -> Iterator[dict[str, Any]]:
             message = json.loads(line)
             if isinstance(message, dict):
                 yield message
-
-
-def _read_shared_file(path: Path | None) -> dict[str, Any] | None:
-    """Return the content of the file; None without it. It is written atomically."""
-    with suppress(OSError, ValueError):
-        if path is not None:
-            content = json.loads(path.read_bytes())
-            return content if isinstance(content, dict) else None
-    return None
-
-
-def _write_shared_file(path: Path, content: dict[str, Any] | None) -> None:
-    """Write the file, readable by this user alone, or remove it if `content` is None."""
-    # On a full disk the reader that waits for the file reports that it did not come.
-    with suppress(OSError, StoreError):
-        if content is None:
-            path.unlink(missing_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_private(path, content)
 
 
 # The shared-key handshake: 32 random bytes, made at submission and sent in the channel `config`, never in a

@@ -52,7 +52,21 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     if not settings.profile.local:
         refuse_local(assets)
     _refuse_impossible(plan, request, settings)
-    plan = replace(plan, environment=_with_variables(plan, settings))
+    given = dict(plan.environment.variables)
+    added = {} if given.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
+    if settings.has_isolation:
+        added[URI_VARIABLE] = places.ASSET_STORE
+    if settings.has_isolation or settings.profile.offline:
+        added |= _OFFLINE_VARIABLES
+    if settings.profile.region and "AWS_REGION" not in given:
+        added["AWS_REGION"] = settings.profile.region
+    sources = {**plan.environment.sources, **dict.fromkeys(added, "launcher")}
+    plan = replace(
+        plan,
+        environment=replace(
+            plan.environment, variables=dict(sorted({**given, **added}.items())), sources=sources
+        ),
+    )
     base = settings.profile.job_name or base_name(settings.profile.name_prefix, plan.submitted_at)
     require_name(base)
     key = settings.profile.run_key or run_key(plan.name, plan.home)
@@ -240,19 +254,6 @@ def _tags(
     return [{"Key": key, "Value": value} for key, value in {**settings.profile.tags, **ours}.items()]
 
 
-def _with_variables(plan: JobPlan, settings: SageMakerSettings) -> Any:
-    given = dict(plan.environment.variables)
-    added = {} if given.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
-    if settings.has_isolation:
-        added[URI_VARIABLE] = places.ASSET_STORE
-    if settings.has_isolation or settings.profile.offline:
-        added |= _OFFLINE_VARIABLES
-    if settings.profile.region and "AWS_REGION" not in given:
-        added["AWS_REGION"] = settings.profile.region
-    sources = {**plan.environment.sources, **dict.fromkeys(added, "launcher")}
-    return replace(plan.environment, variables=dict(sorted({**given, **added}.items())), sources=sources)
-
-
 def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> None:
     local = sorted(set(plan.environment.secrets) - set(settings.secrets))
     if local:
@@ -269,46 +270,41 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
             next_step="leave out one of them",
         )
     if settings.has_isolation:
-        _refuse_calls_in_isolation(request, settings)
-
-
-def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings) -> None:
-    """Refuse network isolation together with inputs that need a network."""
-    calls = [f"the secret {name}" for name in settings.secrets]
-    texts = [
-        (path, value)
-        for path, value in walk_values(request.resolved.spec.model_dump(mode="json"))
-        if isinstance(value, str)
-    ]
-    calls += [
-        f"{'.'.join(path)}={value}"
-        for path, value in texts
-        if value.startswith(("http://", "https://"))
-        and urlsplit(value).hostname not in {"127.0.0.1", "localhost", "::1"}
-    ]
-    calls += [
-        f"{'.'.join(path)}={value}"
-        for path, value in texts
-        if value.startswith("s3://") and path[0] != "store"
-    ]
-    if calls:
-        raise ConfigError(
-            f"network_isolation=true, and the run needs {', '.join(calls)}",
-            allowed="a job without network whose inputs are all channels",
-            next_step="turn isolation off and use a VPC, or leave these out",
-        )
+        calls = [f"the secret {name}" for name in settings.secrets]
+        texts = [
+            (path, value)
+            for path, value in walk_values(request.resolved.spec.model_dump(mode="json"))
+            if isinstance(value, str)
+        ]
+        calls += [
+            f"{'.'.join(path)}={value}"
+            for path, value in texts
+            if value.startswith(("http://", "https://"))
+            and urlsplit(value).hostname not in {"127.0.0.1", "localhost", "::1"}
+        ]
+        calls += [
+            f"{'.'.join(path)}={value}"
+            for path, value in texts
+            if value.startswith("s3://") and path[0] != "store"
+        ]
+        if calls:
+            raise ConfigError(
+                f"network_isolation=true, and the run needs {', '.join(calls)}",
+                allowed="a job without network whose inputs are all channels",
+                next_step="turn isolation off and use a VPC, or leave these out",
+            )
 
 
 def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> list[str]:
     spec = request.resolved.spec
-    public: Mapping[str, str] = {
+    public = {
         "name_prefix": settings.profile.name_prefix,
         "prefix": settings.profile.prefix,
         "image": settings.image,
         **{f"tags.{key}": value for key, value in settings.profile.tags.items()},
     }
     words = [plan.name, *spec.model.uri.lower().split("/")]
-    found = find_revealing(dict(public), words)
+    found = find_revealing(public, words)
     if settings.has_isolation:
         found.append(
             "network_isolation: nothing is mirrored while the run goes on; its state is, by the platform"

@@ -79,22 +79,20 @@ def read_answer(described: Mapping[str, Any]) -> SchedulerStatus:
     state, reason = map_state(primary, secondary, before)
     failure = explain_failure(str(described.get("FailureReason", "")))
     changed_at = described.get("LastModifiedTime") or described.get("CreationTime")
+    resources = described.get("ResourceConfig", {})
+    groups = resources.get("InstanceGroups") or [resources]
     return SchedulerStatus(
         state=state,
         raw=f"{primary}/{secondary}",
         reason="; ".join(filter(None, [reason, failure])),
         num_restarts=max(0, words.count("Starting") - 1),
-        nodes=_nodes(described),
+        nodes=", ".join(
+            f"{group['InstanceCount']} x {group['InstanceType']}"
+            for group in groups
+            if "InstanceType" in group
+        ),
         since=None if changed_at is None else changed_at.timestamp(),
         is_saved=str(described.get("FailureReason", "")).startswith(REQUEUE_PREFIX),
-    )
-
-
-def _nodes(described: Mapping[str, Any]) -> str:
-    resources = described.get("ResourceConfig", {})
-    groups = resources.get("InstanceGroups") or [resources]
-    return ", ".join(
-        f"{group['InstanceCount']} x {group['InstanceType']}" for group in groups if "InstanceType" in group
     )
 
 

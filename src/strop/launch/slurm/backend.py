@@ -80,6 +80,8 @@ class SlurmBackend:
         require_fit(plan)
         script = write_script(plan, options)
         array = is_array(plan)
+        # Slurm finds no pattern in it then.
+        escaped = plan.home.replace("%", "%%")
         notices = list(plan.notices)
         if plan.resources.time_limit_s is None:
             notices.append(
@@ -91,7 +93,7 @@ class SlurmBackend:
             argv=(
                 *("sbatch", "--parsable", "--export=ALL"),
                 f"--chdir={plan.home}",
-                f"--output={_escape_pattern(plan.home)}/job/slurm-{'%A_%a' if array else '%j'}.out",
+                f"--output={escaped}/job/slurm-{'%A_%a' if array else '%j'}.out",
                 f"{plan.home}/job/{SCRIPT_NAME}",
             ),
             details={
@@ -245,11 +247,6 @@ def _target(ref: JobRef, member: int | None) -> str:
     return f"{ref.job_id}_{member}" if member is not None and ref.details.get("is_array") else ref.job_id
 
 
-def _escape_pattern(path: str) -> str:
-    """Return a path in which Slurm finds no pattern."""
-    return path.replace("%", "%%")
-
-
 def _words(reply: ClientReply) -> str:
     return (reply.errors.strip() or reply.output.strip()) or "no word"
 
@@ -269,13 +266,15 @@ def _require(reply: ClientReply, what: str) -> None:
 
 def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Finding]:
     """Return all findings about a plan. Reads only; a check that cannot run is a finding too."""
-    return [
-        *_check_request(plan, environ),
-        *_check_account(plan, environ),
-        *_check_folders(plan),
-        *_check_python(plan),
-        *_check_image(plan),
-    ]
+    found = [*_check_request(plan, environ), *_check_account(plan, environ), *_check_folders(plan)]
+    if plan.details.get("image"):
+        found += _check_image(str(plan.details["image"]))
+    elif shutil.which(plan.python) is None:
+        given, allowed = f"interpreter {plan.python} is not here", "one that login node and nodes share"
+        found.append(
+            _missing("python", given, f"{allowed}, with strop installed", "set python in the site profile")
+        )
+    return found
 
 
 def _check_request(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
@@ -343,23 +342,7 @@ def _check_folders(plan: JobPlan) -> list[Finding]:
     return [_missing("home", given, "a folder on a disk that the nodes share", "give another --output-dir")]
 
 
-def _check_python(plan: JobPlan) -> list[Finding]:
-    if plan.details.get("image") or shutil.which(plan.python) is not None:
-        return []
-    return [
-        _missing(
-            "python",
-            f"interpreter {plan.python} is not here",
-            "one that login node and nodes share, with strop installed",
-            "set python in the site profile",
-        )
-    ]
-
-
-def _check_image(plan: JobPlan) -> list[Finding]:
-    image = plan.details.get("image")
-    if not image:
-        return []
+def _check_image(image: str) -> list[Finding]:
     if image.endswith(".sqsh") and "/" not in image:
         given = f"image {image} would be read as a name in a registry"
         return [

@@ -121,7 +121,20 @@ def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[
     # Up to 22.05 --json prints every job there is, whatever else is asked; later versions keep to --me.
     reply = client(("squeue", "--json", "--me", "--states=all"))
     jobs = read_json(reply.output, now=now) if reply.code == 0 else None
-    return _list_plainly(client) if jobs is None else jobs
+    if jobs is not None:
+        return jobs
+    reply = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
+    if reply.code:
+        raise StoreError(
+            f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
+            allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
+            next_step="run squeue by hand, and read what it says",
+        )
+    jobs = read_plain(reply.output)
+    if not jobs:
+        return []
+    details = client(("scontrol", "show", "job", "-o"))
+    return add_restarts(jobs, read_restarts(details.output)) if details.code == 0 else jobs
 
 
 def answer_for(
@@ -141,21 +154,6 @@ def answer_for(
         # A job that only the database thinks alive was lost without a trace: its state is unknown.
         answers |= {key: answer for key, answer in remembered.items() if answer.state.is_terminal}
     return answers
-
-
-def _list_plainly(client: Client) -> list[SeenJob]:
-    reply = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
-    if reply.code:
-        raise StoreError(
-            f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
-            allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
-            next_step="run squeue by hand, and read what it says",
-        )
-    jobs = read_plain(reply.output)
-    if not jobs:
-        return []
-    details = client(("scontrol", "show", "job", "-o"))
-    return add_restarts(jobs, read_restarts(details.output)) if details.code == 0 else jobs
 
 
 def _ask_accounting(base_ids: Sequence[str], client: Client) -> list[SeenJob]:

@@ -118,7 +118,9 @@ def read_array(plan: JobPlan, options: SlurmSite) -> str | None:
     members = [member.index for member in plan.members]
     limit = f"%{options.array}" if options.array else ""
     if is_array(plan):
-        return _list_numbers(members) + limit
+        first, last = members[0], members[-1]
+        is_range = len(members) > 1 and members == list(range(first, first + len(members)))
+        return (f"{first}-{last}" if is_range else ",".join(map(str, members))) + limit
     if limit:
         raise _refusal(
             f"--array {options.array} without a sweep", "a sweep of two or more runs", "leave it out"
@@ -130,12 +132,6 @@ def plan_hash_in(comment: str) -> str | None:
     """Return the plan hash in a job's comment; None if strop did not submit it."""
     word = comment.split(" ", 1)[0]
     return word.removeprefix(TAG_PREFIX) if word.startswith(TAG_PREFIX) and word != TAG_PREFIX else None
-
-
-def _list_numbers(members: list[int]) -> str:
-    if members == list(range(members[0], members[0] + len(members))) and len(members) > 1:
-        return f"{members[0]}-{members[-1]}"
-    return ",".join(map(str, members))
 
 
 def _require_one_line(given: str, value: str) -> None:

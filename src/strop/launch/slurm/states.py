@@ -159,6 +159,8 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
         may_requeue=job.get("requeue") if isinstance(job.get("requeue"), bool) else None,
         ended_ago_s=now - ended_at if ended_at else None,
     )
+    since_key = {"PENDING": "submit_time", "RUNNING": "start_time"}.get(names[0], "end_time")
+    since = _number(job.get(since_key))
     return SeenJob(
         base_id=str(array_id or leader_id or own_id),
         own_id=str(own_id),
@@ -169,7 +171,7 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
         comment=_text(job.get("comment")),
         work_path=_text(job.get("current_working_directory")),
         submitted_at=float(_number(job.get("submit_time")) or 0),
-        since=_since_of(job, names),
+        since=float(since) if since else None,
     )
 
 
@@ -209,12 +211,6 @@ def _tasks_of(job: Mapping[str, Any]) -> tuple[int, ...] | None:
         return _expand(waiting)
     task = _number(job.get("array_task_id"))
     return None if task is None else (task,)
-
-
-def _since_of(job: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
-    key = {"PENDING": "submit_time", "RUNNING": "start_time"}.get(names[0], "end_time")
-    value = _number(job.get(key))
-    return float(value) if value else None
 
 
 _SHOWN_ID = re.compile(r"(?P<base>\d+)(?:_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\])|\+(?P<component>\d+))?$")
@@ -335,7 +331,11 @@ def read_state(seen: SeenState) -> tuple[JobState, str]:
 
     A job that is COMPLETING is still running until Slurm reports how it ended.
     """
-    name = _main_name(seen.names)
+    # A base state and its flags reduced to one name; an unknown name takes precedence.
+    words = [word for word in _long_names(seen.names) if word not in _SILENT]
+    strange = [word for word in words if word not in _SHORT.values()]
+    flags = [flag for flag in _FLAGS if flag in words]
+    name = (strange or flags or words or [""])[0]
     why = "" if seen.reason in ("", "None") else seen.reason
     if name in ("PENDING", "REQUEUED", "REQUEUE_FED"):
         return _read_waiting(name, why, seen)
@@ -359,14 +359,6 @@ def read_state(seen: SeenState) -> tuple[JobState, str]:
         "TIMEOUT": (JobState.TIMEOUT, "its time limit ended it"),
     }
     return plain.get(name, (JobState.UNKNOWN, why))
-
-
-def _main_name(names: Sequence[str]) -> str:
-    """Reduce a base state and its flags to one name; an unknown name takes precedence."""
-    words = [word for word in _long_names(names) if word not in _SILENT]
-    strange = [word for word in words if word not in _SHORT.values()]
-    flags = [flag for flag in _FLAGS if flag in words]
-    return (strange or flags or words or [""])[0]
 
 
 def _long_names(names: Sequence[str]) -> list[str]:
