@@ -322,10 +322,28 @@ def test_the_plan_says_what_would_help_most() -> None:
     assert again.setting == "placement.learners=2"
 
 
-def test_programs_take_longer_to_judge_than_answers() -> None:
-    code = make_spec(task={"name": "mbpp", "max_reply_tokens": 8})
-    (verify,) = (one for one in list_assumptions(code, 8, make_speeds()) if one.name == "verify_s")
-    assert verify.value == 0.02
+@pytest.mark.parametrize(
+    ("task", "seconds"),
+    [
+        ({"name": "mbpp"}, 0.02),
+        (
+            {
+                "name": "rows",
+                "source": "x",
+                "prompt": "{a}",
+                "answer": "b",
+                "reward": ("exact", "python-tests"),
+            },
+            0.02,
+        ),
+        ({"name": "rows", "source": "x", "prompt": "{a}", "answer": "b", "reward": ("exact",)}, 0.0001),
+        ({"name": "arithmetic"}, 0.0001),
+    ],
+)
+def test_programs_take_longer_to_judge_than_answers(task: dict[str, Any], seconds: float) -> None:
+    spec = make_spec(task=task)
+    (verify,) = (one for one in list_assumptions(spec, 8, make_speeds()) if one.name == "verify_s")
+    assert verify.value == seconds
 
 
 def test_ranks_share_the_state_and_engines_the_rows() -> None:

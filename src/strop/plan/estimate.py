@@ -45,7 +45,6 @@ VERIFY_S = 0.0001
 """Judging one reply by rules: 10,000 a second, a quarter of what benchmarks/results/verify-* measured."""
 VERIFY_PROGRAM_S = 0.02
 """Running the program in a reply: 55 a second on two cores, benchmarks/results/code-judge-*."""
-_PROGRAM_TASKS = frozenset(("mbpp", "humaneval", "apps"))
 IMBALANCE = 1.05
 """The rank with the most work has so many times the mean, after balancing."""
 HASHED_BYTES_PER_S = 0.75e9
@@ -140,7 +139,7 @@ def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tup
 
 def verify_reply_s(spec: RunSpec) -> float:
     """Return seconds to judge one reply of the run's task."""
-    return VERIFY_PROGRAM_S if spec.task.name in _PROGRAM_TASKS else VERIFY_S
+    return VERIFY_PROGRAM_S if spec.task.runs_programs else VERIFY_S
 
 
 def signal_frac(spec: RunSpec) -> float:

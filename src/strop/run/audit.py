@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from strop.audit import (
     AuditReport,
@@ -23,16 +22,12 @@ from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
 from strop.spec.task import TaskSpec
 from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
-from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, open_judge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
+from strop.tasks.registry import BUILT_IN_TASKS
 from strop.tasks.traits import describe_counts
 
-_GENERATED = ("arithmetic", "reverse-text")
-"""Built-in tasks that make their own examples."""
-_INSTALLED = MappingProxyType({"humaneval": (f"source={PACKAGE_SOURCE}",)})
-"""Tasks whose files come in a package."""
 _GYM_SIZES = ("num_train=64", "num_held_out=8")
 """Small: some data sets take a second for each example."""
 
@@ -64,16 +59,19 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
             next_step="put the task's name before it",
         )
     for name, mine in own.items():
-        if name in _GENERATED:
-            yield name, read_task(name, mine)
-        elif name == "reasoning-gym":
+        if name == "reasoning-gym":
             for dataset in list_datasets():
                 sized = (f"dataset={dataset}", *_GYM_SIZES, *mine)
                 yield f"{name}/{dataset}", read_task(name, sized)
         else:
+            fields = BUILT_IN_TASKS.section(name).model_fields
+            has_examples = "parts" not in fields and not any(
+                field.is_required() or (key == "source" and not str(field.default).startswith("package:"))
+                for key, field in fields.items()
+                if key != "name"
+            )
             has_files = any(word.startswith(("source=", "parts")) for word in mine)
-            source = () if has_files else _INSTALLED.get(name, ())
-            yield name, read_task(name, (*source, *mine)) if has_files or source else None
+            yield name, read_task(name, mine) if has_files or has_examples else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

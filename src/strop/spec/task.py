@@ -132,6 +132,11 @@ class TaskSection(Section):
         """Whether judging a reply needs the task's examples at hand."""
         return False
 
+    @property
+    def runs_programs(self) -> bool:
+        """Whether judging a reply runs a program, which takes hundreds of times as long as rules."""
+        return isinstance(self, CodeTaskSection)
+
     @model_validator(mode="after")
     def _check_prompting(self) -> Self:
         if self.system_prompt is not None and not self.system_prompt.strip():

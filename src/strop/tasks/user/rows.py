@@ -116,6 +116,11 @@ class RowsSpec(CodeTaskSection, TrainingRows):
     )
 
     @property
+    def runs_programs(self) -> bool:
+        """Whether one of the rewards runs the reply."""
+        return _SANDBOXED in self.reward
+
+    @property
     def user_code(self) -> list[CodeRef]:
         """The files of the rewards."""
         return [CodeRef.parse(name) for name in self.reward if is_code(name)]
