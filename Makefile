@@ -47,7 +47,8 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
+# Five streams side by side: most tests wait, for schedulers, containers and processes, and leave cores to the others.
+SLURM := tests/launch/slurm
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
 LAST := tests/evaluate tests/audit
@@ -55,12 +56,14 @@ PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
-	$(PYTEST) -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
+	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 & slurm=$$!; \
+	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & jobs=$$!; \
 	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	{ $(PYTEST) -m slow $(PROGRAMS) && $(PYTEST) -m slow $(LAST); } >"$$logs/programs" 2>&1 & programs=$$!; \
+	$(PYTEST) -m slow $(PROGRAMS) >"$$logs/programs" 2>&1 & programs=$$!; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
-	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
-	cat "$$logs/programs" "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
+	$(PYTEST) -m slow $(LAST) >"$$logs/last" 2>&1 || ended=$$?; \
+	for stream in "$$programs" "$$slow" "$$jobs" "$$slurm"; do wait "$$stream" || ended=$$?; done; \
+	cat "$$logs"/*; rm -rf "$$logs"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
