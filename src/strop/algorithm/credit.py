@@ -221,7 +221,17 @@ def weigh_part(
     Shapes: ragged P, G in and out.
     """
     weight_P_G = weigh_tokens(algorithm.aggregation, num_trained_P_G, is_counted_P_G, max_reply_tokens)
-    _assert_weights(algorithm, weight_P_G, num_trained_P_G, is_counted_P_G)
+    total = float(sum(np.sum(w * n) for w, n in zip(weight_P_G, num_trained_P_G, strict=True)))
+    has_tokens = any(
+        bool(np.any(is_counted & (counts > 0)))
+        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
+    )
+    has_empty = any(
+        bool(np.any(is_counted & (counts == 0)))
+        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
+    )
+    if has_tokens and sums_to_one(algorithm.aggregation, has_empty_rollouts=has_empty):
+        assert abs(total - 1.0) <= _WEIGHT_SUM_TOLERANCE, f"token weights add up to {total}, not to 1"
     return weight_P_G
 
 
@@ -285,22 +295,3 @@ def _refuse_ragged(
         allowed="the same groups with the same number of rollouts in all three",
         next_step="build all three from the same groups",
     )
-
-
-def _assert_weights(
-    algorithm: Algorithm,
-    weight_P_G: Sequence[Float64Array],
-    num_trained_P_G: Sequence[IntCounts],
-    is_counted_P_G: Sequence[BoolArray],
-) -> None:
-    total = float(sum(np.sum(w * n) for w, n in zip(weight_P_G, num_trained_P_G, strict=True)))
-    has_tokens = any(
-        bool(np.any(is_counted & (counts > 0)))
-        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
-    )
-    has_empty = any(
-        bool(np.any(is_counted & (counts == 0)))
-        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
-    )
-    if has_tokens and sums_to_one(algorithm.aggregation, has_empty_rollouts=has_empty):
-        assert abs(total - 1.0) <= _WEIGHT_SUM_TOLERANCE, f"token weights add up to {total}, not to 1"

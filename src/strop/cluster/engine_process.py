@@ -107,8 +107,18 @@ class EngineProcess:
         is_vllm = self._spec.engine.kind == "vllm"
         self._python = str(find_python(self._spec.engine.python)) if is_vllm else sys.executable
         self._remove_start_files()
-        self._key = self._write_key()
-        self._child = spawn(self._server_args(), self._log_path, self._child_environment())
+        self._key = secrets.token_urlsafe(32)
+        try:
+            write_secret(self._key_path, self._key)
+        except OSError as error:
+            raise explain_write_failure(error, self._key_path) from error
+        devices = os.environ.get(INFER_DEVICES)
+        added = {} if devices is None else {VISIBLE_DEVICES: devices}
+        if is_vllm:
+            added |= vllm_environment(self._modules_dir)
+        added |= self._environment
+        environment = {**os.environ, **added} if added else None
+        self._child = spawn(self._server_args(), self._log_path, environment)
 
     async def connect(self) -> RemoteEngine:
         """Wait until it listens.
@@ -181,24 +191,6 @@ class EngineProcess:
         for name, value in values.items():
             args += [] if value is None else [name, str(value)]
         return args
-
-    def _child_environment(self) -> dict[str, str] | None:
-        """Return the environment of the engine's process; None: that of this one."""
-        devices = os.environ.get(INFER_DEVICES)
-        added = {} if devices is None else {VISIBLE_DEVICES: devices}
-        if self._spec.engine.kind == "vllm":
-            added |= vllm_environment(self._modules_dir)
-        added |= self._environment
-        return {**os.environ, **added} if added else None
-
-    def _write_key(self) -> str:
-        """Write a fresh key for the engine, readable by this user only."""
-        key = secrets.token_urlsafe(32)
-        try:
-            write_secret(self._key_path, key)
-        except OSError as error:
-            raise explain_write_failure(error, self._key_path) from error
-        return key
 
     def _remove_start_files(self) -> None:
         """Remove the files that only the start needs; left ones are of an attempt that was killed."""

@@ -185,7 +185,14 @@ class DecodeBatch:
                 row.take(int(token_id), float(logprob), version)
         ended = [row for row in fresh if row.finish is not None]
         if ended:
-            kept = _fill_holes([row.finish is None for row in self._rows])
+            # Rows from the back fill the holes; the rest stay where they are.
+            is_live = [row.finish is None for row in self._rows]
+            num_live = sum(is_live)
+            kept = list(range(num_live))
+            from_back = [index for index in range(num_live, len(is_live)) if is_live[index]]
+            holes = [index for index in kept if not is_live[index]]
+            for hole, index in zip(holes, from_back, strict=True):
+                kept[hole] = index
             self._states.keep(kept)
             self._rows = [self._rows[index] for index in kept]
         return [(row.ticket, row.complete(self._tokenizer)) for row in ended]
@@ -228,17 +235,6 @@ def _plan_cache(
     if is_static:
         longest = -(-longest // (2 * SLOT_STEP)) * 2 * SLOT_STEP
     return min(max_num_seqs, len(requests)), longest
-
-
-def _fill_holes(is_live: Sequence[bool]) -> list[int]:
-    """Order live rows so that rows from the back fill the holes and the rest stay where they are."""
-    num_live = sum(is_live)
-    kept = list(range(num_live))
-    from_back = [index for index in range(num_live, len(is_live)) if is_live[index]]
-    holes = [index for index in kept if not is_live[index]]
-    for hole, index in zip(holes, from_back, strict=True):
-        kept[hole] = index
-    return kept
 
 
 @dataclass(frozen=True, slots=True)

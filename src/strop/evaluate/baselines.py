@@ -215,6 +215,7 @@ def _compare_part(
         for baseline in _references(model):
             if baseline.harness_task != task or baseline.metric != _published_name(key):
                 continue
+            is_same_split = result.split is Split.HELD_OUT and baseline.split in _TEST_SPLITS
             yield ReferenceComparison(
                 baseline=baseline,
                 metric=key,
@@ -224,7 +225,7 @@ def _compare_part(
                     ("num_fewshot", result.num_fewshot, baseline.num_fewshot),
                     ("max_reply_tokens", result.max_reply_tokens, baseline.max_reply_tokens),
                     ("stops", "harness", baseline.stops),
-                    ("split", _split_name(result.split, baseline.split), baseline.split),
+                    ("split", baseline.split if is_same_split else result.split.value, baseline.split),
                     ("num_examples", part.num_examples, baseline.num_asked),
                     ("temperature", 0.0, baseline.temperature),
                     ("seed", result.seed, baseline.seed),
@@ -246,10 +247,6 @@ def _published_name(key: str) -> str:
     if filter_name.endswith(("-match", "-extract")):
         return filter_name
     return _METRIC_NAMES.get(metric, metric.removesuffix("_acc"))
-
-
-def _split_name(split: Split, published: str) -> str:
-    return published if split is Split.HELD_OUT and published in _TEST_SPLITS else split.value
 
 
 def _differing(*fields: tuple[str, object, object]) -> tuple[str, ...]:

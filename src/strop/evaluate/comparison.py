@@ -261,7 +261,17 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     """
     refuse_invalid(before)
     refuse_invalid(after)
-    _refuse_other_protocol(before, after)
+    differences = {found.key: found for found in list_plan_differences(before, after)}
+    different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
+    if different:
+        # What a digest cannot say: which texts end a reply, and how a problem is put.
+        different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
+        shown = "; ".join(describe_difference(found, "and") for found in different)
+        raise CheckRefused(
+            f"two results were measured by different protocols: {shown}",
+            allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
+            next_step="evaluate both models with the same task, split and sampling",
+        )
     parts = {label: _compare(before, after, part.example_ids) for label, part in before.parts.items()}
     return replace(_compare(before, after, tuple(before.greedy.by_example)), parts=parts)
 
@@ -294,20 +304,6 @@ def describe_difference(found: Difference, word: str, words: tuple[str, str] = (
     return f"{found.key} {before!r}{words[0]} {word} {after!r}{words[1]}"
 
 
-def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
-    differences = {found.key: found for found in list_plan_differences(before, after)}
-    different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
-    if different:
-        # What a digest cannot say: which texts end a reply, and how a problem is put.
-        different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
-        shown = "; ".join(describe_difference(found, "and") for found in different)
-        raise CheckRefused(
-            f"two results were measured by different protocols: {shown}",
-            allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
-            next_step="evaluate both models with the same task, split and sampling",
-        )
-
-
 def _change(before: Score | None, after: Score | None, example_ids: Collection[str]) -> Change | None:
     if before is None or after is None:
         return None
@@ -319,18 +315,26 @@ def _change(before: Score | None, after: Score | None, example_ids: Collection[s
     reward = _read_both(pairs, lambda example: example.reward_mean)
     accuracy = _difference(solved)
     assert accuracy is not None
+    # 0 and 1 among them: most rewards are shares of full marks.
+    seen = [0.0, 1.0, *itertools.chain.from_iterable(reward.values)]
+    # Over problems: several examples of one are no independent changes.
+    changes: dict[str, float] = defaultdict(float)
+    for problem, (earlier, later) in zip(solved.problems, solved.values, strict=True):
+        changes[problem] += later - earlier
+    moved = [change for change in changes.values() if abs(change) > _ROUNDING]
+    num_up = sum(change > 0.0 for change in moved)
     return Change(
         estimate=accuracy.estimate,
         low=accuracy.low,
         high=accuracy.high,
         format_ok=_difference(_read_both(pairs, lambda example: example.format_ok_frac)),
         in_format=_difference(in_format),
-        reward=_difference(reward, full_scale=_find_scale(reward)),
+        reward=_difference(reward, full_scale=max(seen) - min(seen)),
         num_examples=len(solved.problems),
         num_in_format=len(in_format.problems),
         num_gained=sum(later > earlier for earlier, later in solved.values),
         num_lost=sum(later < earlier for earlier, later in solved.values),
-        p_value=_test_signs(solved),
+        p_value=sign_test(num_up, len(moved) - num_up),
     )
 
 
@@ -357,19 +361,3 @@ def _difference(found: _Both, full_scale: float = 1.0) -> Interval | None:
         return None
     before_P, after_P = zip(*found.values, strict=True)
     return paired_difference(before_P, after_P, found.problems, full_scale=full_scale)
-
-
-def _find_scale(rewards: _Both) -> float:
-    """Return the width of the rewards that were seen, 0 and 1 among them: most are shares of full marks."""
-    seen = [0.0, 1.0, *itertools.chain.from_iterable(rewards.values)]
-    return max(seen) - min(seen)
-
-
-def _test_signs(solved: _Both) -> float:
-    """Return the p-value over problems: several examples of one are no independent changes."""
-    changes: dict[str, float] = defaultdict(float)
-    for problem, (earlier, later) in zip(solved.problems, solved.values, strict=True):
-        changes[problem] += later - earlier
-    moved = [change for change in changes.values() if abs(change) > _ROUNDING]
-    num_up = sum(change > 0.0 for change in moved)
-    return sign_test(num_up, len(moved) - num_up)

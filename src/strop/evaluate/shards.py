@@ -86,21 +86,17 @@ class ShardFolder:
         is_ours = False
         try:
             remove_leftovers(self.path)
-            self._kept = self._find_kept()
+            # Shards that need no further attempt; those of another evaluation are refused.
+            self._kept = set()
+            for path in list_shards(self.path):
+                refuse_other_plan(path, read_plan(path), self._plan)
+                if _read_facts(path).get(LOST_FACT) == "0":
+                    self._kept.add(path.name)
             is_ours = True
         finally:
             if not is_ours:
                 self._lock.release()
         return self
-
-    def _find_kept(self) -> set[str]:
-        """Return the names of the shards that need no further attempt; refuse those of others."""
-        kept = set()
-        for path in list_shards(self.path):
-            refuse_other_plan(path, read_plan(path), self._plan)
-            if _read_facts(path).get(LOST_FACT) == "0":
-                kept.add(path.name)
-        return kept
 
     def __exit__(
         self,

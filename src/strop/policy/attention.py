@@ -165,20 +165,20 @@ class PrefixSharedAttention:
             # Which key each prompt position sees. Shapes: (P, Lp, Lp), bool.
             prompts = _banded(self._prompts.width, window, self._device)
             prompts = prompts.expand(self._prompts.num_rows, -1, -1)
-            self._biases[window] = (_FoldedBias(prompts), _FoldedBias(self._see_replies(window)))
+            # Which key each reply position sees. Shapes: (S, Lr, Lp + Lr), bool.
+            width, num_rows = self._replies.width, self._replies.num_rows
+            places = torch.arange(self._prompts.width, device=self._device)
+            sees_prompt = (places < self._prompt_lens_S[:, None])[:, None].expand(-1, width, -1)
+            if window is not None:
+                queries = self._prompt_lens_S[:, None] + torch.arange(width, device=self._device)
+                sees_prompt = sees_prompt & (queries[:, :, None] - places < window)
+            # Padded rows see themselves, so no softmax runs over nothing; they are dropped later.
+            sees_reply = _banded(width, window, self._device).expand(num_rows, -1, -1)
+            self._biases[window] = (
+                _FoldedBias(prompts),
+                _FoldedBias(torch.cat([sees_prompt, sees_reply], dim=2)),
+            )
         return self._biases[window]
-
-    def _see_replies(self, window: int | None) -> torch.Tensor:
-        """Say which key each reply position sees. Shapes: (S, Lr, Lp + Lr), bool."""
-        width, num_rows = self._replies.width, self._replies.num_rows
-        places = torch.arange(self._prompts.width, device=self._device)
-        sees_prompt = (places < self._prompt_lens_S[:, None])[:, None].expand(-1, width, -1)
-        if window is not None:
-            queries = self._prompt_lens_S[:, None] + torch.arange(width, device=self._device)
-            sees_prompt = sees_prompt & (queries[:, :, None] - places < window)
-        # Padded rows see themselves, so no softmax runs over nothing; they are dropped later.
-        sees_reply = _banded(width, window, self._device).expand(num_rows, -1, -1)
-        return torch.cat([sees_prompt, sees_reply], dim=2)
 
     def attend(
         self,

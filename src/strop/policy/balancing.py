@@ -355,7 +355,14 @@ def _deal_finer(
             for piece in _cut(group, *costs, max_cost=share * mean, max_positions=max_positions)
         ]
         effort.num_left -= _PER_PIECE * len(pieces)
-        dealt = _deal(pieces, num_bins, max_positions, effort)
+        weights_D = np.array([piece.cost for piece in pieces], np.float64)
+        sizes_D = np.array([piece.num_positions for piece in pieces], np.float64)
+        bin_D = partition(
+            weights_D, num_bins, sizes_D=sizes_D, max_size=max_positions, goal_ratio=1.005, effort=effort
+        )
+        sizes_B = np.bincount(bin_D, sizes_D, num_bins)
+        num_over = int(((sizes_B > max_positions) & (np.bincount(bin_D, minlength=num_bins) > 1)).sum())
+        dealt = _Dealt(pieces, bin_D, np.bincount(bin_D, weights_D, num_bins).astype(np.float64), num_over)
         if best is None or (dealt.num_over, dealt.loads_B.max()) < (best.num_over, best.loads_B.max()):
             best = dealt
         is_even = dealt.loads_B.max() <= GOAL_RATIO * max(dealt.loads_B.mean(), heaviest)
@@ -365,17 +372,6 @@ def _deal_finer(
             break  # Nothing is left to cut.
     assert best is not None
     return best
-
-
-def _deal(pieces: list[_Piece], num_bins: int, max_positions: int, effort: Effort) -> _Dealt:
-    weights_D = np.array([piece.cost for piece in pieces], np.float64)
-    sizes_D = np.array([piece.num_positions for piece in pieces], np.float64)
-    bin_D = partition(
-        weights_D, num_bins, sizes_D=sizes_D, max_size=max_positions, goal_ratio=1.005, effort=effort
-    )
-    sizes_B = np.bincount(bin_D, sizes_D, num_bins)
-    num_over = int(((sizes_B > max_positions) & (np.bincount(bin_D, minlength=num_bins) > 1)).sum())
-    return _Dealt(pieces, bin_D, np.bincount(bin_D, weights_D, num_bins).astype(np.float64), num_over)
 
 
 def _measure(group: PackedGroup, cost: PositionCost) -> tuple[float, list[float]]:

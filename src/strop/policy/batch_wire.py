@@ -56,7 +56,20 @@ def encode_groups(groups: Sequence[PackedGroup]) -> bytes:
         columns |= _write_ragged(name, [getattr(group, name) for group in groups], "<i4")
     for name in AUX_STREAMS:
         columns |= _write_ragged(name, [getattr(reply, name) for reply in replies], "<f4")
-    return _write_columns(columns)
+    table = b"".join(
+        _COLUMN.pack(name.encode(), column.dtype.str.encode(), len(column))
+        for name, column in columns.items()
+    )
+    start = _HEADER.size + len(table)
+    parts: list[Any] = [struct.pack("<I", len(columns)), table, bytes(-start % _ALIGNMENT_BYTES)]
+    for column in columns.values():
+        # As it lies in memory: the only copy of a step's tokens is the one into the message.
+        body = column.view(np.uint8)
+        parts += [body, bytes(-len(body) % _ALIGNMENT_BYTES)]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return b"".join([MAGIC, struct.pack("<I", checksum), *parts])
 
 
 def decode_groups(data: bytes | memoryview) -> tuple[PackedGroup, ...]:
@@ -66,49 +79,45 @@ def decode_groups(data: bytes | memoryview) -> tuple[PackedGroup, ...]:
     """
     columns = _read_columns(data)
     try:
-        return _build_groups(columns)
-    except (KeyError, IndexError, ValueError) as error:
-        raise _unreadable(f"its columns do not fit together ({error!r})") from error
-
-
-def _build_groups(columns: Columns) -> tuple[PackedGroup, ...]:
-    token_ids = _require_all(_read_ragged(columns, "token_ids"))
-    edges = np.concatenate(([0], np.cumsum([len(ids) for ids in token_ids]))).astype(np.int64)
-    marks_T = columns["marks_T"]
-    num_scored = np.concatenate(([0], np.cumsum(marks_T, dtype=np.int64)))[edges]
-    if len(marks_T) != edges[-1] or (len(marks_T) and marks_T.max() > 1):
-        raise ValueError(f"{len(marks_T)} marks of {edges[-1]} tokens")
-    streams = {name: _read_ragged(columns, name) for name in AUX_STREAMS}
-    replies = [
-        PackedReply(
-            token_ids=ids,
-            is_scored=marks_T[edges[index] : edges[index + 1]].view(np.bool_),
-            engine_logprobs=columns["engine_logprobs_M"][num_scored[index] : num_scored[index + 1]],
-            advantage=float(columns["advantage_S"][index]),
-            weight=float(columns["weight_S"][index]),
-            **{name: values[index] for name, values in streams.items()},
-        )
-        for index, ids in enumerate(token_ids)
-    ]
-    others = {name: _read_ragged(columns, name) for name in OTHER_PROMPTS}
-    ends = np.cumsum(columns["num_replies_P"]).tolist()
-    if (ends[-1] if ends else 0) != len(replies):
-        raise ValueError(f"{len(replies)} replies")
-    return tuple(
-        PackedGroup(
-            prompt_ids=prompt_ids,
-            replies=tuple(replies[end - num : end]),
-            **{name: values[index] for name, values in others.items()},
-        )
-        for index, (prompt_ids, num, end) in enumerate(
-            zip(
-                _require_all(_read_ragged(columns, "prompt_ids")),
-                columns["num_replies_P"].tolist(),
-                ends,
-                strict=True,
+        token_ids = _require_all(_read_ragged(columns, "token_ids"))
+        edges = np.concatenate(([0], np.cumsum([len(ids) for ids in token_ids]))).astype(np.int64)
+        marks_T = columns["marks_T"]
+        num_scored = np.concatenate(([0], np.cumsum(marks_T, dtype=np.int64)))[edges]
+        if len(marks_T) != edges[-1] or (len(marks_T) and marks_T.max() > 1):
+            raise ValueError(f"{len(marks_T)} marks of {edges[-1]} tokens")
+        streams = {name: _read_ragged(columns, name) for name in AUX_STREAMS}
+        replies = [
+            PackedReply(
+                token_ids=ids,
+                is_scored=marks_T[edges[index] : edges[index + 1]].view(np.bool_),
+                engine_logprobs=columns["engine_logprobs_M"][num_scored[index] : num_scored[index + 1]],
+                advantage=float(columns["advantage_S"][index]),
+                weight=float(columns["weight_S"][index]),
+                **{name: values[index] for name, values in streams.items()},
+            )
+            for index, ids in enumerate(token_ids)
+        ]
+        others = {name: _read_ragged(columns, name) for name in OTHER_PROMPTS}
+        ends = np.cumsum(columns["num_replies_P"]).tolist()
+        if (ends[-1] if ends else 0) != len(replies):
+            raise ValueError(f"{len(replies)} replies")
+        return tuple(
+            PackedGroup(
+                prompt_ids=prompt_ids,
+                replies=tuple(replies[end - num : end]),
+                **{name: values[index] for name, values in others.items()},
+            )
+            for index, (prompt_ids, num, end) in enumerate(
+                zip(
+                    _require_all(_read_ragged(columns, "prompt_ids")),
+                    columns["num_replies_P"].tolist(),
+                    ends,
+                    strict=True,
+                )
             )
         )
-    )
+    except (KeyError, IndexError, ValueError) as error:
+        raise _unreadable(f"its columns do not fit together ({error!r})") from error
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: str) -> NDArray[Any]:
@@ -144,23 +153,6 @@ def _require_all(arrays: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
     if len(given) != len(arrays):
         raise ValueError("ids are absent")
     return given
-
-
-def _write_columns(columns: Columns) -> bytes:
-    table = b"".join(
-        _COLUMN.pack(name.encode(), column.dtype.str.encode(), len(column))
-        for name, column in columns.items()
-    )
-    start = _HEADER.size + len(table)
-    parts: list[Any] = [struct.pack("<I", len(columns)), table, bytes(-start % _ALIGNMENT_BYTES)]
-    for column in columns.values():
-        # As it lies in memory: the only copy of a step's tokens is the one into the message.
-        body = column.view(np.uint8)
-        parts += [body, bytes(-len(body) % _ALIGNMENT_BYTES)]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return b"".join([MAGIC, struct.pack("<I", checksum), *parts])
 
 
 def _read_columns(data: bytes | memoryview) -> Columns:

@@ -248,15 +248,11 @@ def token_gradient_(
     factors = torch.zeros_like(log_sums).index_add_(0, row, grads)
     probs = torch.exp(logits[row, targets].float() / temperature - log_sums[row])
     # Written and not added: of a likely token 1 - p is left, which a sum in bf16 would not keep.
-    own = _sum_equal(row * logits.shape[1] + targets, grads) - factors[row] * probs
-    _spread_gradient_(logits, log_sums, factors, temperature)
-    logits[row, targets] = own.to(logits.dtype)
-
-
-def _sum_equal(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return for each entry the sum of the values with its key. Shapes: all (m)."""
-    ordered, order = torch.sort(keys)
+    # The gradients of one place add up: the same token of the same row, scored for several replies.
+    ordered, order = torch.sort(row * logits.shape[1] + targets)
     places = torch.zeros_like(order)
     places[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-    sums = torch.zeros_like(values).index_add_(0, places, values[order])
-    return torch.empty_like(values).index_copy_(0, order, sums[places])
+    sums = torch.zeros_like(grads).index_add_(0, places, grads[order])
+    own = torch.empty_like(grads).index_copy_(0, order, sums[places]) - factors[row] * probs
+    _spread_gradient_(logits, log_sums, factors, temperature)
+    logits[row, targets] = own.to(logits.dtype)

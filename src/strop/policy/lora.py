@@ -61,7 +61,19 @@ def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
         name = path.rpartition(".")[2]
         if name in spec.target_names:
             found.add(name)
-            _adapt(linear, spec.rank, spec.scaling, generator)
+            # As peft starts: uniform within 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5).
+            bound = 1.0 / math.sqrt(linear.in_features)
+            first = (torch.rand(spec.rank, linear.in_features, generator=generator) * 2.0 - 1.0) * bound
+            weight = linear.weight
+            made = []
+            for values in (first, torch.zeros(linear.out_features, spec.rank)):
+                part = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+                part.weight = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
+                made.append(part)
+            # In place: the layer keeps its name and weight, and references to it stay valid.
+            linear.__class__ = AdaptedLinear
+            linear.lora_A, linear.lora_B = made
+            linear.scaling = spec.scaling  # type: ignore[assignment]
     if found != set(spec.target_names):
         names = sorted({path.rpartition(".")[2] for path, _ in linears})
         raise ConfigError(
@@ -70,23 +82,6 @@ def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
             allowed=f"names of the model's linear layers: {', '.join(names)}",
             next_step="leave out what the model does not have",
         )
-
-
-def _adapt(linear: torch.nn.Linear, rank: int, scaling: float, generator: torch.Generator) -> None:
-    """Turn a linear layer into an adapted one."""
-    # As peft starts: uniform within 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5).
-    bound = 1.0 / math.sqrt(linear.in_features)
-    first = (torch.rand(rank, linear.in_features, generator=generator) * 2.0 - 1.0) * bound
-    weight = linear.weight
-    made = []
-    for values in (first, torch.zeros(linear.out_features, rank)):
-        part = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-        part.weight = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
-        made.append(part)
-    # In place: the layer keeps its name and weight, and references to it stay valid.
-    linear.__class__ = AdaptedLinear
-    linear.lora_A, linear.lora_B = made
-    linear.scaling = scaling  # type: ignore[assignment]
 
 
 def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[str, torch.Tensor]:

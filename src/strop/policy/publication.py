@@ -114,7 +114,11 @@ class WeightSender:
 
         def give(number: int) -> None:
             try:
-                self._give(f"{name}/{number}", ordered)
+                # A connection of its own: one that waits for a dead receiver would keep the others waiting.
+                group = _join(self._connect(), f"{name}/{number}", rank=0, limit=self._limit)
+                for tensor in ordered.values():
+                    group.broadcast(_as_bytes(tensor), 0, self._limit).wait()
+                group.barrier().wait()
                 done.append(number)
             except _FAILURES as error:
                 failures.append(error)
@@ -154,14 +158,6 @@ class WeightSender:
         deadline = time.monotonic() + CLOSE_LIMIT_S
         for thread in self._offers:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _give(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send tensors to one receiver. Raises: what torch.distributed raises of a lost one."""
-        # A connection of its own: one that waits for a dead receiver would keep the others waiting.
-        group = _join(self._connect(), name, rank=0, limit=self._limit)
-        for tensor in tensors.values():
-            group.broadcast(_as_bytes(tensor), 0, self._limit).wait()
-        group.barrier().wait()
 
     def _connect(self) -> Any:
         """Return a connection to the own server. Raises: ConnectionError once it is closed."""

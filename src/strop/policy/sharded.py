@@ -101,7 +101,21 @@ class ShardedMasters:
         ]
         self._head_totals = HeadGradients(*totals)
         trunk = _Trunk(model.module)
-        self._trunk = _shard(model, trunk, mesh)
+        # Layer by layer: no more than one is whole in fp32.
+        policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+        for layer in decoder_layers(model.module):
+            _widen(layer)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        _widen(model.module)
+        # Not resharded after its forward: the head is read before the backward begins.
+        fully_shard(trunk, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for part in trunk.modules():
+            if isinstance(part, FSDPModule):
+                # Both: gloo knows plain sums only, and a factor alone asks for a scaled one.
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        assert isinstance(trunk, FSDPModule)
+        self._trunk = trunk
         model.route(trunk)
         self._parameters: dict[str, DTensor] = {
             name: parameter
@@ -182,24 +196,6 @@ class _Trunk(torch.nn.Module):
     def forward(self, **inputs: Any) -> Any:
         """Run the trunk."""
         return find_trunk(self.module)(**inputs)
-
-
-def _shard(model: LanguageModel, trunk: _Trunk, mesh: DeviceMesh) -> FSDPModule:
-    """Shard layer by layer, so that no more than one layer is whole in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model.module):
-        _widen(layer)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    _widen(model.module)
-    # Not resharded after its forward: the head is read before the backward begins.
-    fully_shard(trunk, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for part in trunk.modules():
-        if isinstance(part, FSDPModule):
-            # Both: gloo knows plain sums only, and a factor alone asks for a scaled one.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-    assert isinstance(trunk, FSDPModule)
-    return trunk
 
 
 def _widen(module: torch.nn.Module) -> None:

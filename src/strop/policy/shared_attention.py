@@ -107,7 +107,13 @@ def find_flex_flaw(
     """Compare a kernel with padded attention on a small row; return what is wrong with it, or None."""
     # The caller may be scoring; what is proven here is that gradients are right too.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        inputs = _probe_inputs(sizes, dtype, device)
+        num_heads, num_kv_heads, width = sizes
+        generator = torch.Generator().manual_seed(0)
+        query, key, value, upstream = (
+            torch.randn(heads, _PROBE.num_positions, width, generator=generator).to(device, dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        )
+        inputs = [part.requires_grad_() for part in (query, key, value)], upstream.transpose(0, 1)
         try:
             actual = _run_probe(FlexSharedAttention(_PROBE, device, kernel), inputs)
         except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
@@ -119,19 +125,6 @@ def find_flex_flaw(
     if all(gap <= tolerance for gap in gaps):
         return None
     return f"its output and gradients differ by {', '.join(f'{gap:.2g}' for gap in gaps)}"
-
-
-def _probe_inputs(
-    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return query, key and value, and an upstream gradient."""
-    num_heads, num_kv_heads, width = sizes
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, upstream = (
-        torch.randn(heads, _PROBE.num_positions, width, generator=generator).to(device, dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
-    )
-    return [part.requires_grad_() for part in (query, key, value)], upstream.transpose(0, 1)
 
 
 def _run_probe(

@@ -146,7 +146,10 @@ def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir:
     Raises: StoreError if what was written is not what the policy holds.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    module.save_pretrained(target, state_dict=dict(live) | _stored_buffers(module))
+    # Buffers, as the balance of experts, belong to a model's files and are never trained.
+    stored = module.state_dict().keys()
+    buffers = {name: buffer.cpu() for name, buffer in module.named_buffers() if name in stored}
+    module.save_pretrained(target, state_dict=dict(live) | buffers)
     for name in _COPIED_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, target / name)
@@ -183,12 +186,6 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
     return None
 
 
-def _stored_buffers(module: Any) -> dict[str, torch.Tensor]:
-    """Return what belongs to a model's files and is never trained, as the balance of experts."""
-    stored = module.state_dict().keys()
-    return {name: buffer.cpu() for name, buffer in module.named_buffers() if name in stored}
-
-
 def _listed_shards(target: Path) -> list[str]:
     """Name the files that a loader would read: those of the index where there is one."""
     index = target / "model.safetensors.index.json"
@@ -209,18 +206,6 @@ def write_sharded_file(shards: Sequence[TensorShard], path: Path, ranks: Ranks) 
     Raises: StoreError, on every rank, if any could not write.
     """
     partial = path.with_suffix(".partial")
-    header = _make_header(shards)
-    run_on_first(ranks, lambda: _begin(partial, header, shards))
-    try:
-        if len(set(ranks.gather(_identify(partial)))) > 1:
-            return None
-        run_alike(ranks, lambda: _write_shards(partial, len(header), shards))
-        return run_on_first(ranks, lambda: _finish(partial, path))
-    finally:
-        run_on_first(ranks, lambda: partial.unlink(missing_ok=True))
-
-
-def _make_header(shards: Sequence[TensorShard]) -> bytes:
     fields = {}
     for one, start in zip(shards, _starts(shards), strict=True):
         fields[one.name] = {
@@ -231,7 +216,15 @@ def _make_header(shards: Sequence[TensorShard]) -> bytes:
     text = json.dumps(fields).encode()
     # Readers map tensors into memory, where their first byte must be aligned.
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    run_on_first(ranks, lambda: _begin(partial, header, shards))
+    try:
+        if len(set(ranks.gather(_identify(partial)))) > 1:
+            return None
+        run_alike(ranks, lambda: _write_shards(partial, len(header), shards))
+        return run_on_first(ranks, lambda: _finish(partial, path))
+    finally:
+        run_on_first(ranks, lambda: partial.unlink(missing_ok=True))
 
 
 def _begin(partial: Path, header: bytes, shards: Sequence[TensorShard]) -> None:

@@ -73,36 +73,30 @@ class ExampleSchedule(Generic[Item]):
 
     def _places(self, step: int) -> list[int]:
         while len(self._steps) <= step:
-            self._append_step()
+            chosen: dict[int, None] = {}
+            # What the step has already waits for the step after.
+            deferred: list[int] = []
+            while len(chosen) < self._prompts_per_step:
+                if not self._waiting:
+                    order = list(self._epoch_order(self._seed, self._num_epochs))
+                    self._num_epochs += 1
+                    num_different = len(set(order))
+                    if num_different < self._prompts_per_step:
+                        raise DataError(
+                            f"an epoch of the task's own order has {num_different} different examples"
+                            f" and a step asks for {self._prompts_per_step}",
+                            allowed=f"train.prompts_per_step from 1 to {num_different}",
+                            next_step="lower train.prompts_per_step or widen the order",
+                        )
+                    self._waiting.extend(order)
+                index = self._waiting.popleft()
+                if index in chosen:
+                    deferred.append(index)
+                else:
+                    chosen[index] = None
+            self._waiting.extendleft(reversed(deferred))
+            self._steps.append(list(chosen))
         return self._steps[step]
-
-    def _append_step(self) -> None:
-        """Take the next positions; one that the step has already waits for the step after."""
-        chosen: dict[int, None] = {}
-        deferred: list[int] = []
-        while len(chosen) < self._prompts_per_step:
-            if not self._waiting:
-                self._waiting.extend(self._next_epoch())
-            index = self._waiting.popleft()
-            if index in chosen:
-                deferred.append(index)
-            else:
-                chosen[index] = None
-        self._waiting.extendleft(reversed(deferred))
-        self._steps.append(list(chosen))
-
-    def _next_epoch(self) -> list[int]:
-        order = list(self._epoch_order(self._seed, self._num_epochs))
-        self._num_epochs += 1
-        num_different = len(set(order))
-        if num_different < self._prompts_per_step:
-            raise DataError(
-                f"an epoch of the task's own order has {num_different} different examples and a step asks"
-                f" for {self._prompts_per_step}",
-                allowed=f"train.prompts_per_step from 1 to {num_different}",
-                next_step="lower train.prompts_per_step or widen the order",
-            )
-        return order
 
     def _permute(self, seed: int, epoch: int) -> list[int]:
         generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))

@@ -41,11 +41,23 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     scored = [rollout for rollout in rollouts if rollout.outcome.is_scored]
     sampled = [rollout for rollout in rollouts if rollout.reply is not None]
     num_too_long = sum(rollout.outcome.is_too_long for rollout in rollouts)
+    # Repeats among the rollouts that have an earlier one in their group: 1 is reached by groups of any size.
+    num_rollouts = num_distinct = num_groups = 0
+    for group in groups:
+        texts = [
+            b"".join(turn.token_ids.tobytes() for turn in rollout.turns if turn.is_sampled)
+            for rollout in group.rollouts
+            if rollout.reply is not None
+        ]
+        num_rollouts += len(texts)
+        num_distinct += len(set(texts))
+        num_groups += bool(texts)
+    num_later = num_rollouts - num_groups
     metrics = {
         # Apart: what was never attempted did not fail.
         "failed_frac": (len(rollouts) - len(scored) - num_too_long) / len(rollouts),
         "prompt_too_long_frac": num_too_long / len(rollouts),
-        "duplicate_frac": _duplicate_frac(groups),
+        "duplicate_frac": (num_rollouts - num_distinct) / num_later if num_later else 0.0,
     }
     if scored:
         metrics["reward_mean"] = fmean(rollout.outcome.reward or 0.0 for rollout in scored)
@@ -60,7 +72,9 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     if sampled:
         metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
     if any(rollout.num_sampled_tokens for rollout in sampled):
-        metrics["entropy_nats"] = _surprise(sampled)
+        # The mean surprise of what was sampled estimates the policy's entropy.
+        logprobs = [turn.logprobs for r in sampled for turn in r.turns if turn.logprobs is not None]
+        metrics["entropy_nats"] = float(-np.concatenate(logprobs).mean(dtype=np.float64))
     answers = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
     _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers])
     return metrics
@@ -255,31 +269,6 @@ def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None
         metrics[name] = fmean(known)
 
 
-def _surprise(rollouts: Sequence[Rollout]) -> float:
-    """Estimate the policy's entropy (nats per token) by the mean surprise of what it sampled."""
-    logprobs = [turn.logprobs for r in rollouts for turn in r.turns if turn.logprobs is not None]
-    return float(-np.concatenate(logprobs).mean(dtype=np.float64))
-
-
-def _duplicate_frac(groups: Sequence[Group]) -> float:
-    """Return the share of rollouts whose sampled tokens repeat those of an earlier one in the group.
-
-    Of those that have an earlier one, so that 1 is reached by groups of any size.
-    """
-    num_rollouts = num_distinct = num_groups = 0
-    for group in groups:
-        texts = [
-            b"".join(turn.token_ids.tobytes() for turn in rollout.turns if turn.is_sampled)
-            for rollout in group.rollouts
-            if rollout.reply is not None
-        ]
-        num_rollouts += len(texts)
-        num_distinct += len(set(texts))
-        num_groups += bool(texts)
-    num_later = num_rollouts - num_groups
-    return (num_rollouts - num_distinct) / num_later if num_later else 0.0
-
-
 # Replies compared with each other, whatever they earned.
 
 MAX_IDS = 8
@@ -353,25 +342,20 @@ def prompt_dependence(prompts_S: Sequence[str], replies_S: Sequence[str]) -> flo
         return None
     owner_S = owner_S[kept]
     texts = [text for text, is_kept in zip(replies_S, kept, strict=True) if is_kept]
-    near_S_S = _alike(texts)
+    # The cosine of each pair of texts, by the runs of three bytes that they hold.
+    held_S_B = np.zeros((len(texts), _NUM_BUCKETS), dtype=np.float32)
+    for row_B, text in zip(held_S_B, texts, strict=True):
+        data = np.frombuffer(f" {text} ".encode(errors="replace")[:_MAX_BYTES], dtype=np.uint8)
+        first, second, third = (data[at : len(data) - 2 + at].astype(np.int64) for at in range(3))
+        row_B[(first * 961 + second * 31 + third) % _NUM_BUCKETS] = 1.0
+    norm_S = np.linalg.norm(held_S_B, axis=1).clip(min=1e-6)
+    near_S_S: NDArray[np.float32] = held_S_B @ held_S_B.T / (norm_S[:, None] * norm_S[None, :])
     np.fill_diagonal(near_S_S, -1.0)
     is_nearest_S_S = near_S_S >= near_S_S.max(axis=1, keepdims=True) - 1e-6
     is_own_S_S = owner_S[:, None] == owner_S[None, :]
     told_S = (is_nearest_S_S & is_own_S_S).sum(axis=1) / is_nearest_S_S.sum(axis=1)
     by_chance_S = (is_own_S_S.sum(axis=1) - 1) / (len(owner_S) - 1)
     return float((told_S.mean() - by_chance_S.mean()) / (1.0 - by_chance_S.mean()))
-
-
-def _alike(texts_S: Sequence[str]) -> NDArray[np.float32]:
-    """Return the cosine of each pair of texts, by the runs of three bytes that they hold. Shapes: S x S."""
-    held_S_B = np.zeros((len(texts_S), _NUM_BUCKETS), dtype=np.float32)
-    for row_B, text in zip(held_S_B, texts_S, strict=True):
-        data = np.frombuffer(f" {text} ".encode(errors="replace")[:_MAX_BYTES], dtype=np.uint8)
-        first, second, third = (data[at : len(data) - 2 + at].astype(np.int64) for at in range(3))
-        row_B[(first * 961 + second * 31 + third) % _NUM_BUCKETS] = 1.0
-    norm_S = np.linalg.norm(held_S_B, axis=1).clip(min=1e-6)
-    alike: NDArray[np.float32] = held_S_B @ held_S_B.T / (norm_S[:, None] * norm_S[None, :])
-    return alike
 
 
 def with_samples(alarms: Sequence[Event], groups: Sequence[Group]) -> list[Event]:
@@ -428,7 +412,12 @@ def runs_on(prompt: str, reply: str, answer: str | None) -> bool:
     question mark and is answered. One that says the prompt's own again is none.
     """
     reply = reply[:_MAX_CHARS].rstrip()
-    answered = _end_of_answer(reply, answer)
+    # Where the first answer ends.
+    found = [_ANSWERED.search(reply), _BARE_NUMBER.match(reply)]
+    if answer and len(answer) <= _MAX_ANSWER_CHARS:
+        # Where a sentence ends with it: inside one it may be a number on the way.
+        found.append(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)\W{{0,2}}(?=\n|$|(?<=[.!])\s)", reply))
+    answered = min((match.end() for match in found if match is not None), default=None)
     if answered is None:
         return False
     asked = _plain(prompt)
@@ -449,15 +438,6 @@ def runs_on(prompt: str, reply: str, answer: str | None) -> bool:
         if is_new and (label is not None or is_question or _opening(line) in openings):
             return True
     return False
-
-
-def _end_of_answer(reply: str, answer: str | None) -> int | None:
-    """Return where the first answer of a reply ends, None where it gives none."""
-    found = [_ANSWERED.search(reply), _BARE_NUMBER.match(reply)]
-    if answer and len(answer) <= _MAX_ANSWER_CHARS:
-        # Where a sentence ends with it: inside one it may be a number on the way.
-        found.append(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)\W{{0,2}}(?=\n|$|(?<=[.!])\s)", reply))
-    return min((match.end() for match in found if match is not None), default=None)
 
 
 def _opening(line: str) -> tuple[str, ...]:

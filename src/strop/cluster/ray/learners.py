@@ -99,7 +99,20 @@ class LearnerRank(RayRole):
         if num_ranks == 1:
             self._learner = build_learner(spec, source)
         else:
-            self._join_ranks(rank, num_ranks, rendezvous)
+            import torch
+            import torch.distributed as dist
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            limit = timedelta(seconds=GROUP_LIMIT_S)
+            store = self._store if rank == 0 else TCPStore(*rendezvous, num_ranks, timeout=limit)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=limit,
+            )
             self._learner = build_rank(spec, source, num_ranks=num_ranks)
         model = self._learner.model
         return LearnerFacts(
@@ -108,23 +121,6 @@ class LearnerRank(RayRole):
             device=model.device.type,
             recomputes=model.recomputes,
             max_positions=self._learner.max_positions,
-        )
-
-    def _join_ranks(self, rank: int, num_ranks: int, rendezvous: tuple[str, int]) -> None:
-        """Become one of the ranks that meet there."""
-        import torch
-        import torch.distributed as dist
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        limit = timedelta(seconds=GROUP_LIMIT_S)
-        store = self._store if rank == 0 else TCPStore(*rendezvous, num_ranks, timeout=limit)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=limit,
         )
 
     def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:

@@ -130,7 +130,18 @@ class VllmCore:
             output_kind=RequestOutputKind.FINAL_ONLY if is_whole else RequestOutputKind.DELTA,
         )
         async for output in self._outputs(request.prompt_ids, params, salt=salt, adapter=adapter):
-            yield _read_piece(output)
+            reply = output.outputs[0]
+            spans = reply.weight_versions or []
+            yield Piece(
+                token_ids=list(reply.token_ids),
+                logprobs=[
+                    row[token_id].logprob
+                    for row, token_id in zip(reply.logprobs or (), reply.token_ids, strict=True)
+                ],
+                finish=reply.finish_reason,
+                segments=tuple(VersionSegment(start=span.start, version=int(span.version)) for span in spans),
+                num_cached_tokens=output.num_cached_tokens or 0,
+            )
 
     async def score(
         self, prompt_ids: IntArray, reply_ids: IntArray, *, adapter: Adapter | None
@@ -218,20 +229,6 @@ def _lora_request(adapter: Adapter) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{adapter.adapter_id}", adapter.adapter_id, adapter.path)
-
-
-def _read_piece(output: Any) -> Piece:
-    reply = output.outputs[0]
-    spans = reply.weight_versions or []
-    return Piece(
-        token_ids=list(reply.token_ids),
-        logprobs=[
-            row[token_id].logprob for row, token_id in zip(reply.logprobs or (), reply.token_ids, strict=True)
-        ],
-        finish=reply.finish_reason,
-        segments=tuple(VersionSegment(start=span.start, version=int(span.version)) for span in spans),
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
 
 
 def _failed(what: str, error: Exception) -> EngineError:

@@ -157,20 +157,16 @@ def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
             return False
     if leaf != "weight" or not hasattr(module, "cpu_linear"):
         return bool(plain.numel())
-    columns = _probed_columns(tensor)
+    # Which columns are probed depends on the values themselves: nobody can foresee them.
+    sample = tensor[0].contiguous().view(torch.uint8).numpy().tobytes()
+    seed = int.from_bytes(hashlib.blake2b(sample, digest_size=7).digest(), "little")
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.randperm(tensor.shape[1], generator=generator)[:_PROBED_COLUMNS]
     inputs = torch.zeros(len(columns), tensor.shape[1], dtype=tensor.dtype)
     inputs[torch.arange(len(columns)), columns] = 1.0
     with torch.inference_mode():
         outputs = module.cpu_linear(inputs, plain, None)[:, rows]
     return torch.equal(outputs.to(tensor.dtype), tensor[:, columns].T)
-
-
-def _probed_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Return unpredictable columns: which ones depends on the values themselves."""
-    sample = tensor[0].contiguous().view(torch.uint8).numpy().tobytes()
-    seed = int.from_bytes(hashlib.blake2b(sample, digest_size=7).digest(), "little")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(tensor.shape[1], generator=generator)[:_PROBED_COLUMNS]
 
 
 def _live_digest(model: Any) -> str:

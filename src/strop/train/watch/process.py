@@ -170,16 +170,14 @@ class LoopLagWatch:
             except RuntimeError:
                 return  # The loop is closed.
             if not self._answered.wait(self._limit_s):
-                self._on_lag(time.monotonic() - asked_at, self._describe_stack())
+                frame = sys._current_frames().get(self._loop_thread)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                self._on_lag(time.monotonic() - asked_at, stack)
                 self._answered.wait()
             waited_s = time.monotonic() - asked_at
             with self._lock:
                 self._max_s = max(self._max_s, waited_s)
                 self._late_s += waited_s if waited_s > ASK_S else 0.0
-
-    def _describe_stack(self) -> str:
-        frame = sys._current_frames().get(self._loop_thread)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 @contextmanager

@@ -109,7 +109,16 @@ _WIRES = (
 def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
     """Return the alarms that the numbers of a step raise. An absent number raises none."""
     alarms = []
-    bounds = _read_bounds(spec)
+    # Spelled out, so that a renamed setting is a type error.
+    bounds: dict[str, float | None] = {
+        "max_zero_variance_frac": spec.max_zero_variance_frac,
+        "max_duplicate_frac": spec.max_duplicate_frac,
+        "max_truncated_frac": spec.max_truncated_frac,
+        "max_runaway_frac": spec.max_runaway_frac,
+        "max_failed_frac": spec.max_failed_frac,
+        "max_drift_nats": spec.max_drift_nats,
+        "min_entropy_nats": spec.min_entropy_nats,
+    }
     for wire in _WIRES:
         bound, value = bounds[wire.setting], metrics.get(wire.metric)
         if bound is None or value is None or metrics.get("accuracy", 0.0) > wire.max_accuracy:
@@ -158,19 +167,6 @@ def _find_dominant_term(bound: float | None, step: int, metrics: Mapping[str, fl
         f" {'lower' if large == 'sft' else 'raise'} sft.weight"
     )
     return [Event(kind=EventKind.TRIPWIRE, step=step, cause="term_dominates", detail=detail)]
-
-
-def _read_bounds(spec: TripwireSpec) -> dict[str, float | None]:
-    """Return the bounds by setting. Spelled out, so that a renamed setting is a type error."""
-    return {
-        "max_zero_variance_frac": spec.max_zero_variance_frac,
-        "max_duplicate_frac": spec.max_duplicate_frac,
-        "max_truncated_frac": spec.max_truncated_frac,
-        "max_runaway_frac": spec.max_runaway_frac,
-        "max_failed_frac": spec.max_failed_frac,
-        "max_drift_nats": spec.max_drift_nats,
-        "min_entropy_nats": spec.min_entropy_nats,
-    }
 
 
 def find_format_drift(
