@@ -21,8 +21,7 @@ from benchmarks.cases import Case
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 from benchmarks.verifier import forced_rewards, last_number_reward
 from strop.cluster.contract import ModelSource, Roles
-from strop.cluster.local import InlinePlacement
-from strop.cluster.local_learner import LocalLearner
+from strop.cluster.local import InlinePlacement, LocalLearner
 from strop.hardware.number_format import AUTO
 from strop.policy.learner import Learner
 from strop.record import RunDir

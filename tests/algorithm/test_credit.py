@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithm.aggregation import Aggregation
+from strop.algorithm.advantages import Aggregation
 from strop.algorithm.building import build_algorithm
 from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement, shape_rewards
-from strop.algorithm.kl import KlPenalty
+from strop.algorithm.losses import KlPenalty
 from strop.errors import DataError
 from strop.spec.algorithm import AlgorithmSpec
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithm.kl import ESTIMATORS, KlPenalty, PenaltyFn, penalize_k3, penalize_k3_plus
+from strop.algorithm.losses import ESTIMATORS, KlPenalty, PenaltyFn, penalize_k3, penalize_k3_plus
 
 POLICY_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 REFERENCE_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.cluster.local_learner import LocalLearner
+from strop.cluster.local import LocalLearner
 
 
 class Recorder:

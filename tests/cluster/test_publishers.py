@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.cluster.local_learner import LocalLearner
+from strop.cluster.local import LocalLearner
 from strop.cluster.publishers import (
     BroadcastPublisher,
     FilePublisher,

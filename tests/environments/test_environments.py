@@ -9,7 +9,7 @@ import pytest
 
 import strop
 from strop.environments import Action, Environment, SingleTurn, choose_environment
-from strop.environments.choose import ENVIRONMENTS
+from strop.environments.rollout import ENVIRONMENTS
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.tasks import build_task

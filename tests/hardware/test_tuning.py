@@ -143,9 +143,9 @@ def test_a_thread_that_computed_ends_with_its_team() -> None:
 
 def test_no_room_that_trains_computes_in_a_pool_of_asyncio() -> None:
     """Hashing the weights in asyncio's own threads, which stay, cost every later step 7 to 9 %."""
-    from strop.cluster import local_learner
+    from strop.cluster import local
     from strop.train import gate_models
 
-    for module in (local_learner, gate_models):
+    for module in (local, gate_models):
         assert module.__file__ is not None
         assert "to_thread" not in Path(module.__file__).read_text()

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from strop.cluster import Roles
-from strop.cluster.local import SharedPublisher
-from strop.cluster.local_learner import LocalLearner
+from strop.cluster.local import LocalLearner, SharedPublisher
 from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.environments import RolloutPlan, SingleTurn, run_group

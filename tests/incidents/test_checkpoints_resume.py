@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import build_algorithm
 from strop.cluster import ModelSource, Roles
-from strop.cluster.local_learner import LocalLearner, build_learner
+from strop.cluster.local import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
 from strop.io import verify_directory

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithm import kl as kl_module
-from strop.algorithm.kl import ESTIMATORS, KlPenalty, PenaltyFn, find_penalty_flaw
+from strop.algorithm import losses
+from strop.algorithm.losses import ESTIMATORS, KlPenalty, PenaltyFn, find_penalty_flaw
 from strop.cluster import Roles
 from strop.errors import CheckRefused
 from strop.policy.packing import PackedGroup
@@ -71,7 +71,7 @@ def test_opt_1_the_gate_refuses_a_reversed_penalty(
     made = compose(tmp_path, tiny_model_dir)
     with pytest.raises(CheckRefused, match=r"kl: mean gap .* moves away from the reference"):
         made.run()
-    assert kl_module.ESTIMATORS is ESTIMATORS
+    assert losses.ESTIMATORS is ESTIMATORS
 
 
 class Shifted:

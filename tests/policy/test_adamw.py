@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.policy import optimizer as optimizer_module
-from strop.policy.learning_rate import lr_at
+from strop.policy.objective import lr_at
 from strop.policy.optimizer import MOMENTS, AdamW
 from strop.spec.train import OptimizerSpec
 

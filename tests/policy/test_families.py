@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from strop.engine.contract import check_room
 from strop.engine.native import NativeEngine
-from strop.engine.requests import check_room
 from strop.errors import EngineError
 from strop.policy.families import Layout, read_max_positions, why_alone
 from strop.policy.footprint import read_model_size

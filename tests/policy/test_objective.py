@@ -12,7 +12,7 @@ import torch
 
 from strop.algorithm import ALGORITHMS, Algorithm
 from strop.algorithm.corrections import CORRECTIONS
-from strop.algorithm.kl import KlPenalty
+from strop.algorithm.losses import KlPenalty
 from strop.errors import LengthMismatch
 from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms

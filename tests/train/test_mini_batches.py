@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import build_algorithm
-from strop.algorithm.aggregation import Aggregation
+from strop.algorithm.advantages import Aggregation
 from strop.cluster import Roles
-from strop.cluster.local_learner import LocalLearner
+from strop.cluster.local import LocalLearner
 from strop.errors import RunStopped
 from strop.policy.learner import Term
 from strop.policy.optimizer import StepPlan, StepReport

@@ -7,7 +7,7 @@ against cases by hand. Left out on purpose: the loop, the model, and everything 
 forward.
 """
 
-from strop.algorithm.aggregation import Aggregation
+from strop.algorithm.advantages import Aggregation
 from strop.algorithm.building import build_algorithm
 from strop.algorithm.catalog import ALGORITHMS, Algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement

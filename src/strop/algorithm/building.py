@@ -18,11 +18,12 @@ import numpy as np
 from strop.algorithm.advantages import ADVANTAGES, AdvantageFn
 from strop.algorithm.catalog import ALGORITHMS, GRPO, Algorithm
 from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
-from strop.algorithm.kl import ESTIMATORS, KlPenalty
 from strop.algorithm.losses import (
     CLIPPED,
+    ESTIMATORS,
     SAPO,
     SAPO_TEMPERATURES,
+    KlPenalty,
     TokenLoss,
     differentiate,
     dual_clipped,

@@ -16,24 +16,25 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.algorithm.advantages import (
     AdvantageFn,
+    Aggregation,
     OverBatch,
     center,
     keep_reward,
     leave_one_out,
     standardize,
 )
-from strop.algorithm.aggregation import Aggregation
 from strop.algorithm.corrections import NO_CORRECTION, Correction
-from strop.algorithm.kl import KlPenalty, measure_kl
 from strop.algorithm.losses import (
     CISPO,
     CLIPPED,
     DPPO,
     IPO_MASK,
     SAPO,
+    KlPenalty,
     TokenLoss,
     clamp_log_ratio,
     mean_over,
+    measure_kl,
 )
 from strop.policy.objective import APPROX_KL, Scope, ScoredTokens, TokenTerms
 from strop.spec.objectives import Mode

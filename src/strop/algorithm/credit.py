@@ -29,13 +29,15 @@ from numpy.typing import NDArray
 from strop.algorithm.advantages import (
     MIN_MEMBERS,
     Float64Array,
+    IntCounts,
     as_rewards,
     compare_members,
     find_scored,
     is_constant,
     scale_batch,
+    sums_to_one,
+    weigh_tokens,
 )
-from strop.algorithm.aggregation import IntCounts, sums_to_one, weigh_tokens
 from strop.algorithm.catalog import Algorithm
 from strop.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Placements on one machine: the engine in this process, or in a child with its own copy of the model.
+"""One machine: a learner in this process, the engine beside it or in a child with its own copy of the model.
 
 `InlinePlacement` has one model in memory and no weight copy; publishing only names the new version.
 `ProcessPlacement` sends weights by file, `v000012.safetensors`, with version and digest: in shared memory, or
@@ -9,12 +9,19 @@ process, however it ends, and writes `<work_dir>/engine.log` from its first byte
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from strop.cluster.contract import LearnerRole, ModelSource, Publisher, Roles, start_all
+import torch
+
+from strop.cluster.contract import LearnerRole, ModelSource, Publisher, Roles, Scorer, start_all
 from strop.cluster.engine_process import EngineProcess
-from strop.cluster.local_learner import LocalLearner, build_learner
 from strop.cluster.publishers import (
     clear_publications,
     has_memory_room,
@@ -26,10 +33,208 @@ from strop.engine.native import NativeEngine
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.server import LOOPBACK
 from strop.errors import EngineError
-from strop.policy.learner import Learner
+from strop.hardware import free_memory_bytes
+from strop.hardware.tuning import compute_in_thread
+from strop.policy.distilling import require_same_vocabulary
+from strop.policy.footprint import read_model_size, wants_recompute
+from strop.policy.head import token_places
+from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
+from strop.policy.learner import Learner, Term
+from strop.policy.optimizer import StepPlan, StepReport
+from strop.policy.packing import PackedGroup
+from strop.policy.scoring import FrozenModel
+from strop.policy.sharded import shard_frozen, shard_learner
 from strop.policy.weights import weights_digest
+from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 from strop.tokenizer import Tokenizer
+
+Answer = TypeVar("Answer")
+TEACHER = "teacher"
+"""The role that the terms of distillation compare with."""
+
+
+class LocalLearner:
+    """A `LearnerRole` around one `Learner`.
+
+    A step holds the event loop up, unless `is_async`: then it runs in a thread, for loops that have
+    something to do meanwhile. One step, score or write at a time, as the loop does it anyway.
+    """
+
+    def __init__(self, local: Learner, *, is_async: bool = False) -> None:
+        self.local = local
+        self._frozen: dict[str, FrozenModel] = {}
+        # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_async else None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps run in a thread."""
+        return self._thread is not None
+
+    @property
+    def version(self) -> int:
+        """Batches that have moved the weights."""
+        return self.local.version
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return self.local.model.shape
+
+    @property
+    def device(self) -> str:
+        """Kind of device that it computes on."""
+        return self.local.model.device.type
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it computes activations again."""
+        return self.local.model.recomputes
+
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+        """Take one optimizer step. See `LearnerRole.step_terms`."""
+        return await self._do(partial(self.local.step_terms, terms, plan))
+
+    async def hold(self) -> None:
+        """Keep the weights as they are now. See `LearnerRole.hold`."""
+        await self._do(self.local.hold)
+
+    async def score(
+        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+    ) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
+        return await self._do(partial(self.local.score, groups, temperature, is_held=is_held))
+
+    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return where scored tokens stand. See `LearnerRole.place_tokens`."""
+        return await self._do(partial(self.local.score, groups, temperature, token_places))
+
+    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
+        """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
+        owner = self.local if role is None else self._frozen[role]
+        return await self._do(owner.digest_tensors)
+
+    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+        """Load a model that never learns. See `LearnerRole.add_frozen`."""
+        self._frozen[role] = frozen = await self._do(partial(load_frozen, self.local, role, source))
+        return _LocalScorer(frozen, self._do)
+
+    async def write_weights(self, path: Path) -> str:
+        """Write the compute copies; in a thread, because hashing is no work for the event loop."""
+        return await compute_in_thread(partial(self.local.write_weights, path))
+
+    async def weights_digest(self) -> str:
+        """Return the digest of the compute copies; in a thread like `write_weights`."""
+        return await compute_in_thread(self.local.weights_digest)
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> str:
+        """Write a Hugging Face model directory. See `LearnerRole.export`."""
+        return await self._do(partial(self.local.export, target, tokenizer_dir))
+
+    async def write_adapter(self, target: Path) -> str:
+        """Write the adapters in peft's form. Returns the digest of their tensors."""
+        return await compute_in_thread(partial(self.local.write_adapter, target))
+
+    async def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters. See `LearnerRole.save_state`."""
+        await self._do(partial(self.local.save_state, target))
+
+    async def load_state(self, source: Path) -> None:
+        """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
+        self.local.load_state(source)
+
+    async def _do(self, work: Callable[[], Answer]) -> Answer:
+        if self._thread is None:
+            return work()
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run, work)
+
+
+class _LocalScorer:
+    """A `Scorer` that takes turns with the learner of this process."""
+
+    def __init__(self, frozen: FrozenModel, do: Callable[..., Awaitable[list[FloatArray]]]) -> None:
+        self._frozen = frozen
+        self._do = do
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `Scorer.score`."""
+        return await self._do(partial(self._frozen.score, groups, temperature))
+
+
+def build_learner(spec: RunSpec, source: ModelSource) -> Learner:
+    """Load a run's model and give it an optimizer.
+
+    Raises: ConfigError if the model cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(spec, source, device=device)
+    return Learner(
+        model,
+        spec.optimizer,
+        micro_batch_positions=spec.train.micro_batch_tokens,
+        num_steps=spec.train.num_optimizer_steps,
+    )
+
+
+def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner:
+    """Load a run's model and keep this rank's part of it. See `shard_learner`.
+
+    Raises: ConfigError if the model cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(spec, source, device="cpu", num_ranks=num_ranks)
+    return shard_learner(
+        model,
+        spec.optimizer,
+        device=device,
+        micro_batch_positions=spec.train.micro_batch_tokens,
+        num_steps=spec.train.num_optimizer_steps,
+    )
+
+
+def load_frozen(learner: Learner, role: str, source: ModelSource, *, num_ranks: int = 1) -> FrozenModel:
+    """Load a model beside a learner, in its type; of several ranks, keep this one's rows of it.
+
+    Raises: ConfigError if it cannot be loaded or has another vocabulary.
+    """
+    policy = learner.model
+    device, is_whole = policy.device.type, num_ranks == 1
+    model = LanguageModel.load(
+        source.path, dtype=policy.dtype, device=device if is_whole else "cpu", may_fuse=is_whole
+    )
+    require_same_vocabulary(policy, model, role)
+    for _, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+    frozen = (
+        FrozenModel(model, max_positions=learner.max_positions)
+        if is_whole
+        else shard_frozen(model, device=device, max_positions=learner.max_positions)
+    )
+    if role == TEACHER:
+        learner.teacher = frozen
+    return frozen
+
+
+def load_policy(spec: RunSpec, source: ModelSource, *, device: str, num_ranks: int = 1) -> LanguageModel:
+    """Load a run's model for training, with its adapters where the run trains those.
+
+    Raises: ConfigError if the model cannot be loaded, or lacks a layer that is to be adapted.
+    """
+    # Before the weights take their part of it.
+    have_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory_bytes()
+    model = LanguageModel.load(
+        source.path, dtype=DTYPES[spec.model.dtype], device=device, may_fuse=num_ranks == 1
+    )
+    if spec.lora.rank is not None:
+        model.adapt(spec.lora, seed=spec.seed)
+    size = read_model_size(source.path)
+    # Which are not loaded yet, and taken to be of the policy's size.
+    frozen = [size] * len(spec.frozen_models)
+    if wants_recompute(spec, size, have_bytes, num_ranks=num_ranks, frozen=frozen):
+        model.recompute_activations()
+    return model
 
 
 class SharedPublisher:

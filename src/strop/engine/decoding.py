@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.engine.contract import Completion, GenerationRequest
-from strop.engine.requests import StopStrings
+from strop.engine.contract import Completion, GenerationRequest, StopStrings
 from strop.engine.sampler import Draw, draw, draw_on_device, require_finite, temperature_kinds, uniform_stream
 from strop.policy.fused_trunk import Products
 from strop.policy.kv_cache import CachedRows, KVCache, Rows, open_rows

@@ -31,13 +31,20 @@ from strop.engine.contract import (
     GenerationRequest,
     ReplyScore,
     UpdateMode,
+    Waiting,
+    WaitingScore,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    check_ids,
+    check_room,
+    closed,
     default_rows,
+    deliver,
+    fail,
+    settle,
 )
 from strop.engine.decoding import DecodeBatch
-from strop.engine.requests import Waiting, WaitingScore, check_ids, check_room, closed, deliver, fail, settle
 from strop.errors import EngineError, WeightMismatch, describe_error
 from strop.policy.fused_trunk import JoinedLinear
 from strop.policy.kv_cache import KVCache

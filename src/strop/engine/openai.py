@@ -22,10 +22,11 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    StopStrings,
     WeightReceipt,
     WeightUpdate,
+    closed,
 )
-from strop.engine.requests import StopStrings, closed
 from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, EngineError
 from strop.rollout import FinishReason, IntArray

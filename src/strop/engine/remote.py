@@ -26,11 +26,16 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    Waiting,
+    WaitingScore,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    closed,
+    deliver,
+    fail,
+    settle,
 )
-from strop.engine.requests import Waiting, WaitingScore, closed, deliver, fail, settle
 from strop.engine.wire import (
     AnswerPart,
     ErrorForm,

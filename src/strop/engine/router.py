@@ -32,8 +32,8 @@ from strop.engine.contract import (
     ReplyScore,
     WeightReceipt,
     WeightUpdate,
+    closed,
 )
-from strop.engine.requests import closed
 from strop.errors import ConfigError, EngineError, EngineLost, StropError, WeightMismatch
 from strop.rollout import IntArray
 

@@ -7,9 +7,16 @@ without a score, and an environment can say who owns one (`AttemptFailed`).
 Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
-from strop.environments.choose import choose_environment
 from strop.environments.contract import Action, Choosing, Environment, StepResult
-from strop.environments.rollout import PromptCache, RolloutPlan, reads_as, run_group, run_groups, run_rollout
+from strop.environments.rollout import (
+    PromptCache,
+    RolloutPlan,
+    choose_environment,
+    reads_as,
+    run_group,
+    run_groups,
+    run_rollout,
+)
 from strop.environments.single_turn import SingleTurn
 from strop.tasks.failures import AttemptFailed
 

@@ -9,6 +9,7 @@ with a stand-in for the reply, and it must write the stand-in right behind the p
 The reply's ids must read as its text. Where either fails, everything is rendered anew, and a new training
 sample begins there.
 
+`ENVIRONMENTS` at the end names the worlds there are, and `choose_environment` alone chooses among them.
 Left out on purpose: retries, which are the loop's decision.
 """
 
@@ -16,15 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
-from strop.errors import DataError, EngineError
+from strop.environments.single_turn import SingleTurn
+from strop.errors import ConfigError, DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
@@ -40,7 +44,9 @@ from strop.rollout import (
     Sampling,
     Turn,
 )
+from strop.tasks import Task
 from strop.tasks.failures import catch_failure
+from strop.tasks.judging import Judge
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 
@@ -388,3 +394,26 @@ def encode_next_messages(
             return None
         text = text[len(terminator) :]
     return text, tokenizer.encode(text)
+
+
+EnvironmentFactory = Callable[[Task, Judge | None], Environment]
+"""Makes one attempt. Its examples are the task's; without a judge, replies are judged in this process."""
+
+SINGLE_TURN = "single-turn"
+ENVIRONMENTS: Mapping[str, EnvironmentFactory] = MappingProxyType({SINGLE_TURN: SingleTurn})
+
+
+def choose_environment(
+    task: Task, judge: Judge | None = None, *, name: str = SINGLE_TURN
+) -> Callable[[], Environment]:
+    """Return the constructor of the environment in which a run attempts the examples of a task.
+
+    Raises: ConfigError if there is none of this name.
+    """
+    if name not in ENVIRONMENTS:
+        raise ConfigError(
+            f"the environment {name!r}",
+            allowed=", ".join(ENVIRONMENTS),
+            next_step="correct the name",
+        )
+    return partial(ENVIRONMENTS[name], task, judge)

@@ -11,7 +11,7 @@ from strop.hardware import Machine
 from strop.plan.estimate import Assumption, TimeEstimate
 from strop.plan.roles import Part, RoleMemory, count_rows
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
-from strop.policy.learning_rate import lr_at
+from strop.policy.objective import lr_at
 from strop.spec import ResolvedSpec
 from strop.spec.base import DEFAULT
 from strop.spec.train import TrainSpec

@@ -30,9 +30,8 @@ from strop.policy.head import (
     token_logprobs,
 )
 from strop.policy.language_model import LanguageModel
-from strop.policy.learning_rate import lr_at
 from strop.policy.lora import name_for_peft, without_adapters, write_adapter
-from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
+from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn, lr_at
 from strop.policy.optimizer import (
     MOMENTS,
     Accumulator,

@@ -1,4 +1,4 @@
-"""The interface of losses: their input, their output, and how much of a batch they must see at once.
+"""The interface of losses (input, output, how much of a batch they see at once), and the learning rate.
 
 A loss is any function from scored tokens to their terms that can be pickled: learner ranks may live in other
 processes. So it is a function of a module or a frozen dataclass with `__call__`, never a closure.
@@ -9,14 +9,16 @@ Shapes: m scored tokens, in the order of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from strop.spec.train import OptimizerSpec
+
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 APPROX_KL = "approx_kl_nats"
 """Name of a mean over tokens: how far the policy is from the one that its ratios start from."""
@@ -80,3 +82,20 @@ class TokenTermsFn(Protocol):
     def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
         """Return loss and gradient of every token."""
         ...
+
+
+def lr_at(spec: OptimizerSpec, place: int, num_places: int | None) -> float:
+    """Return the learning rate of the optimizer step that has `place` others before it in the run.
+
+    `num_places` are those of the whole run; a constant schedule asks for none. Like transformers' own
+    schedules, the first step after warm-up has the full rate, and one behind the last would have the final
+    one.
+    """
+    if place < spec.warmup_steps:
+        return spec.lr * (place + 1) / (spec.warmup_steps + 1)
+    if spec.schedule == "constant":
+        return spec.lr
+    assert num_places is not None, "a decay knows how long the run is"
+    passed = min((place - spec.warmup_steps) / max(num_places - spec.warmup_steps, 1), 1.0)
+    kept = 1.0 - passed if spec.schedule == "linear" else (1.0 + math.cos(math.pi * passed)) / 2
+    return spec.lr * (spec.final_frac + (1.0 - spec.final_frac) * kept)

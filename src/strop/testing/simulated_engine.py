@@ -32,8 +32,8 @@ from strop.engine.contract import (
     UpdateMode,
     WeightReceipt,
     WeightUpdate,
+    closed,
 )
-from strop.engine.requests import closed
 from strop.errors import EngineError, EngineLost
 from strop.rollout import FinishReason, IntArray, VersionSegment
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from strop.algorithm.building import find_idle_settings
-from strop.algorithm.kl import find_penalty_flaw
+from strop.algorithm.losses import find_penalty_flaw
 from strop.audit import (
     PROBE_IDS,
     QUICK_PROBES,

@@ -92,7 +92,7 @@ class LearnerRank(RayRole):
 
         Raises: ConfigError if the model cannot be loaded.
         """
-        from strop.cluster.local_learner import build_learner, build_rank
+        from strop.cluster.local import build_learner, build_rank
 
         self._num_ranks = num_ranks
         self._frozen: dict[str, FrozenModel] = {}
@@ -157,7 +157,7 @@ class LearnerRank(RayRole):
 
         Raises: ConfigError if it cannot be loaded or has another vocabulary.
         """
-        from strop.cluster.local_learner import load_frozen
+        from strop.cluster.local import load_frozen
 
         here = self.bring_model(source)
         self._frozen[role] = load_frozen(self._learner, role, here, num_ranks=self._num_ranks)

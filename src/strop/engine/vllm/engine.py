@@ -25,12 +25,15 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    StopStrings,
     UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    check_ids,
+    check_room,
+    closed,
 )
-from strop.engine.requests import StopStrings, check_ids, check_room, closed
 from strop.engine.vllm.core import Adapter, Core, Piece
 from strop.engine.vllm.environment import EngineLimits
 from strop.errors import EngineError, WeightMismatch
