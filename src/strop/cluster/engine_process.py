@@ -127,7 +127,16 @@ class EngineProcess:
         """
         child = self._child
         assert child is not None, "launch comes first"
-        url = self._url = await self._await_ready(child)
+        limit_s = START_LIMITS_S[self._spec.engine.kind]
+        deadline = time.monotonic() + limit_s
+        while not self._ready_path.exists():
+            end = _describe_end(child)
+            if end is not None:
+                raise _not_started(child, end)
+            if time.monotonic() > deadline:
+                raise _not_started(child, f"it did not listen within {limit_s:g} s")
+            await asyncio.sleep(_POLL_S)
+        url = self._url = ReadyForm.model_validate_json(self._ready_path.read_bytes()).url
         self._remove_start_files()
         self._engine = RemoteEngine(
             url,
@@ -149,19 +158,6 @@ class EngineProcess:
             self._child = None
         self._remove_start_files()
         shutil.rmtree(self._modules_dir, ignore_errors=True)
-
-    async def _await_ready(self, child: ChildProcess) -> str:
-        """Return the engine's address once it listens."""
-        limit_s = START_LIMITS_S[self._spec.engine.kind]
-        deadline = time.monotonic() + limit_s
-        while not self._ready_path.exists():
-            end = _describe_end(child)
-            if end is not None:
-                raise _not_started(child, end)
-            if time.monotonic() > deadline:
-                raise _not_started(child, f"it did not listen within {limit_s:g} s")
-            await asyncio.sleep(_POLL_S)
-        return ReadyForm.model_validate_json(self._ready_path.read_bytes()).url
 
     def _server_args(self) -> list[str]:
         engine = self._spec.engine

@@ -22,7 +22,7 @@ from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, hand_over, withdraw
-from strop.spec.judge import LlmJudgeSpec, role_judges
+from strop.spec.judge import role_judges
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge.client import endpoint_name
@@ -56,7 +56,24 @@ class JudgeRoles:
         self._started: list[_Started] = []
         self._sections = {one.judge_model: one for one in role_judges(spec.task)}
         for name, section in self._sections.items():
-            _require_fit(section, models[name], policy)
+            found = models[name]
+            revision = section.judge_revision
+            if len(revision) < _MIN_REVISION_CHARS or not found.digest.startswith(revision):
+                raise ConfigError(
+                    f"task.judge_revision={revision}, and {section.judge_model} has the digest"
+                    f" {found.digest}",
+                    allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first:"
+                    " judgements are kept under it",
+                    next_step=f'set task.judge_revision = "{found.digest[:16]}"',
+                )
+            if found.digest == policy.digest and not section.can_judge_itself:
+                raise ConfigError(
+                    f"task.judge_model={section.judge_model} has the digest of the policy,"
+                    f" {policy.digest[:16]}",
+                    allowed="a judge that is another model, or task.can_judge_itself = true",
+                    next_step="name another judge",
+                )
+            Tokenizer.load(found.path).require_chat_template()
 
     async def start(self) -> None:
         """Start every judge and wait until it listens.
@@ -66,7 +83,16 @@ class JudgeRoles:
         """
         host = _find_host(self._spec) if self._sections else LOOPBACK
         for index, (name, section) in enumerate(self._sections.items()):
-            process = self._make_process(section, self._work_dir / f"judge-{index}", host)
+            engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
+            spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
+            devices = section.judge_devices
+            process = EngineProcess(
+                spec,
+                self._models[section.judge_model].path,
+                self._work_dir / f"judge-{index}",
+                host=host,
+                environment={} if devices is None else {VISIBLE_DEVICES: devices},
+            )
             self._started.append(_Started(model=name, process=process))
             process.launch()
         for one in self._started:
@@ -93,36 +119,21 @@ class JudgeRoles:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
-                self._require_alive()
+                for one in self._started:
+                    end = one.process.find_death()
+                    if end is not None:
+                        raise EngineError(
+                            f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
+                            f"{tail(one.process.log_path)}\n",
+                            allowed="a judge that lives as long as the run",
+                            next_step="mend the cause and start the run again; it goes on from its last"
+                            " checkpoint, and no reply was scored without the judge",
+                        )
             return await task
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-
-    def _make_process(self, section: LlmJudgeSpec, work_dir: Path, host: str) -> EngineProcess:
-        engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
-        spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
-        devices = section.judge_devices
-        return EngineProcess(
-            spec,
-            self._models[section.judge_model].path,
-            work_dir,
-            host=host,
-            environment={} if devices is None else {VISIBLE_DEVICES: devices},
-        )
-
-    def _require_alive(self) -> None:
-        for one in self._started:
-            end = one.process.find_death()
-            if end is not None:
-                raise EngineError(
-                    f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
-                    f"{tail(one.process.log_path)}\n",
-                    allowed="a judge that lives as long as the run",
-                    next_step="mend the cause and start the run again; it goes on from its last"
-                    " checkpoint, and no reply was scored without the judge",
-                )
 
 
 def _find_host(spec: RunSpec) -> str:
@@ -134,21 +145,3 @@ def _find_host(spec: RunSpec) -> str:
     from strop.cluster.ray.placement import list_nodes
 
     return find_own_address(os.environ, len(list_nodes(spec, count_nodes(os.environ))))
-
-
-def _require_fit(section: LlmJudgeSpec, found: ModelSource, policy: ModelSource) -> None:
-    revision = section.judge_revision
-    if len(revision) < _MIN_REVISION_CHARS or not found.digest.startswith(revision):
-        raise ConfigError(
-            f"task.judge_revision={revision}, and {section.judge_model} has the digest {found.digest}",
-            allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first: judgements"
-            " are kept under it",
-            next_step=f'set task.judge_revision = "{found.digest[:16]}"',
-        )
-    if found.digest == policy.digest and not section.can_judge_itself:
-        raise ConfigError(
-            f"task.judge_model={section.judge_model} has the digest of the policy, {policy.digest[:16]}",
-            allowed="a judge that is another model, or task.can_judge_itself = true",
-            next_step="name another judge",
-        )
-    Tokenizer.load(found.path).require_chat_template()

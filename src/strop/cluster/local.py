@@ -30,7 +30,7 @@ from strop.cluster.publishers import (
 )
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
-from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.engine.remote import WaitLimits
 from strop.engine.server import LOOPBACK
 from strop.errors import EngineError
 from strop.hardware import free_memory_bytes
@@ -333,19 +333,9 @@ class ProcessPlacement:
         )
         engine = await self._process.connect()
         tokenizer = Tokenizer.load(self._source.path)
-        await self._check_model(engine, learner.local, tokenizer)
-        await engine.update(await publisher.publish())
-        return Roles(
-            learner=learner,
-            engine=engine,
-            publisher=publisher,
-            tokenizer=tokenizer,
-        )
-
-    async def _check_model(self, engine: RemoteEngine, learner: Learner, tokenizer: Tokenizer) -> None:
-        """Refuse an engine with other weights or another tokenizer than the learner's."""
+        # An engine with other weights or another tokenizer than the learner's is refused.
         health = await engine.health()
-        found, expected = health.model_digest, weights_digest(learner.model)
+        found, expected = health.model_digest, weights_digest(learner.local.model)
         if found != expected:
             raise EngineError(
                 f"the engine loaded weights with digest {found[:12]} from {self._source.path}",
@@ -358,3 +348,10 @@ class ProcessPlacement:
                 allowed=f"that of the policy, {tokenizer.digest}: ids would mean other texts",
                 next_step="give engine and learner one model directory, then start the run again",
             )
+        await engine.update(await publisher.publish())
+        return Roles(
+            learner=learner,
+            engine=engine,
+            publisher=publisher,
+            tokenizer=tokenizer,
+        )

@@ -93,7 +93,29 @@ class OpenAiEngine:
             call |= {"top_k": sampling.top_k or 0, "include_stop_str_in_output": True}
         elif sampling.top_k is not None:
             raise self._unusable(f"sampling.top_k={sampling.top_k} is no setting of its completions")
-        return self._read_reply(request, await self._ask("completions", call))
+        choice = await self._ask("completions", call)
+        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        token_ids = choice.get("token_ids")
+        if token_ids is None:
+            token_ids = self._tokenizer.encode(str(choice.get("text", ""))).tolist()
+        if not values or None in values or len(values) != len(token_ids):
+            raise self._unusable(
+                f"it gave {len(values or ())} log-probabilities and {len(token_ids)} token ids of a reply"
+            )
+        finish = self._read_finish(request, choice, token_ids)
+        spoken = (
+            token_ids[:-1] if finish is FinishReason.EOS and self._is_stop(request, token_ids) else token_ids
+        )
+        text = self._tokenizer.decode(spoken)
+        if request.stop_strings:
+            text = StopStrings(self._tokenizer, request.stop_strings).cut(text)
+        return Completion(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.minimum(np.array(values, np.float32), np.float32(0.0)),
+            text=text,
+            finish_reason=finish,
+            policy_version=self._version,
+        )
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`.
@@ -174,31 +196,6 @@ class OpenAiEngine:
         if not isinstance(answer, dict):
             raise self._unusable(f"it answered /{path} with no object: {text}")
         return answer
-
-    def _read_reply(self, request: GenerationRequest, choice: dict[str, Any]) -> Completion:
-        """Return a reply by strop's own rules of stops and texts."""
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
-        token_ids = choice.get("token_ids")
-        if token_ids is None:
-            token_ids = self._tokenizer.encode(str(choice.get("text", ""))).tolist()
-        if not values or None in values or len(values) != len(token_ids):
-            raise self._unusable(
-                f"it gave {len(values or ())} log-probabilities and {len(token_ids)} token ids of a reply"
-            )
-        finish = self._read_finish(request, choice, token_ids)
-        spoken = (
-            token_ids[:-1] if finish is FinishReason.EOS and self._is_stop(request, token_ids) else token_ids
-        )
-        text = self._tokenizer.decode(spoken)
-        if request.stop_strings:
-            text = StopStrings(self._tokenizer, request.stop_strings).cut(text)
-        return Completion(
-            token_ids=np.array(token_ids, np.int32),
-            logprobs=np.minimum(np.array(values, np.float32), np.float32(0.0)),
-            text=text,
-            finish_reason=finish,
-            policy_version=self._version,
-        )
 
     def _read_finish(
         self, request: GenerationRequest, choice: dict[str, Any], token_ids: list[int]

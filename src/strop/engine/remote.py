@@ -265,7 +265,13 @@ class RemoteEngine:
 
     async def _ask(self, path: str, call: Form | None, answer: type[Answer]) -> Answer:
         """Exchange one message."""
-        return _read_answer(path, await self._guard(path, self._exchange(path, call)), answer)
+        response = await self._guard(path, self._exchange(path, call))
+        if not response.is_success:
+            raise _read_error(path, response)
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            raise _unreadable(path, _shown(response)) from error
 
     async def _guard(self, path: str, exchanging: Coroutine[Any, Any, Result]) -> Result:
         """Wait for an exchange, and no longer when the server is dead, silent or too slow."""
@@ -360,16 +366,6 @@ async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
         held.append(rest)
     if any(held):
         yield b"".join(held)
-
-
-def _read_answer(path: str, response: httpx.Response, answer: type[Answer]) -> Answer:
-    """Return an answer, or raise the error that the server answered with."""
-    if not response.is_success:
-        raise _read_error(path, response)
-    try:
-        return answer.model_validate_json(response.content)
-    except ValidationError as error:
-        raise _unreadable(path, _shown(response)) from error
 
 
 def _read_error(path: str, response: httpx.Response) -> StropError:

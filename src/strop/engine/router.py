@@ -325,7 +325,13 @@ class Router:
                 self._admission.leave(replica.index, ticket)
             replica.num_failures = 0
             if first is not None and first is not replica and not first.is_out:
-                self._blame(first, failures[0])
+                # It failed, since another one answered the same request.
+                first.num_failures += 1
+                if first.num_failures >= self._limits.max_failures_in_a_row:
+                    detail = (
+                        f"failed {first.num_failures} requests that others answered; the last: {failures[0]}"
+                    )
+                    self._take_out(first, ReplicaCause.FAILING, detail)
             return answer
 
     async def _ask(self, replica: _Replica, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
@@ -430,13 +436,6 @@ class Router:
 
     def _tell(self, replica: _Replica, cause: ReplicaCause, detail: str, num_moved: int = 0) -> None:
         self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail, num_moved=num_moved))
-
-    def _blame(self, replica: _Replica, failure: str) -> None:
-        """Count a failure of the replica, since another one answered the same request."""
-        replica.num_failures += 1
-        if replica.num_failures >= self._limits.max_failures_in_a_row:
-            detail = f"failed {replica.num_failures} requests that others answered; the last: {failure}"
-            self._take_out(replica, ReplicaCause.FAILING, detail)
 
     async def _end_returns(self) -> None:
         """Stop waiting for replicas that are out: what they would acknowledge is not the newest any more."""

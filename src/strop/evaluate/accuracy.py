@@ -24,7 +24,7 @@ from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import ShardFolder, cut_shards
 from strop.record.shards import Shard
-from strop.rollout import Example, Rollout, Sampling, Split
+from strop.rollout import Example, Sampling, Split
 from strop.tasks import (
     PromptFormat,
     Task,
@@ -193,7 +193,17 @@ async def run_evaluation(
             mine_P_G = [plans_P_G[index] for index in shard.examples]
             kept = None if folder is None else await asyncio.to_thread(folder.read, shard, mine_P_G)
             if kept is None:
-                kept = await _attempt(planned, mine_P_G, engine, tokenizer, judge, on_example)
+                if engine is None:
+                    raise EngineError(
+                        f"replies of task {planned.task.name} are missing and there is no engine to give"
+                        " them",
+                        allowed="an engine, or a folder that holds every reply",
+                        next_step="evaluate with an engine",
+                    )
+                groups = await run_groups(
+                    choose_environment(planned.task, judge), engine, tokenizer, mine_P_G, on_group=on_example
+                )
+                kept = [group.rollouts for group in groups]
                 if folder is not None:
                     await asyncio.to_thread(folder.write, shard, kept)
             return [give_verdicts(rollouts_G, planned.task, plan) for rollouts_G in kept]
@@ -237,26 +247,6 @@ async def evaluate_task(
         max_positions=max_positions,
     )
     return await run_evaluation(planned, engine, tokenizer, judge=judge)
-
-
-async def _attempt(
-    planned: PlannedEvaluation,
-    plans_P_G: Sequence[Sequence[RolloutPlan]],
-    engine: Engine | None,
-    tokenizer: Tokenizer,
-    judge: Judge | None,
-    on_example: Callable[[], None],
-) -> list[tuple[Rollout, ...]]:
-    if engine is None:
-        raise EngineError(
-            f"replies of task {planned.task.name} are missing and there is no engine to give them",
-            allowed="an engine, or a folder that holds every reply",
-            next_step="evaluate with an engine",
-        )
-    groups = await run_groups(
-        choose_environment(planned.task, judge), engine, tokenizer, plans_P_G, on_group=on_example
-    )
-    return [group.rollouts for group in groups]
 
 
 def _resolve_budget(task: Task, settings: EvalSettings) -> int:

@@ -33,9 +33,9 @@ from strop.io import FileLock
 from strop.io.atomic import explain_write_failure
 from strop.io.leftovers import remove_leftovers
 from strop.record.shards import Shard, list_shards
-from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
+from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task, limits_of
-from strop.tasks.contract import TaskLimits, within_bounds
+from strop.tasks.contract import within_bounds
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 
@@ -281,14 +281,34 @@ async def rescore(
     `rollouts` are all of the plan's, in order. Without a `judge`, replies are judged in this process.
     Raises: CheckRefused if the task is another one, or lacks an example; ConfigError like `build_result`.
     """
-    examples = _find_examples(plan, rollouts, task)
+    examples = {example.example_id: example for example in task.examples(plan.split)}
+    wanted = dict.fromkeys(rollout.example.example_id for rollout in rollouts)
+    missing = [example_id for example_id in wanted if example_id not in examples]
+    if task.name != plan.task or missing:
+        first = f", the first is {missing[0]}" if missing else ""
+        raise CheckRefused(
+            f"replies to {plan.task} of version {plan.replies_version} were given to {task.name} of"
+            f" version {task.version}: {len(missing)} of {len(wanted)} example ids are not in its"
+            f" {plan.split.value} split{first}",
+            allowed="the task that the replies answer, with all of its examples",
+            next_step="give the settings that the evaluation was made with",
+        )
     places = asyncio.Semaphore(MAX_AT_ONCE)
     chosen = judge or InlineJudge(task)
 
     async def judge_anew(rollout: Rollout) -> Rollout:
         async with places:
             example = examples[rollout.example.example_id]
-            return await _judge_anew(rollout, example, chosen, limits_of(task, example))
+            reply, failure = rollout.reply, rollout.outcome.failure
+            is_lost = failure is not None and failure.owner is not FailureOwner.TASK
+            if reply is None or rollout.outcome.is_too_long or is_lost:
+                return rollout
+            with catch_failure(lambda: FailureOwner.TASK) as caught:
+                outcome = within_bounds(await chosen.judge(example, reply.text), limits_of(task, example))
+            if caught.failure is not None:
+                outcome = Outcome(parts={}, failure=caught.failure)
+            is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
+            return replace(rollout, outcome=replace(outcome, truncated=outcome.truncated or is_cut))
 
     judged = await asyncio.gather(*(judge_anew(rollout) for rollout in rollouts))
     new_plan = plan.model_copy(update={"task_version": task.version})
@@ -299,35 +319,6 @@ async def rescore(
     ]
     result = build_result(new_plan, verdicts_P, pass_at=pass_at, limits=limits or Limits())
     return Rescored(result=result, changes=_list_changes(rollouts, judged, plan))
-
-
-def _find_examples(plan: EvalPlan, rollouts: Sequence[Rollout], task: Task) -> Mapping[str, Example]:
-    found = {example.example_id: example for example in task.examples(plan.split)}
-    wanted = dict.fromkeys(rollout.example.example_id for rollout in rollouts)
-    missing = [example_id for example_id in wanted if example_id not in found]
-    if task.name != plan.task or missing:
-        first = f", the first is {missing[0]}" if missing else ""
-        raise CheckRefused(
-            f"replies to {plan.task} of version {plan.replies_version} were given to {task.name} of"
-            f" version {task.version}: {len(missing)} of {len(wanted)} example ids are not in its"
-            f" {plan.split.value} split{first}",
-            allowed="the task that the replies answer, with all of its examples",
-            next_step="give the settings that the evaluation was made with",
-        )
-    return found
-
-
-async def _judge_anew(rollout: Rollout, example: Example, judge: Judge, bounds: TaskLimits) -> Rollout:
-    reply, failure = rollout.reply, rollout.outcome.failure
-    is_lost = failure is not None and failure.owner is not FailureOwner.TASK
-    if reply is None or rollout.outcome.is_too_long or is_lost:
-        return rollout
-    with catch_failure(lambda: FailureOwner.TASK) as caught:
-        outcome = within_bounds(await judge.judge(example, reply.text), bounds)
-    if caught.failure is not None:
-        outcome = Outcome(parts={}, failure=caught.failure)
-    is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
-    return replace(rollout, outcome=replace(outcome, truncated=outcome.truncated or is_cut))
 
 
 def _list_changes(

@@ -86,7 +86,21 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     checks += [GateCheck(name="ratio", is_passed=True, detail=idle, notice=idle)] if idle else []
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
-        groups = await _probe(gate)
+        # A few groups, sampled the way training will.
+        plans = [
+            plan_attempts(
+                gate.spec,
+                gate.task,
+                example,
+                step=_GATE_STEP,
+                num_attempts=_NUM_PROBE_ROLLOUTS,
+                max_positions=gate.max_positions,
+            )
+            for example in gate.asked[:_NUM_PROBE_PROMPTS]
+        ]
+        make_environment = choose_environment(gate.task, gate.judge)
+        groups = await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
+        gate.on_causes(find_causes(find_failures(r.outcome for group in groups for r in group.rollouts)))
         has_replies = any(r.num_sampled_tokens for group in groups for r in group.rollouts)
         checks += [check_terminator(gate, groups)] if has_replies else []
         checks.append(await check_parity(gate, groups))
@@ -122,25 +136,6 @@ def read_accepted(text: str | None) -> dict[str, str]:
             next_step="correct the name in the run file",
         )
     return accepted
-
-
-async def _probe(gate: GateInput) -> list[Group]:
-    """Sample a few groups the way training will."""
-    plans = [
-        plan_attempts(
-            gate.spec,
-            gate.task,
-            example,
-            step=_GATE_STEP,
-            num_attempts=_NUM_PROBE_ROLLOUTS,
-            max_positions=gate.max_positions,
-        )
-        for example in gate.asked[:_NUM_PROBE_PROMPTS]
-    ]
-    make_environment = choose_environment(gate.task, gate.judge)
-    groups = await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
-    gate.on_causes(find_causes(find_failures(r.outcome for group in groups for r in group.rollouts)))
-    return groups
 
 
 def check_prompt(gate: GateInput) -> GateCheck:

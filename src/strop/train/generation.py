@@ -300,8 +300,26 @@ class RolloutBuffer:
     def admit(self, published_step: int) -> None:
         """Start what may be started under the weights that were published after so many steps."""
         self._published_step = published_step
-        while self._may_start():
-            self._start()
+        limits = self._limits
+        while True:
+            # Whether the next group's batch is near enough to the weights served. Groups that the batch under
+            # way has chosen count with it until it is complete.
+            num_ahead = (len(self._chosen) + len(self._started)) // limits.groups_per_step
+            batch = self._num_consumed_steps + num_ahead
+            if batch >= limits.num_steps or batch - published_step > limits.max_staleness:
+                return
+            number = self._next_number
+            self._next_number += 1
+            self._num_started += 1
+            kept = self._kept.pop(number, None)
+            group: asyncio.Future[Group]
+            if kept is None:
+                group = asyncio.ensure_future(self._attempt(number, self._find_example(number)))
+            else:
+                group = asyncio.get_running_loop().create_future()
+                group.set_result(kept)
+            self._started[number] = entry = _Started(number, group)
+            group.add_done_callback(partial(self._note_end, entry))
 
     async def take(self) -> Batch:
         """Return the next batch, waiting for its groups.
@@ -314,20 +332,44 @@ class RolloutBuffer:
         try:
             while not is_complete:
                 self._replace_discarded()
-                self._choose()
+                # Groups join the batch in their order, as far as they are done.
+                while self._started and len(self._chosen) < wanted:
+                    entry = self._started[self.next_unconsumed]
+                    if not entry.group.done():
+                        break
+                    # Once more: what was young enough when it ended may be too old by now.
+                    if not self._discard_if_unusable(entry):
+                        del self._started[entry.number]
+                        self._chosen.append(entry)
+                self.admit(self._published_step)
                 is_complete = len(self._chosen) == wanted or len(self._discarded) > most_discarded
                 if not is_complete:
-                    await self._wait()
+                    if not self._started:
+                        # A run file with such a schedule is refused before it starts.
+                        raise Starved(
+                            f"step {self._num_consumed_steps + 1} waits for rollouts, and none may be"
+                            f" sampled: the engine serves the weights after step {self._published_step}, and"
+                            f" train.max_staleness={self._limits.max_staleness}"
+                        )
+                    if not self._ended:
+                        self._has_ended.clear()
+                        await self._has_ended.wait()
         finally:
             if not is_complete:
                 await self.close()
         self._num_consumed_steps += 1
         chosen, self._chosen = self._chosen, []
+        is_short = len(chosen) < wanted
+        # What was discarded before the batch's last group goes with it; later ones go with a later batch.
+        last = max((entry.number for entry in chosen), default=-1)
+        found = sorted(self._discarded, key=lambda one: one[0])
+        num_before = len(found) if is_short else sum(number <= last for number, _, _ in found)
+        self._discarded = found[num_before:]
         return Batch(
             groups=[entry.group.result() for entry in chosen],
             numbers=[entry.number for entry in chosen],
-            discarded=self._hand_over_discarded(chosen, is_short=len(chosen) < wanted),
-            is_short=len(chosen) < wanted,
+            discarded=[(status, group) for _, status, group in found[:num_before]],
+            is_short=is_short,
         )
 
     def note(self, status: GroupStatus, num_groups: int) -> None:
@@ -370,66 +412,7 @@ class RolloutBuffer:
         self._by_status[reason] += 1
         return True
 
-    def _choose(self) -> None:
-        """Move groups into the batch, in their order, as far as they are done."""
-        while self._started and len(self._chosen) < self._limits.groups_per_step:
-            entry = self._started[self.next_unconsumed]
-            if not entry.group.done():
-                break
-            # Once more: what was young enough when it ended may be too old by now.
-            if not self._discard_if_unusable(entry):
-                del self._started[entry.number]
-                self._chosen.append(entry)
-        self.admit(self._published_step)
-
-    def _hand_over_discarded(
-        self, chosen: Sequence[_Started], *, is_short: bool
-    ) -> list[tuple[GroupStatus, Group]]:
-        """Return what was discarded before a batch's last group; later ones go with a later batch."""
-        last = max((entry.number for entry in chosen), default=-1)
-        found = sorted(self._discarded, key=lambda one: one[0])
-        num_before = len(found) if is_short else sum(number <= last for number, _, _ in found)
-        self._discarded = found[num_before:]
-        return [(status, group) for _, status, group in found[:num_before]]
-
-    async def _wait(self) -> None:
-        """Wait until one more group is done. Raises: Starved where none is being sampled."""
-        if not self._started:
-            # A run file with such a schedule is refused before it starts.
-            raise Starved(
-                f"step {self._num_consumed_steps + 1} waits for rollouts, and none may be sampled: the engine"
-                f" serves the weights after step {self._published_step}, and"
-                f" train.max_staleness={self._limits.max_staleness}"
-            )
-        if not self._ended:
-            self._has_ended.clear()
-            await self._has_ended.wait()
-
-    def _may_start(self) -> bool:
-        """Whether the next group's batch is near enough to the weights served.
-
-        Groups that the batch under way has chosen count with it until it is complete.
-        """
-        num_ahead = (len(self._chosen) + len(self._started)) // self._limits.groups_per_step
-        batch = self._num_consumed_steps + num_ahead
-        is_wanted = batch < self._limits.num_steps
-        return is_wanted and batch - self._published_step <= self._limits.max_staleness
-
-    def _start(self) -> None:
-        number = self._next_number
-        self._next_number += 1
-        self._num_started += 1
-        kept = self._kept.pop(number, None)
-        group: asyncio.Future[Group]
-        if kept is None:
-            group = asyncio.ensure_future(self._attempt(number, self._find_example(number)))
-        else:
-            group = asyncio.get_running_loop().create_future()
-            group.set_result(kept)
-        self._started[number] = entry = _Started(number, group)
-        entry.group.add_done_callback(lambda group: self._note_end(entry))
-
-    def _note_end(self, entry: _Started) -> None:
+    def _note_end(self, entry: _Started, _: asyncio.Future[Group]) -> None:
         """Wake the waiting `take`; a cancelled group is dropped already."""
         if entry.number in self._started:
             self._ended.append(entry)

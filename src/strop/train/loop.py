@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster import Roles
-from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved
+from strop.errors import EngineError, Interrupted, RunStopped, Starved
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
@@ -154,7 +154,25 @@ class TrainLoop:
             RunStopped by a tripwire; any error of a role, with the last checkpoint intact.
         """
         with self._stop, self._watchdog, self._lag or nullcontext(), full_collections_by_hand():
-            await self._resume()
+            # Back to the last checkpoint; what was recorded after it is cut off.
+            latest, note = choose_checkpoint(self._run_dir)
+            if latest is not None:
+                step, path = latest
+                # Adapters are beside weights that stay as they were.
+                self._weights_dir = path / "model" if self._spec.lora.rank is None else None
+                now = self._state
+                self._state = await load_checkpoint(
+                    path, self._roles.learner, num_threads=now.num_threads, made_of=now.made_of
+                )
+                self._run_dir.truncate_after(step)
+                self._open_buffer(load_waiting(path))
+            else:
+                self._run_dir.truncate_after(0)
+                self._open_buffer([])
+            if note:
+                self._event(EventKind.RESUME, "start" if latest is None else "checkpoint", note)
+            # From the record: earlier steps may be an earlier attempt's.
+            self._watch.recall(self._run_dir.metrics.read())
             await self._publish()
             await self._pass_gate()
             await self._terms.prepare(self._run_dir.path)
@@ -173,27 +191,6 @@ class TrainLoop:
                     await self._buffer.close()
             self._give_notice()
             self._run_dir.mark_finished()
-
-    async def _resume(self) -> None:
-        """Go back to the last checkpoint and cut off what was recorded after it."""
-        latest, note = choose_checkpoint(self._run_dir)
-        if latest is not None:
-            step, path = latest
-            # Adapters are beside weights that stay as they were.
-            self._weights_dir = path / "model" if self._spec.lora.rank is None else None
-            now = self._state
-            self._state = await load_checkpoint(
-                path, self._roles.learner, num_threads=now.num_threads, made_of=now.made_of
-            )
-            self._run_dir.truncate_after(step)
-            self._open_buffer(load_waiting(path))
-        else:
-            self._run_dir.truncate_after(0)
-            self._open_buffer([])
-        if note:
-            self._event(EventKind.RESUME, "start" if latest is None else "checkpoint", note)
-        # From the record: earlier steps may be an earlier attempt's.
-        self._watch.recall(self._run_dir.metrics.read())
 
     def _open_buffer(self, waiting: Sequence[tuple[int, Group]]) -> None:
         if self._schedule is None:
@@ -257,13 +254,24 @@ class TrainLoop:
         if groups and not batch.credit.num_counted_tokens:
             self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
         update = await take_steps(
-            self._roles.learner, steps, self._spec.train, self._state.step, self._note_refused
+            self._roles.learner,
+            steps,
+            self._spec.train,
+            self._state.step,
+            on_refused=lambda error: self._event(EventKind.TRIPWIRE, "non_finite", str(error)),
         )
         learned_at = time.perf_counter()
         metrics = self._measure_groups(collected, batch)
         # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
         was_tried = num_attempted > 0 or bool(steps) or (collected is not None and collected.is_short)
-        self._advance(is_refused=not update.steps and was_tried)
+        is_refused = was_tried and not update.steps
+        self._state = replace(
+            self._state,
+            step=self._state.step + 1,
+            version=self._roles.learner.version,
+            next_group=0 if self._buffer is None else self._buffer.next_unconsumed,
+            num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
+        )
         await self._publish_if_due()
         seconds = {
             "generate": collected_at - started_at - verify_s,
@@ -330,18 +338,6 @@ class TrainLoop:
             await self._buffer.settle()
         await self._publish()
 
-    def _note_refused(self, error: LearnerError) -> None:
-        self._event(EventKind.TRIPWIRE, "non_finite", str(error))
-
-    def _advance(self, *, is_refused: bool) -> None:
-        self._state = replace(
-            self._state,
-            step=self._state.step + 1,
-            version=self._roles.learner.version,
-            next_group=0 if self._buffer is None else self._buffer.next_unconsumed,
-            num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
-        )
-
     async def _close_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
         step, spec = self._state.step, self._spec
@@ -356,23 +352,17 @@ class TrainLoop:
         if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
         is_due = is_last or step % spec.train.checkpoint_every == 0
-        if not is_last:
-            await self._stop_on_low_disk()
+        low = None if is_last else self._disk.find_low(step)
+        if low is not None:
+            # The run ends before the disk is full, with one more checkpoint where it still fits.
+            alarm, has_room = low
+            self._publish_event(alarm)
+            if has_room:
+                await self._checkpoint()
+            self._end.now(step, f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
         if is_due:
             await self._checkpoint()
         gc.collect()
-
-    async def _stop_on_low_disk(self) -> None:
-        """End the run before the disk is full, with one more checkpoint where it still fits."""
-        found = self._disk.find_low(self._state.step)
-        if found is None:
-            return
-        alarm, has_room = found
-        self._publish_event(alarm)
-        if has_room:
-            await self._checkpoint()
-        given = f"the disk is nearly full: {alarm.detail}"
-        self._end.now(self._state.step, given, "room for the next checkpoint")
 
     def _raise_alarms(self, alarms: Sequence[Event]) -> None:
         """Publish alarms, and do what the run file asks for."""
@@ -394,18 +384,15 @@ class TrainLoop:
             next_step="give the same command again",
         )
 
-    async def _list_waiting(self) -> list[tuple[int, Group]]:
-        """Return the groups that wait for later steps; in a deterministic run all that were started."""
-        if self._buffer is None:
-            return []
-        if self._spec.train.deterministic:
-            await self._buffer.settle()
-        return self._buffer.list_waiting()
-
     async def _checkpoint(self) -> None:
         self._watchdog.progress("checkpoint")
         await self._publishing.await_proof()
-        waiting = await self._list_waiting()
+        waiting: list[tuple[int, Group]] = []
+        if self._buffer is not None:
+            # Groups that wait for later steps; in a deterministic run all that were started.
+            if self._spec.train.deterministic:
+                await self._buffer.settle()
+            waiting = self._buffer.list_waiting()
         path = await save_checkpoint(
             self._run_dir, self._roles.learner, self._parts.model_dir, self._state, waiting
         )

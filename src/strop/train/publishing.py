@@ -180,7 +180,14 @@ class Publishing:
         await self.await_proof()
         if self._version != self._roles.learner.version:
             update = replace(await self._roles.publisher.publish(), mode=self._mode)
-            await self._send(update)
+            receipt = await self._roles.engine.update(update)
+            if (receipt.version, receipt.digest) != (update.version, update.digest):
+                raise WeightMismatch(
+                    f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
+                    f" version {update.version} ({update.digest[:12]}) was published",
+                    allowed="the published version and digest",
+                    next_step="read the engine's log and start the run again",
+                )
             # What shares the learner's tensors cannot serve others.
             if update.transport is not WeightTransport.SHARED:
                 self._proof = asyncio.create_task(self._prove(update))
@@ -207,16 +214,6 @@ class Publishing:
             self._proof.cancel()
             await asyncio.wait([self._proof])
             self._proof = None
-
-    async def _send(self, update: WeightUpdate) -> None:
-        receipt = await self._roles.engine.update(update)
-        if (receipt.version, receipt.digest) != (update.version, update.digest):
-            raise WeightMismatch(
-                f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
-                f" version {update.version} ({update.digest[:12]}) was published",
-                allowed="the published version and digest",
-                next_step="read the engine's log and start the run again",
-            )
 
     async def _prove(self, update: WeightUpdate) -> None:
         """Have every replica score the canary as the learner does."""

@@ -127,7 +127,9 @@ class DeathWatch:
             cause = await _wait(ending)
         except RayError as error:
             cause = await self._explain_loss(role, error)
-        self._report(role, cause)
+        words = read_log(role.log_path, role.host)
+        where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
+        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
 
     async def _explain_loss(self, role: FollowedRole, error: Exception) -> str:
         """Say why a process ended, as far as Ray knows; that of a whole node is the node's."""
@@ -159,19 +161,13 @@ class DeathWatch:
             for node in dead:
                 if node.ray_id not in known:
                     known.add(node.ray_id)
-                    self._report_node(node)
+                    lost = [
+                        role for role in self._roles.values() if str(role.node) == node.name.split("@")[0]
+                    ]
+                    names = ", ".join(role.name for role in lost) or "no role"
+                    given = f"node {node.name} ({node.address}) was lost, and with it {names}"
+                    self._end(lost, _explain(given, node.why))
             await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _report_node(self, node: JoinedNode) -> None:
-        lost = [role for role in self._roles.values() if str(role.node) == node.name.split("@")[0]]
-        names = ", ".join(role.name for role in lost) or "no role"
-        given = f"node {node.name} ({node.address}) was lost, and with it {names}"
-        self._end(lost, _explain(given, node.why))
-
-    def _report(self, role: FollowedRole, cause: str) -> None:
-        words = read_log(role.log_path, role.host)
-        where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
-        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
 
     def _end(self, roles: Sequence[FollowedRole], message: str) -> None:
         """Take note of roles that ended; the run ends too, unless others do their work."""

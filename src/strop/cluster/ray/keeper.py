@@ -105,7 +105,10 @@ def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[
         try:
             why = _wait(child, find_order)
         finally:
-            _end(child)
+            terminate(child, _GRACE_S)
+            left = end_descendants(_END_LIMIT_S)
+            if left:
+                say(f"processes {', '.join(map(str, left))} did not end")
             _keep_logs(Path(settings.temp_dir), Path(settings.keep_logs_dir))
     if why is None:
         say(f"Ray node {settings.index} ended by itself; it said last:\n{tail(log_path)}")
@@ -123,13 +126,6 @@ def _wait(child: ChildProcess, find_order: Callable[[], str | None]) -> str | No
         reap_orphans([child.pid])
         time.sleep(_POLL_S)
     return None
-
-
-def _end(child: ChildProcess) -> None:
-    terminate(child, _GRACE_S)
-    left = end_descendants(_END_LIMIT_S)
-    if left:
-        say(f"processes {', '.join(map(str, left))} did not end")
 
 
 def _keep_logs(temp_dir: Path, target: Path) -> None:

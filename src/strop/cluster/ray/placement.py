@@ -136,7 +136,16 @@ class RayPlacement:
         for engine in self._engines:
             await engine.close()
         self._engines = []
-        await self._end_roles()
+        if self._roles:
+            import ray
+            from ray.exceptions import RayError
+
+            roles, self._roles = self._roles, []
+            for role in roles:
+                with suppress(RayError, TimeoutError):
+                    # One after the other has no cost: all but engines only set a flag.
+                    await asyncio.wait_for(_answer(role.actor.end.remote()), STOP_LIMIT_S)
+                ray.kill(role.actor)
         if self._head is not None:
             await self._head.stop()
             self._head = None
@@ -149,7 +158,26 @@ class RayPlacement:
         self._num_nodes = len(offers)
         host = find_own_address(os.environ, self._num_nodes)
         slots = plan_slots(count_roles(self._spec, offers), offers)
-        settings = self._choose_settings(host)
+        ray = self._spec.ray
+        store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
+        check_object_store(store_bytes)
+        own_dir = self._find_own_dir()
+        logs_dir = self._find_logs_dir()
+        first, last = ray.port_range
+        settings = NodeSettings(
+            temp_dir=str(choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None)),
+            shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
+            token_path=str(own_dir / TOKEN_NAME),
+            log_path=str(logs_dir / "ray.log"),
+            keep_logs_dir=str(logs_dir / "ray"),
+            host=host,
+            name=f"0@{socket.gethostname()}",
+            num_cpus=os.cpu_count() or 1,
+            object_store_bytes=store_bytes,
+            port=ray.port or 0,
+            first_port=first,
+            last_port=last,
+        )
         self._weights_dir = self._choose_weights_dir(settings)
         rendezvous = rendezvous_path(self._work_dir, self._attempt)
         self._head = RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
@@ -160,7 +188,11 @@ class RayPlacement:
         self._watch.start()
         await self._begin_roles(slots)
         self._require_transport()
-        await self._bring_model()
+        # Every role finds the model on its machine, or fetches it there.
+        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
+        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
+        for role, source in zip(self._roles, found, strict=True):
+            role.source = source
         facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
         return await self._connect(facts, addresses, host)
 
@@ -189,7 +221,17 @@ class RayPlacement:
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
-        self._publisher = publisher = self._open_publisher(learner, host)
+        # It publishes from this process, which is on the first rank's node.
+        nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
+        self._publisher = publisher = open_publisher(
+            self._spec,
+            learner,
+            self._weights_dir,
+            self._find_acknowledged,
+            run_name=self._work_dir.parent.name,
+            host=host,
+            is_apart=len(nodes) > 1,
+        )
         update = await publisher.publish()
         tokenizer = Tokenizer.load(self._source.path)
         self._check_engines(addresses, update.digest, tokenizer.digest)
@@ -201,19 +243,6 @@ class RayPlacement:
             publisher=publisher,
             tokenizer=tokenizer,
             run_group=self._join_workers(workers, chosen, engine).run_group if workers else None,
-        )
-
-    def _open_publisher(self, learner: RayLearner, host: str) -> Publisher:
-        """Return what publishes from this process, which is on the first rank's node."""
-        nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
-        return open_publisher(
-            self._spec,
-            learner,
-            self._weights_dir,
-            self._find_acknowledged,
-            run_name=self._work_dir.parent.name,
-            host=host,
-            is_apart=len(nodes) > 1,
         )
 
     def _join_workers(
@@ -340,13 +369,6 @@ class RayPlacement:
                 next_step="leave engine.transport out",
             )
 
-    async def _bring_model(self) -> None:
-        """Let every role find the model on its machine, or fetch it there."""
-        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
-        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
-        for role, source in zip(self._roles, found, strict=True):
-            role.source = source
-
     def _follow(self, role: _Started) -> None:
         assert self._watch is not None
         followed = FollowedRole(
@@ -386,48 +408,8 @@ class RayPlacement:
         assert self._watch is not None
         return await self._watch.guard(call, limit_s)
 
-    async def _end_roles(self) -> None:
-        """Ask every role to end, then kill what has not."""
-        if not self._roles:
-            return
-        import ray
-        from ray.exceptions import RayError
-
-        roles, self._roles = self._roles, []
-        for role in roles:
-            with suppress(RayError, TimeoutError):
-                # One after the other has no cost: all but engines only set a flag.
-                await asyncio.wait_for(_answer(role.actor.end.remote()), STOP_LIMIT_S)
-            ray.kill(role.actor)
-
     def _of(self, kind: RoleKind) -> list[_Started]:
         return [role for role in self._roles if role.slot.kind is kind]
-
-    def _choose_settings(self, host: str) -> NodeSettings:
-        """Return how the head is started.
-
-        Raises: ConfigError, CheckRefused, StoreError for what can be known to fail.
-        """
-        ray = self._spec.ray
-        store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
-        check_object_store(store_bytes)
-        own_dir = self._find_own_dir()
-        logs_dir = self._find_logs_dir()
-        first, last = ray.port_range
-        return NodeSettings(
-            temp_dir=str(choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None)),
-            shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
-            token_path=str(own_dir / TOKEN_NAME),
-            log_path=str(logs_dir / "ray.log"),
-            keep_logs_dir=str(logs_dir / "ray"),
-            host=host,
-            name=f"0@{socket.gethostname()}",
-            num_cpus=os.cpu_count() or 1,
-            object_store_bytes=store_bytes,
-            port=ray.port or 0,
-            first_port=first,
-            last_port=last,
-        )
 
     def _find_own_dir(self) -> Path:
         """Return where keys lie for a while: not the attempt's folder, all of which is sent to a store."""

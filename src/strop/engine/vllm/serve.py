@@ -51,7 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _load(options: argparse.Namespace) -> Loaded:
     tokenizer = Tokenizer.load(options.model)
-    _require_vllm()
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{sys.executable} has no usable vllm ({error})",
+            allowed="an interpreter that imports vllm 0.32",
+            next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
+        ) from error
     import torch
 
     is_gpu = torch.cuda.is_available()
@@ -144,17 +151,6 @@ def require_instructions(machine: Machine) -> None:
             allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
             next_step="set engine.kind=native",
         )
-
-
-def _require_vllm() -> None:
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{sys.executable} has no usable vllm ({error})",
-            allowed="an interpreter that imports vllm 0.32",
-            next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
-        ) from error
 
 
 if __name__ == "__mp_main__":

@@ -244,19 +244,18 @@ class PaceWatch:
                 continue
             took_s, planned_s = (median(values) for values in zip(*seen, strict=True))
             if took_s > bound * planned_s and took_s > planned_s + MIN_EXCESS_S:
-                alarms.append(self._alarm(step, stage, took_s, planned_s))
+                plan = self._prediction
+                assert plan is not None
+                basis = "" if plan.is_measured else f" (twice, because its speed is {plan.basis})"
+                detail = (
+                    f"{stage} took {took_s:.3g} s in the last {NUM_STEPS} steps, and {planned_s:.3g} s were"
+                    f" planned on {plan.hardware}: more than tripwires.max_slowdown_ratio={self._max_ratio:g}"
+                    f" times as long{basis}; {_CAUSES[stage]}, and whether others use the machine"
+                )
+                alarms.append(
+                    Event(kind=EventKind.TRIPWIRE, step=step, cause="slower_than_plan", detail=detail)
+                )
         return alarms
-
-    def _alarm(self, step: int, stage: str, took_s: float, planned_s: float) -> Event:
-        plan = self._prediction
-        assert plan is not None
-        basis = "" if plan.is_measured else f" (twice, because its speed is {plan.basis})"
-        detail = (
-            f"{stage} took {took_s:.3g} s in the last {NUM_STEPS} steps, and {planned_s:.3g} s were planned"
-            f" on {plan.hardware}: more than tripwires.max_slowdown_ratio={self._max_ratio:g} times as long"
-            f"{basis}; {_CAUSES[stage]}, and whether others use the machine"
-        )
-        return Event(kind=EventKind.TRIPWIRE, step=step, cause="slower_than_plan", detail=detail)
 
 
 # The gate compares the plan with what is free; what no plan foresees are leaks, and other users of the disk.
