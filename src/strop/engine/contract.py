@@ -11,7 +11,6 @@ the same batches, and with them every rounded value is the same in each run and 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from strop.errors import EngineError, StropError
 from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 if TYPE_CHECKING:
+    import asyncio
+
     from strop.tokenizer import Tokenizer
 
 DEFAULT_MAX_ROWS = 64
@@ -221,6 +222,8 @@ class WaitingScore:
 
 async def settle(count_waiting: Callable[[], int]) -> None:
     """Give way to the event loop until the number of waiting requests stays the same."""
+    import asyncio  # Here, because light commands import this module.
+
     previous = -1
     while previous != (current := count_waiting()):
         previous = current
