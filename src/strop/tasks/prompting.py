@@ -68,7 +68,22 @@ class Prompted(TaskWrapper):
         template, system = self._spec.prompt_template, self._spec.system_prompt
         *before, last = self._task.render(example)
         if template is not None:
-            before, last = [], self._word(template, example, last)
+            known = {
+                name: value
+                for name, value in prompt_fields_of(self._task, example).items()
+                if isinstance(value, str | int | float)
+            }
+            missing = [name for name in list_names(template) if name not in known]
+            if missing:
+                raise ConfigError(
+                    f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
+                    f" {self.name} does not have",
+                    allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
+                    next_step="correct the name; '{{' and '}}' stand for braces",
+                )
+            text = fill(template, known)
+            thinking = last.thinking if isinstance(last, PosedMessage) else Thinking.MODEL_DEFAULT
+            before, last = [], PosedMessage(role=last.role, content=text, base=text, thinking=thinking)
         if system is None:
             return (*before, last)
         if any(message.role == SYSTEM for message in before):
@@ -81,25 +96,6 @@ class Prompted(TaskWrapper):
         if isinstance(last, PosedMessage) and last.base is not None:
             last = replace(last, base=f"{system}\n\n{last.base}")
         return (Message(role=SYSTEM, content=system), *before, last)
-
-    def _word(self, template: str, example: Example, own: Message) -> PosedMessage:
-        """Return the template filled with an example, with the thinking mode of the task's own message."""
-        known = {
-            name: value
-            for name, value in prompt_fields_of(self._task, example).items()
-            if isinstance(value, str | int | float)
-        }
-        missing = [name for name in list_names(template) if name not in known]
-        if missing:
-            raise ConfigError(
-                f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
-                f" {self.name} does not have",
-                allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
-                next_step="correct the name; '{{' and '}}' stand for braces",
-            )
-        text = fill(template, known)
-        thinking = own.thinking if isinstance(own, PosedMessage) else Thinking.MODEL_DEFAULT
-        return PosedMessage(role=own.role, content=text, base=text, thinking=thinking)
 
     def _with_stops(self, limits: TaskLimits) -> TaskLimits:
         stop = self._spec.stop

@@ -144,7 +144,12 @@ def _finds(answer: str, entry_point: str | None) -> Iterator[str]:
         yield answer
         return
     if not blocks:
-        yield from _without_prose(answer, entry_point)
+        # As many first lines are prose as it takes until the rest is Python.
+        lines = answer.split("\n")
+        for num_dropped in range(min(_MAX_PROSE_LINES, len(lines) - 1) + 1):
+            rest = "\n".join(lines[num_dropped:])
+            if _rank(_clean(rest), entry_point) >= _COMPILES:
+                yield rest
         return
     closed = [block for block in blocks if block.is_closed]
     for wanted in (_PYTHON_TAGS, {""}):
@@ -169,27 +174,15 @@ def _blocks(text: str) -> Iterator[_Block]:
         fence = opening["fence"] or opening["late_fence"]
         closing = re.compile(rf"^[ \t]*`{{{len(fence)},}}(?![\w`])", re.MULTILINE).search(text, opening.end())
         end = closing.start() if closing else len(text)
+        code = text[opening.end() : end]
+        indent = opening["indent"] or ""
         yield _Block(
-            code=_unindent(text[opening.end() : end], opening["indent"] or ""),
+            code="\n".join(line.removeprefix(indent) for line in code.split("\n")) if indent else code,
             tag=opening["tag"] or opening["late_tag"] or "",
             is_closed=closing is not None,
             starts_at=opening.start(),
         )
         position = closing.end() if closing else len(text)
-
-
-def _unindent(code: str, indent: str) -> str:
-    """Take the indentation of a fence from the lines in it."""
-    return "\n".join(line.removeprefix(indent) for line in code.split("\n")) if indent else code
-
-
-def _without_prose(answer: str, entry_point: str | None) -> Iterator[str]:
-    """Yield the text without its first lines, as many as it takes until the rest is Python."""
-    lines = answer.split("\n")
-    for num_dropped in range(min(_MAX_PROSE_LINES, len(lines) - 1) + 1):
-        rest = "\n".join(lines[num_dropped:])
-        if _rank(_clean(rest), entry_point) >= _COMPILES:
-            yield rest
 
 
 def _clean(code: str) -> str:

@@ -125,10 +125,19 @@ class Arithmetic:
 
     def __init__(self, spec: ArithmeticSpec) -> None:
         self._spec = spec
+        # How many questions end in their answer: 0 + b, 1 * b, a * 0, and 2b - b.
+        low, high = spec.min_value, spec.max_value
+        num_values = high - low + 1
+        has_zero, has_one = low == 0, low <= 1 <= high
+        counts = {
+            "+": num_values * has_zero,
+            "-": max(0, high // 2 - low + 1),
+            "*": num_values * (has_zero + has_one) - (has_zero and has_one),
+        }
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
             base_stop_strings=_BASE_STOP_STRINGS,
-            chance=_echo_chance(spec),
+            chance=sum(counts[op] for op in spec.operators) / spec.num_pairs,
         )
         self.limits = fit_limits(limits, spec)
         self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
@@ -176,19 +185,6 @@ class Arithmetic:
 def _solve(example: Example) -> int:
     fields = example.fields
     return _OPERATORS[fields.get("op", "+")](fields["a"], fields["b"])
-
-
-def _echo_chance(spec: ArithmeticSpec) -> float:
-    """Return the share of questions that end in their answer: 0 + b, 1 * b, a * 0, and 2b - b."""
-    low, high = spec.min_value, spec.max_value
-    num_values = high - low + 1
-    has_zero, has_one = low == 0, low <= 1 <= high
-    counts = {
-        "+": num_values * has_zero,
-        "-": max(0, high // 2 - low + 1),
-        "*": num_values * (has_zero + has_one) - (has_zero and has_one),
-    }
-    return sum(counts[op] for op in spec.operators) / spec.num_pairs
 
 
 class _Sums(Sequence[Example]):

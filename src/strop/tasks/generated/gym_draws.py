@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version as package_version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,11 @@ def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
     """
     if request.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
         return _draw_here(dataset, request)
-    path = _cache_path(request)
+    from strop.io import user_cache_dir
+
+    facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], asdict(request)]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    path = user_cache_dir() / "reasoning-gym" / f"{request.dataset}-{key}.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
         entries: list[Entry] = json.loads(path.read_bytes())["entries"]
         return entries
@@ -128,14 +131,6 @@ def problem_key(question: str, answer: str | None) -> str:
     """
     words = normal_text(question).split()
     return " ".join(words) if answer is None else " ".join([*sorted(words), "\n", answer])
-
-
-def _cache_path(request: DrawRequest) -> Path:
-    from strop.io import user_cache_dir
-
-    facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], asdict(request)]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return user_cache_dir() / "reasoning-gym" / f"{request.dataset}-{key}.json"
 
 
 def _draw_in_process(request: DrawRequest) -> list[Entry]:

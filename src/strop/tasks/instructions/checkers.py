@@ -154,19 +154,12 @@ class Checkers:
             )
         checker = self._checkers[instruction_id]
         stage, edit = self._edits.get(instruction_id, (Stage.WHOLE, None))
-        return Constraint(
-            instruction_id=instruction_id,
-            arguments=self._read_arguments(instruction_id, arguments, place),
-            check=checker.check,
-            needs_substance=checker.needs_substance,
-            edit=edit,
-            stage=stage,
-        )
-
-    def _read_arguments(
-        self, instruction_id: str, arguments: Mapping[str, Any], place: str
-    ) -> dict[str, Any]:
-        forms = self._forms_of(instruction_id)
+        if instruction_id not in self._forms:
+            check = self._checkers[instruction_id].check
+            hints = get_type_hints(check, include_extras=True)
+            names = [name for name in hints if name not in ("text", "return")]
+            self._forms[instruction_id] = {name: TypeAdapter(hints[name]) for name in names}
+        forms = self._forms[instruction_id]
         parameters = inspect.signature(self._checkers[instruction_id].check).parameters
         given = {key: value for key, value in arguments.items() if value is not None}
         faults = [f"{key} is not known" for key in given if key not in forms]
@@ -185,15 +178,14 @@ class Checkers:
                 f"{place} gives {instruction_id} the arguments {given} ({'; '.join(faults)})",
                 allowed=allowed or "no argument",
             )
-        return values
-
-    def _forms_of(self, instruction_id: str) -> dict[str, TypeAdapter[Any]]:
-        if instruction_id not in self._forms:
-            check = self._checkers[instruction_id].check
-            hints = get_type_hints(check, include_extras=True)
-            names = [name for name in hints if name not in ("text", "return")]
-            self._forms[instruction_id] = {name: TypeAdapter(hints[name]) for name in names}
-        return self._forms[instruction_id]
+        return Constraint(
+            instruction_id=instruction_id,
+            arguments=values,
+            check=checker.check,
+            needs_substance=checker.needs_substance,
+            edit=edit,
+            stage=stage,
+        )
 
 
 def describe_form(form: TypeAdapter[Any]) -> str:

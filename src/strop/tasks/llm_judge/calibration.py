@@ -153,7 +153,10 @@ async def check_judge(
         accuracy=fmean(bool(ours) == theirs for ours, theirs in zip(verdicts, labels, strict=True)),
         kappa=cohens_kappa([bool(verdict) for verdict in verdicts], labels),
         num_repeated=len(pairs),
-        agreement=fmean(_is_same(first, second) for first, second in pairs),
+        agreement=fmean(
+            first is not None and second is not None and abs(first - second) <= _SAME_SCORE
+            for first, second in pairs
+        ),
         length_correlation=correlation(known),
     )
 
@@ -201,8 +204,3 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     if spread_x == 0.0 or spread_y == 0.0:
         return None
     return math.fsum((x - mean_x) * (y - mean_y) for x, y in pairs) / math.sqrt(spread_x * spread_y)
-
-
-def _is_same(first: float | None, second: float | None) -> bool:
-    """Whether two scores agree; what was not scored agrees with nothing."""
-    return first is not None and second is not None and abs(first - second) <= _SAME_SCORE

@@ -227,7 +227,13 @@ class HendrycksMath(BoxedMath):
 
     def __init__(self, spec: MathSpec) -> None:
         def why_left_out(row: Row, split: Split) -> str | None:
-            level = _level(row)
+            match = _LEVEL.fullmatch(str(row.values.get("level")))
+            if match is None:
+                raise bad_row(
+                    f"{row.place} has level {row.values.get('level')!r}",
+                    allowed="'Level 1' to 'Level 5', or 'Level ?'",
+                )
+            level = None if match.group(1) == "?" else int(match.group(1))
             if level is None:
                 return "Level ?"
             return None if spec.min_level <= level <= spec.max_level else f"Level {level}"
@@ -246,20 +252,6 @@ class HendrycksMath(BoxedMath):
 
     def _read_splits(self) -> SplitExamples:
         return super()._read_splits().with_shots(self._num_few_shot)
-
-
-def _level(row: Row) -> int | None:
-    """Return the level, or None where the data does not know it.
-
-    Raises: DataError naming the row, if it is neither.
-    """
-    match = _LEVEL.fullmatch(str(row.values.get("level")))
-    if match is None:
-        raise bad_row(
-            f"{row.place} has level {row.values.get('level')!r}",
-            allowed="'Level 1' to 'Level 5', or 'Level ?'",
-        )
-    return None if match.group(1) == "?" else int(match.group(1))
 
 
 def _read_math(row: Row) -> Example:

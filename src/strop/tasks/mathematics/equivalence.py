@@ -158,7 +158,13 @@ def compare_numbers(gold: str, reply: str) -> bool | None:
     if ours[0] != theirs[0] or len(ours[1]) != len(theirs[1]):
         return False
     if ours[0] in ("", "\\{\\}"):
-        return _same_members(ours[1], theirs[1])
+        left = list(theirs[1])
+        for number in ours[1]:
+            match = next((other for other in left if number.equals(other)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return True
     return all(one.equals(other) for one, other in zip(ours[1], theirs[1], strict=True))
 
 
@@ -177,13 +183,3 @@ def _read(form: str) -> tuple[str, list[Number]] | None:
         return None
     numbers = [number for piece in pieces if (number := parse_exact(piece)) is not None]
     return (brackets, numbers) if len(numbers) == len(pieces) else None
-
-
-def _same_members(ours: list[Number], theirs: list[Number]) -> bool:
-    left = list(theirs)
-    for number in ours:
-        match = next((other for other in left if number.equals(other)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True

@@ -66,7 +66,10 @@ def is_bounded(form: str) -> bool:
         return False
     if _LONG_NUMBER.search(form) or _NUMBER_WITH_BASE.search(form) or _GROWING.search(form):
         return False
-    if any(word.lower() not in _KNOWN_WORDS for word in _WORD.findall(_without_environments(form))):
+    if any(
+        word.lower() not in _KNOWN_WORDS
+        for word in _WORD.findall(re.sub(r"\\(?:begin|end)\{(?:[pbv]?matrix|array|cases)\}", "", form))
+    ):
         return False
     if any(int(exponent) > _MAX_EXPONENT for exponent in _EXPONENT_NUMBER.findall(form)):
         return False
@@ -171,10 +174,6 @@ def require_math_verify() -> Any:
     # They warn once a process that time limits must come from outside, which is where they are.
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True
     return math_verify
-
-
-def _without_environments(form: str) -> str:
-    return re.sub(r"\\(?:begin|end)\{(?:[pbv]?matrix|array|cases)\}", "", form)
 
 
 def _is_shallow(form: str) -> bool:

@@ -60,13 +60,17 @@ def read_sft_row(row: Row, train_on: str) -> SftRow:
     chosen = values.get("train_on", train_on)
     if chosen not in _TRAIN_ON:
         raise malformed(row, f"has train_on={chosen!r}", ", ".join(_TRAIN_ON))
+    weight = values.get("weight", 1.0)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight <= 0.0:
+        raise malformed(row, f"has weight={weight!r}", "a number above 0; leave a row out to give it none")
     return SftRow(
         messages=messages,
         prompt_id=texts["prompt_id"] or hashlib.sha256(asked.encode()).hexdigest()[:16],
         problem=texts["problem"],
         gold=texts["gold"],
         source=texts["source"],
-        weight=_read_weight(row, values),
+        weight=float(weight),
         train_on=chosen,
         place=row.place,
     )
@@ -109,14 +113,6 @@ def _read_text(row: Row, values: Mapping[str, Any], key: str) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise malformed(row, f"has {key}={str(value)[:80]!r}", f"{key} as a text that is not empty")
-
-
-def _read_weight(row: Row, values: Mapping[str, Any]) -> float:
-    weight = values.get("weight", 1.0)
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight) or weight <= 0.0:
-        raise malformed(row, f"has weight={weight!r}", "a number above 0; leave a row out to give it none")
-    return float(weight)
 
 
 def refuse_double_names(rows: Sequence[SftRow]) -> None:

@@ -129,7 +129,19 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
     Raises: DataError if there are none; StoreError if the store fails.
     """
     if not is_path(source) and not is_remote(source) and layout.is_unknown:
-        return _find_on_hub(source)
+        with _telling_what_is_missing(source, "its list of files"):
+            names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
+        train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
+        if not train and len(names) == 1:
+            return [_fetch(source, names[0])], []
+        if not train:
+            raise DataError(
+                f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
+                f" {', '.join(names[:5]) or 'none'}",
+                allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
+                next_step="download the data set, and name the file that you mean in task.source",
+            )
+        return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
     if not is_path(source) and not is_remote(source):
         return [_fetch(source, file) for file in layout.train], [
             _fetch(source, file) for file in layout.held_out
@@ -145,26 +157,6 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         )
     train_files = _note(source, path, _split_files(path, layout.train, _TRAIN_STEMS))
     return train_files, _note(source, path, _split_files(path, layout.held_out, _HELD_OUT_STEMS))
-
-
-def _find_on_hub(source: str) -> tuple[list[Path], list[Path]]:
-    """Return the files of both splits of any data set, by their names; one file alone is split by content.
-
-    Raises: DataError if none is named like a split; like `_fetch`.
-    """
-    with _telling_what_is_missing(source, "its list of files"):
-        names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
-    train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
-    if not train and len(names) == 1:
-        return [_fetch(source, names[0])], []
-    if not train:
-        raise DataError(
-            f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
-            f" {', '.join(names[:5]) or 'none'}",
-            allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
-            next_step="download the data set, and name the file that you mean in task.source",
-        )
-    return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
 
 
 def _named(names: Sequence[str], stems: Sequence[str]) -> list[str]:

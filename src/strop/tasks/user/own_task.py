@@ -103,7 +103,12 @@ class OwnTask:
         Raises: DataError if an example is none of the task's; whatever the class raises; TypeError or
             ValueError for what it may not return.
         """
-        self._require_whole(example)
+        # An example that has lost a field: most classes would call every reply to it wrong.
+        whole = make_example(self.name, example.fields, example.answer)
+        if not example.fields or whole.example_id != example.example_id:
+            raise DataError(
+                f"example {example.example_id} of task {self.name} lacks a part of what it was made with"
+            )
         found = await_if_needed(self._own.verify(example, text))
         if isinstance(found, Outcome):
             return found
@@ -114,14 +119,6 @@ class OwnTask:
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
         is_full = reward is not None and reward >= full - _FULL_MARKS_SLACK
         return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
-
-    def _require_whole(self, example: Example) -> None:
-        """Refuse an example that has lost a field: most classes would call every reply to it wrong."""
-        whole = make_example(self.name, example.fields, example.answer)
-        if not example.fields or whole.example_id != example.example_id:
-            raise DataError(
-                f"example {example.example_id} of task {self.name} lacks a part of what it was made with"
-            )
 
     @cached_property
     def _own(self) -> Any:
