@@ -11,7 +11,7 @@ import pytest
 
 from strop.audit import AuditReport, ProbeResult, ProbeStatus, stored_audit_path, write_audit
 from strop.evaluate import read_result
-from strop.record.shards import list_shards
+from strop.record.files import list_shards
 from tests.fixtures.attempts import start_command, wait_until
 from tests.fixtures.commands import Ended, Run
 

@@ -14,8 +14,8 @@ from strop.engine import Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord, EngineError, StoreError
 from strop.evaluate import EvalResult, EvalSettings, ShardFolder, plan_evaluation, run_evaluation
 from strop.evaluate.shards import cut_shards, read_all_shards, read_plan, read_task_settings
+from strop.record.files import list_shards
 from strop.record.rollouts import read_rollouts, write_rollouts
-from strop.record.shards import list_shards
 from strop.rollout import Split
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
-from strop.record.shards import Shard, list_shards
+from strop.record.files import Shard, list_shards
 from strop.train.data.sft_sources import find_rollouts_files
 
 

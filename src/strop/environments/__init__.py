@@ -11,13 +11,13 @@ from strop.environments.contract import Action, Choosing, Environment, StepResul
 from strop.environments.rollout import (
     PromptCache,
     RolloutPlan,
+    SingleTurn,
     choose_environment,
     reads_as,
     run_group,
     run_groups,
     run_rollout,
 )
-from strop.environments.single_turn import SingleTurn
 from strop.tasks.failures import AttemptFailed
 
 __all__ = [

@@ -9,7 +9,8 @@ with a stand-in for the reply, and it must write the stand-in right behind the p
 The reply's ids must read as its text. Where either fails, everything is rendered anew, and a new training
 sample begins there.
 
-`ENVIRONMENTS` at the end names the worlds there are, and `choose_environment` alone chooses among them.
+A single-turn task is the world `SingleTurn`; `ENVIRONMENTS` at the end names the worlds there are, and
+`choose_environment` alone chooses among them.
 Left out on purpose: retries, which are the loop's decision.
 """
 
@@ -26,8 +27,7 @@ import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
-from strop.environments.contract import Action, Environment
-from strop.environments.single_turn import SingleTurn
+from strop.environments.contract import Action, Environment, StepResult
 from strop.errors import ConfigError, DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
@@ -44,9 +44,10 @@ from strop.rollout import (
     Sampling,
     Turn,
 )
-from strop.tasks import Task
+from strop.tasks import Task, choices_of, limits_of
+from strop.tasks.contract import within_bounds
 from strop.tasks.failures import catch_failure
-from strop.tasks.judging import Judge
+from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 
@@ -394,6 +395,48 @@ def encode_next_messages(
             return None
         text = text[len(terminator) :]
     return text, tokenizer.encode(text)
+
+
+class SingleTurn:
+    """One question, one reply. A missing reply is judged as an empty one."""
+
+    max_turns = 1
+
+    def __init__(self, task: Task, judge: Judge | None = None) -> None:
+        self._task = task
+        self._judge = judge or InlineJudge(task)
+        self._example: Example | None = None
+        self._reply: Action | None = None
+        self.stop_strings = task.limits.stop_strings
+        self.base_stop_strings = task.limits.base_stop_strings
+        self.choices: tuple[str, ...] = ()
+
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        """Pose the example; the seed has nothing to decide here."""
+        self._example = example
+        self._reply = None
+        limits = limits_of(self._task, example)
+        self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
+        self.choices = choices_of(self._task, example)
+        return self._task.render(example)
+
+    async def step(self, action: Action) -> StepResult:
+        """Keep the reply; the attempt is over."""
+        if self._example is None or self._reply is not None:
+            when = "before reset" if self._example is None else "after its end"
+            raise DataError(f"{self._task.name}: step called {when}")
+        self._reply = action
+        return StepResult(messages=(), done=True)
+
+    async def score(self) -> Outcome:
+        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
+        if self._example is None:
+            raise DataError(f"{self._task.name}: score called before reset")
+        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
+        return within_bounds(outcome, limits_of(self._task, self._example))
+
+    async def close(self) -> None:
+        """Hold nothing, release nothing."""
 
 
 EnvironmentFactory = Callable[[Task, Judge | None], Environment]

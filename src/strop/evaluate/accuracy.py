@@ -23,7 +23,7 @@ from strop.errors import CheckRefused, ConfigError, EngineError
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import ShardFolder, cut_shards
-from strop.record.shards import Shard
+from strop.record.files import Shard
 from strop.rollout import Example, Sampling, Split
 from strop.tasks import (
     PromptFormat,

@@ -323,29 +323,18 @@ def _judge_validity(verdicts_P: Sequence[ExampleVerdicts], limits: Limits) -> Va
     for label in labels:
         mine_P = [verdicts for verdicts in verdicts_P if label is None or verdicts.part == label]
         for kind_P in ([(v.greedy,) for v in mine_P], [v.sampled_G for v in mine_P]):
-            found = _judge_kind(mine_P, kind_P, limits)
-            if found is not Validity.VALID:
-                return found
-    return Validity.VALID
-
-
-def _judge_kind(
-    verdicts_P: Sequence[ExampleVerdicts], kind_P: Sequence[Sequence[Verdict]], limits: Limits
-) -> Validity:
-    rollouts = [verdict for verdicts_G in kind_P for verdict in verdicts_G]
-    if not rollouts:
-        return Validity.VALID
-    if sum(v.is_verifier_error for v in rollouts) > limits.max_verifier_error_frac * len(rollouts):
-        return Validity.VERIFIER
-    if sum(v.is_solved is None for v in rollouts) > limits.max_unscored_frac * len(rollouts):
-        return Validity.UNSCORED
-    # Only replies whose budget was below the task's own say something about the budget.
-    curtailed = [
-        verdict.truncated
-        for example, verdicts_G in zip(verdicts_P, kind_P, strict=True)
-        for verdict in verdicts_G
-        if example.is_budget_cut and verdict.has_reply
-    ]
-    if curtailed and sum(curtailed) > limits.max_truncated_frac * len(curtailed):
-        return Validity.TRUNCATION
+            rollouts = [verdict for verdicts_G in kind_P for verdict in verdicts_G]
+            if sum(v.is_verifier_error for v in rollouts) > limits.max_verifier_error_frac * len(rollouts):
+                return Validity.VERIFIER
+            if sum(v.is_solved is None for v in rollouts) > limits.max_unscored_frac * len(rollouts):
+                return Validity.UNSCORED
+            # Only replies whose budget was below the task's own say something about the budget.
+            curtailed = [
+                verdict.truncated
+                for example, verdicts_G in zip(mine_P, kind_P, strict=True)
+                for verdict in verdicts_G
+                if example.is_budget_cut and verdict.has_reply
+            ]
+            if sum(curtailed) > limits.max_truncated_frac * len(curtailed):
+                return Validity.TRUNCATION
     return Validity.VALID

@@ -32,7 +32,7 @@ from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verd
 from strop.io import FileLock
 from strop.io.atomic import explain_write_failure
 from strop.io.leftovers import remove_leftovers
-from strop.record.shards import Shard, list_shards
+from strop.record.files import Shard, list_shards
 from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task, limits_of
 from strop.tasks.contract import within_bounds

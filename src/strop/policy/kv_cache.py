@@ -187,7 +187,14 @@ class CacheWindow:
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
         num_rows, num_kv_heads = len(self._lengths), key.shape[1]
         if rule.window not in self._biases:
-            self._biases[rule.window] = self._make_bias(query.dtype, rule.window)
+            # Masks the slots behind each row's end, and those before its window. Shapes: (n, 1, 1, W).
+            slots = torch.arange(self._width, device=self._lengths.device)
+            hidden = slots > self._lengths[:, None]
+            if rule.window is not None:
+                hidden = hidden | (slots <= self._lengths[:, None] - rule.window)
+            shape = (len(self._lengths), 1, 1, self._width)
+            open_bias = torch.zeros(shape, dtype=query.dtype, device=slots.device)
+            self._biases[rule.window] = open_bias.masked_fill_(hidden[:, None, None], float("-inf"))
         bias = self._biases[rule.window]
         self._keys[layer][self._rows, :, :, self._lengths] = key
         self._values[layer][self._rows, :, self._lengths] = value
@@ -201,15 +208,6 @@ class CacheWindow:
         else:
             weights = weigh(scores, rule, bias, num_kv_heads).to(values.dtype)
         return (weights @ values).flatten(1, 2)
-
-    def _make_bias(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        """Mask the slots behind each row's end, and those before its window. Shapes: (n, 1, 1, W)."""
-        slots = torch.arange(self._width, device=self._lengths.device)
-        hidden = slots > self._lengths[:, None]
-        if window is not None:
-            hidden = hidden | (slots <= self._lengths[:, None] - window)
-        bias = torch.zeros(len(self._lengths), 1, 1, self._width, dtype=dtype, device=slots.device)
-        return bias.masked_fill_(hidden[:, None, None], float("-inf"))
 
 
 def _with_dense_heads(part: torch.Tensor) -> torch.Tensor:

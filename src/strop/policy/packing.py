@@ -262,7 +262,14 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
         "reply": spread(np.arange(len(replies))),
     }
     if any(reply.token_advantages is not None for reply in replies):
-        columns["advantage"] = arrange(_join([_spread_advantage(reply) for reply in replies], np.float32))
+        # One advantage for the whole reply, or one for each token.
+        token_advantages = [
+            reply.token_advantages
+            if reply.token_advantages is not None
+            else np.full(len(reply.engine_logprobs), reply.advantage, np.float32)
+            for reply in replies
+        ]
+        columns["advantage"] = arrange(_join(token_advantages, np.float32))
     for name in AUX_STREAMS:
         streams = [getattr(reply, f"{name}_logprobs") for reply in replies]
         if any(stream is not None for stream in streams):
@@ -270,12 +277,6 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
             given = [one if one is not None else nan for one, nan in zip(streams, unknown, strict=True)]
             columns[name] = arrange(_join(given, np.float32))
     return columns
-
-
-def _spread_advantage(reply: PackedReply) -> NDArray[Any]:
-    if reply.token_advantages is not None:
-        return reply.token_advantages
-    return np.full(len(reply.engine_logprobs), reply.advantage, np.float32)
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:

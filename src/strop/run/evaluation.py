@@ -45,7 +45,7 @@ from strop.hardware import describe_machine
 from strop.hardware.number_format import compute_device, settle_format
 from strop.policy.footprint import read_model_size
 from strop.record import RunDir
-from strop.record.shards import list_shards
+from strop.record.files import list_shards
 from strop.rollout import Split
 from strop.run.inference import (
     Asking,

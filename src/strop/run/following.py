@@ -23,10 +23,10 @@ from strop.hardware import ChildProcess, spawn, terminate
 from strop.io import is_complete
 from strop.record import RunDir
 from strop.record.fence import require_unfenced
+from strop.record.files import list_shards
 from strop.record.mirror.layout import TRACES, mirror_uri
 from strop.record.mirror.uploader import upload_settings
 from strop.record.run_dir import STATE_NAME
-from strop.record.shards import list_shards
 from strop.spec import RunSpec, load_spec
 from strop.spec.eval_file import is_of_file, read_eval_file
 from strop.store import follow_store

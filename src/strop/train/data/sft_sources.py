@@ -13,7 +13,7 @@ from strop.environments import reads_as
 from strop.environments.rollout import encode_next_messages
 from strop.errors import ConfigError, DataError
 from strop.record import RunDir
-from strop.record.shards import list_shards
+from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks import problem_of
