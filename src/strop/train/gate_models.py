@@ -26,7 +26,6 @@ from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
 from strop.rollout import FloatArray, Group, Rollout, Sampling
 from strop.tasks.failures import find_causes, find_failures, sum_up
-from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.gate_checks import GateCheck, GateInput
 
@@ -53,26 +52,25 @@ _MAX_NAMED = 5
 def check_tokenizer(gate: GateInput) -> GateCheck:
     """Refuse a tokenizer that is not the model's: by the number of ids, and by what the special ones are."""
     tokenizer, num_rows = gate.roles.tokenizer, gate.roles.learner.shape.vocab_size
-    flaws = list(_find_flaws(tokenizer, num_rows, gate.model_dir))
+    flaws = []
+    if tokenizer.vocab_size > num_rows:
+        flaws.append(f"its ids go up to {tokenizer.vocab_size - 1} and the model's to {num_rows - 1}")
+    if tokenizer.num_ids < _MIN_KNOWN_FRAC * num_rows:
+        share = tokenizer.num_ids / num_rows
+        flaws.append(
+            f"it knows {share:.1%} of the model's ids, and at least {_MIN_KNOWN_FRAC:.0%} are allowed"
+        )
+    for name in ("config.json", "generation_config.json"):
+        for key, token_id in _special_ids(gate.model_dir / name):
+            if token_id >= num_rows:
+                flaws.append(f"{key}={token_id} of {name} is no id of the model")
+            elif token_id not in tokenizer.special_ids:
+                text = tokenizer.token_text(token_id)
+                flaws.append(f"{key}={token_id} of {name} is {text!r} in the tokenizer, no special token")
     detail = f"{tokenizer.num_ids} ids of a model with {num_rows}"
     if flaws:
         detail += f"; {'; '.join(flaws)}; is it the tokenizer that the model was trained with?"
     return GateCheck(name="tokenizer", is_passed=not flaws, detail=detail)
-
-
-def _find_flaws(tokenizer: Tokenizer, num_rows: int, model_dir: Path) -> Iterator[str]:
-    if tokenizer.vocab_size > num_rows:
-        yield f"its ids go up to {tokenizer.vocab_size - 1} and the model's to {num_rows - 1}"
-    if tokenizer.num_ids < _MIN_KNOWN_FRAC * num_rows:
-        share = tokenizer.num_ids / num_rows
-        yield f"it knows {share:.1%} of the model's ids, and at least {_MIN_KNOWN_FRAC:.0%} are allowed"
-    for name in ("config.json", "generation_config.json"):
-        for key, token_id in _special_ids(model_dir / name):
-            if token_id >= num_rows:
-                yield f"{key}={token_id} of {name} is no id of the model"
-            elif token_id not in tokenizer.special_ids:
-                text = tokenizer.token_text(token_id)
-                yield f"{key}={token_id} of {name} is {text!r} in the tokenizer, no special token"
 
 
 def _special_ids(path: Path) -> Iterator[tuple[str, int]]:

@@ -23,7 +23,7 @@ from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.learner import Term
 from strop.policy.optimizer import StepReport, join_totals
 from strop.record.events import Event
-from strop.rollout import RESTART, FloatArray, Group, Rollout
+from strop.rollout import RESTART, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.llm_judge import correlation
@@ -190,18 +190,12 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
         if term.cosine is not None:
             metrics["grad_cosine"] = term.cosine
     # Later steps of the batch see what the first have moved.
-    gaps = _describe_gaps(steps[0].drift_M, "offpolicy" if is_stale else "drift")
-    return metrics | gaps | _measure_tokens(steps)
-
-
-def _describe_gaps(gap_M: FloatArray, name: str) -> dict[str, float]:
-    if not len(gap_M):
-        return {}
-    return {
-        f"{name}_mean_nats": float(gap_M.mean()),
-        f"{name}_p99_nats": float(np.quantile(gap_M, 0.99)),
-        f"{name}_max_nats": float(gap_M.max()),
-    }
+    gap_M, name = steps[0].drift_M, "offpolicy" if is_stale else "drift"
+    if len(gap_M):
+        metrics[f"{name}_mean_nats"] = float(gap_M.mean())
+        metrics[f"{name}_p99_nats"] = float(np.quantile(gap_M, 0.99))
+        metrics[f"{name}_max_nats"] = float(gap_M.max())
+    return metrics | _measure_tokens(steps)
 
 
 def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:

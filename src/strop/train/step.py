@@ -198,7 +198,16 @@ def policy_term(
     algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float, *, name: str
 ) -> LossTerm:
     """Return the term of packed replies that an algorithm judges. Raises: like `rl_term`."""
-    _refuse_long_sequences(algorithm, groups)
+    limit = algorithm.max_sequence_tokens
+    if algorithm.correction.level == "sum" and limit is not None:
+        longest = max((int(reply.is_scored.sum()) for group in groups for reply in group.replies), default=0)
+        if longest > limit:
+            raise ConfigError(
+                f"a reply of {longest} tokens under algorithm.correction={algorithm.correction.name},"
+                " whose ratio is a product over all of them",
+                allowed=f"replies of at most algorithm.max_sequence_tokens={limit}",
+                next_step="choose a correction by token, or raise that limit knowingly",
+            )
     return LossTerm(
         name=name,
         groups=groups,
@@ -207,20 +216,6 @@ def policy_term(
         scope=algorithm.scope,
         entropy_weight=algorithm.entropy_weight,
     )
-
-
-def _refuse_long_sequences(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> None:
-    limit = algorithm.max_sequence_tokens
-    if algorithm.correction.level != "sum" or limit is None:
-        return
-    counts = [int(reply.is_scored.sum()) for group in groups for reply in group.replies]
-    if max(counts, default=0) > limit:
-        raise ConfigError(
-            f"a reply of {max(counts)} tokens under algorithm.correction={algorithm.correction.name},"
-            " whose ratio is a product over all of them",
-            allowed=f"replies of at most algorithm.max_sequence_tokens={limit}",
-            next_step="choose a correction by token, or raise that limit knowingly",
-        )
 
 
 def cross_entropy(tokens: ScoredTokens, /) -> TokenTerms:

@@ -114,14 +114,20 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
     As JSON, which is YAML.
     Raises: StoreError if the environment has no lm-eval.
     """
-    package_dir = _find_package(environment_dir)
+    packages = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
+    if len(packages) != 1:
+        raise StoreError(
+            f"the environment in {environment_dir} has {len(packages)} packages lm_eval",
+            allowed="one, where pip put it",
+            next_step="remove that folder and start the same command again, where pip may fetch packages",
+        )
     tasks_dir = work_dir / "tasks"
     tasks_dir.mkdir(exist_ok=True)
     parts = sorted(path.name for path in (work_dir / "rows").iterdir())
     for part in parts:
         found = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
         content = {
-            "include": str(package_dir / "tasks" / protocol.files[part]),
+            "include": str(packages[0] / "tasks" / protocol.files[part]),
             "task": local_name(part),
             "tag": None,
             "dataset_path": "json",
@@ -134,17 +140,6 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
             content |= {"fewshot_split": "dev" if protocol.shows_own_split else None}
         (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
     return [local_name(part) for part in parts]
-
-
-def _find_package(environment_dir: Path) -> Path:
-    found = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
-    if len(found) != 1:
-        raise StoreError(
-            f"the environment in {environment_dir} has {len(found)} packages lm_eval",
-            allowed="one, where pip put it",
-            next_step="remove that folder and start the same command again, where pip may fetch packages",
-        )
-    return found[0]
 
 
 def write_code_metric(work_dir: Path) -> None:
