@@ -76,7 +76,11 @@ class Tokenizer:
                 allowed="a Hugging Face model directory with tokenizer.json",
                 next_step="check the path in model.source, or fetch the model with `strop model get`",
             )
-        fast = _read_fast_tokenizer(path)
+        with _Refusal(path):
+            fast = FastTokenizer.from_file(str(path))
+        # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
+        fast.no_truncation()
+        fast.no_padding()
         settings = _read_json(model_dir / "tokenizer_config.json")
         special_texts = _special_texts(settings)
         return cls(
@@ -156,7 +160,9 @@ class Tokenizer:
         choice = {} if is_thinking is None else {"enable_thinking": is_thinking}
         chat = [self._to_template(message, source) for message in messages]
         try:
-            text = self._compiled_template(source).render(
+            if self._template is None:
+                self._template = self._environment.from_string(source)
+            text = self._template.render(
                 messages=chat,
                 tools=None,
                 documents=None,
@@ -208,11 +214,6 @@ class Tokenizer:
                 )
             found |= dict.fromkeys(names, message.reasoning)
         return found
-
-    def _compiled_template(self, source: str) -> Template:
-        if self._template is None:
-            self._template = self._environment.from_string(source)
-        return self._template
 
     def render_base(self, messages: Sequence[Message]) -> str:
         """Write plain text for a model without chat training; the reply begins on its own line.
@@ -299,15 +300,6 @@ def _template_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvi
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
     return environment
-
-
-def _read_fast_tokenizer(path: Path) -> FastTokenizer:
-    with _Refusal(path):
-        fast = FastTokenizer.from_file(str(path))
-    # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
-    fast.no_truncation()
-    fast.no_padding()
-    return fast
 
 
 class _Refusal:

@@ -269,7 +269,18 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
         _show_dry_run(output, plan, request, is_json=args.json)
         return
     if args.check:
-        _show_findings(output, launcher, plan, is_json=args.json)
+        from strop.hardware.findings import require_none
+
+        findings = launcher.check(plan)
+        if args.json:
+            output.give_json([asdict(finding) for finding in findings])
+        for finding in findings if not args.json else ():
+            output.give(f"{finding.severity}: {finding}")
+        require_none(findings)
+        if not args.json:
+            output.give(
+                "nothing was found that would stop this job" if not findings else "no error was found"
+            )
         return
     if args.resume is not None:
         job_dir = find_job_dir(args.resume, [Path(request.home).parent], os.environ)
@@ -347,19 +358,6 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
     if plan.argv:
         output.give(f"--- command: {shlex.join(plan.argv)}")
     output.say("nothing was submitted")
-
-
-def _show_findings(output: Output, launcher: Any, plan: JobPlan, *, is_json: bool) -> None:
-    from strop.hardware.findings import require_none
-
-    findings = launcher.check(plan)
-    if is_json:
-        output.give_json([asdict(finding) for finding in findings])
-    for finding in findings if not is_json else ():
-        output.give(f"{finding.severity}: {finding}")
-    require_none(findings)
-    if not is_json:
-        output.give("nothing was found that would stop this job" if not findings else "no error was found")
 
 
 def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> None:

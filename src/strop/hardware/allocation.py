@@ -110,7 +110,14 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
     shares = share_out(given, request.wanted)
     used = given.ids[:total]
     by_id = {entry: _resolve(entry, given.form, inventory) for entry in used}
-    _refuse_repetition(given, by_id)
+    # One GPU may be given by two names: a UUID and its beginning.
+    uuids = [uuid for uuid in by_id.values() if uuid is not None]
+    if len(set(uuids)) < len(uuids):
+        raise ConfigError(
+            f"{VISIBLE_DEVICES}={given.text} names one GPU twice",
+            allowed="each GPU once",
+            next_step="correct the variable",
+        )
     notices = []
     if len(given.ids) > total:
         notices.append(
@@ -186,17 +193,6 @@ def _is_named(device: Device, entry: str, form: DeviceForm) -> bool:
         # CUDA takes the beginning of a UUID too, where it is the only such.
         return not device.is_slice and device.uuid.startswith(entry)
     return device.is_slice and device.uuid.startswith(entry)
-
-
-def _refuse_repetition(given: VisibleDevices, by_id: Mapping[str, str | None]) -> None:
-    """Refuse one GPU by two names: a UUID and its beginning."""
-    uuids = [uuid for uuid in by_id.values() if uuid is not None]
-    if len(set(uuids)) < len(uuids):
-        raise ConfigError(
-            f"{VISIBLE_DEVICES}={given.text} names one GPU twice",
-            allowed="each GPU once",
-            next_step="correct the variable",
-        )
 
 
 def _take_free(request: GpuRequest, inventory: Inventory) -> Allocation:

@@ -66,9 +66,23 @@ def describe_machine() -> Machine:
     cpus = _read_cpus()
     is_limited = hasattr(os, "sched_getaffinity")
     allowed = set(os.sched_getaffinity(0)) if is_limited else set(range(os.cpu_count() or 1))
-    num_cores, quota = _count_physical_cores(cpus, allowed), read_cpu_quota()
+    cores = {
+        (cpu["physical id"], cpu["core id"])
+        for cpu in cpus
+        if "core id" in cpu and "physical id" in cpu and int(cpu.get("processor", -1)) in allowed
+    }
+    # ARM and some virtual machines name no cores: then each logical CPU counts as one.
+    num_cores, quota = len(cores) or len(allowed), read_cpu_quota()
     names = cpus[0].get("flags", cpus[0].get("Features", "")) if cpus else ""
     limit_bytes, _ = read_cgroup_memory()
+    # Left out is what oneDNN may not use by its settings, and what PyTorch does not find if it is loaded.
+    # An emulator shows the flags of the machine below it; PyTorch asks the processor itself.
+    torch = sys.modules.get("torch")
+    found = torch.cpu.get_capabilities() if torch is not None else {}
+    forbidden = {flag for flag in INSTRUCTIONS if not found.get(_TORCH_NAMES.get(flag, flag), True)}
+    if any(os.environ.get(name, "").upper() in _WITHOUT_BF16 for name in _ONEDNN_LIMITS):
+        forbidden |= set(BF16_INSTRUCTIONS)
+    usable = frozenset(names.split()) - forbidden
     return Machine(
         host=platform.node(),
         platform=platform.platform(),
@@ -81,7 +95,7 @@ def describe_machine() -> Machine:
         ),
         free_memory_bytes=free_memory_bytes(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        cpu_flags=_usable_instructions(frozenset(names.split())),
+        cpu_flags=tuple(flag for flag in INSTRUCTIONS if flag in usable),
         gpus=read_gpus(),
     )
 
@@ -118,19 +132,6 @@ def reset_peak_rss() -> bool:
     return True
 
 
-def _usable_instructions(flags: frozenset[str]) -> tuple[str, ...]:
-    """Leave out what oneDNN may not use by its settings, and what PyTorch does not find if it is loaded.
-
-    An emulator shows the flags of the machine below it; PyTorch asks the processor itself.
-    """
-    torch = sys.modules.get("torch")
-    found = torch.cpu.get_capabilities() if torch is not None else {}
-    forbidden = {flag for flag in INSTRUCTIONS if not found.get(_TORCH_NAMES.get(flag, flag), True)}
-    if any(os.environ.get(name, "").upper() in _WITHOUT_BF16 for name in _ONEDNN_LIMITS):
-        forbidden |= set(BF16_INSTRUCTIONS)
-    return tuple(flag for flag in INSTRUCTIONS if flag in flags - forbidden)
-
-
 def _read_cpus() -> list[dict[str, str]]:
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -141,16 +142,6 @@ def _read_cpus() -> list[dict[str, str]]:
         {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
         for block in blocks
     ]
-
-
-def _count_physical_cores(cpus: list[dict[str, str]], allowed: set[int]) -> int:
-    cores = {
-        (cpu["physical id"], cpu["core id"])
-        for cpu in cpus
-        if "core id" in cpu and "physical id" in cpu and int(cpu.get("processor", -1)) in allowed
-    }
-    # ARM and some virtual machines name no cores: then each logical CPU counts as one.
-    return len(cores) or len(allowed)
 
 
 def _read_memory(name: str) -> int | None:

@@ -202,7 +202,15 @@ class _Program:
 
     def _run(self, request: Request, error_w: int) -> NoReturn:
         os.chdir(request.cwd)
-        _limit_resources(self.place, request.wall_limit_s)
+        limits = self.place.limits
+        set_limit(resource.RLIMIT_CORE, 0)
+        set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+        set_limit(resource.RLIMIT_NOFILE, limits.max_open_files)
+        if math.isfinite(request.wall_limit_s):
+            # Of each process; a second more than the wall, so that the wall is what a program meets.
+            set_limit(resource.RLIMIT_CPU, math.ceil(request.wall_limit_s) + 1)
+        if self.place.max_user_processes is not None:
+            set_limit(resource.RLIMIT_NPROC, self.place.max_user_processes)
         if request.builtin:
             os._exit(run_builtin(request.builtin, request.details))
         set_limit(resource.RLIMIT_AS, self.place.limits.memory_bytes)
@@ -312,7 +320,15 @@ class _Runner:
                     with suppress(BlockingIOError):
                         os.read(wake_r, 4096)
                 else:
-                    self._obey(self._control.recv(16), poll)
+                    orders = self._control.recv(16)
+                    if orders and ASK in orders:
+                        signal_descendants(self._pid, signal.SIGTERM)
+                        self._kill_at = min(self._kill_at, time.monotonic() + TERM_GRACE_S)
+                    if not orders or KILL in orders:
+                        # The end of the stream: the supervisor is gone.
+                        self._kill_at = time.monotonic()
+                    if not orders:
+                        poll.unregister(self._control)
 
     def _reap(self, program_pid: int) -> bool:
         """Collect the dead; return whether any process is left."""
@@ -329,16 +345,6 @@ class _Runner:
                 self._status = status
                 self._ended_at = time.monotonic()
                 self._kill_at = self._ended_at
-
-    def _obey(self, orders: bytes, poll: select.poll) -> None:
-        if orders and ASK in orders:
-            signal_descendants(self._pid, signal.SIGTERM)
-            self._kill_at = min(self._kill_at, time.monotonic() + TERM_GRACE_S)
-        if not orders or KILL in orders:
-            # The end of the stream: the supervisor is gone.
-            self._kill_at = time.monotonic()
-        if not orders:
-            poll.unregister(self._control)
 
     def _look(self) -> None:
         """Find breaches of limits that the kernel does not enforce."""
@@ -384,18 +390,6 @@ def _list_entries(path: str) -> list[os.DirEntry[str]]:
     except OSError:
         # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
         return []
-
-
-def _limit_resources(place: Place, wall_limit_s: float) -> None:
-    limits = place.limits
-    set_limit(resource.RLIMIT_CORE, 0)
-    set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
-    set_limit(resource.RLIMIT_NOFILE, limits.max_open_files)
-    if math.isfinite(wall_limit_s):
-        # Of each process; a second more than the wall, so that the wall is what a program meets.
-        set_limit(resource.RLIMIT_CPU, math.ceil(wall_limit_s) + 1)
-    if place.max_user_processes is not None:
-        set_limit(resource.RLIMIT_NPROC, place.max_user_processes)
 
 
 def set_limit(kind: int, value: int) -> None:

@@ -241,7 +241,16 @@ def _prepare_ground() -> Ground:
     base = next(
         (path for path in SCRATCH_BASES if can_reach(path) and os.access(path, os.W_OK)), SCRATCH_BASES[0]
     )
-    _remove_abandoned(base)
+    # Daemons that were killed left their directories.
+    for path in Path(base).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = path.lstat()
+            # A young one may not have been locked yet.
+            is_old = time.time() - found.st_mtime > _ABANDONED_AFTER_S
+            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
+                descriptor = _lock(str(path))
+                remove_tree(str(path))
+                os.close(descriptor)
     # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.
     runtime_dir = f"{base}/{_PREFIX}{os.urandom(8).hex()}"
     os.mkdir(runtime_dir, 0o711)
@@ -266,19 +275,6 @@ def _prepare_ground() -> Ground:
         can_mount=can_mount,
         controllers=find_controllers(),
     )
-
-
-def _remove_abandoned(base: str) -> None:
-    """Remove the directories of daemons that were killed."""
-    for path in Path(base).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            found = path.lstat()
-            # A young one may not have been locked yet.
-            is_old = time.time() - found.st_mtime > _ABANDONED_AFTER_S
-            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
-                descriptor = _lock(str(path))
-                remove_tree(str(path))
-                os.close(descriptor)
 
 
 def _lock(path: str) -> int:

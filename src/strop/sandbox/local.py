@@ -328,20 +328,16 @@ async def _start(
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
-        raise _refusal(backend, spec, header)
+        raise SandboxRefused(
+            f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
+            allowed=f"a host where {backend} reaches that level",
+            next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
+            kind=header["refused"],
+        )
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
     return LocalSandbox(reader, writer, isolation, header["scratch"], python_argv, spec.env)
-
-
-def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:
-    return SandboxRefused(
-        f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
-        allowed=f"a host where {backend} reaches that level",
-        next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
-        kind=header["refused"],
-    )
 
 
 def _walk_host(top: Path) -> list[tuple[Path, int]]:

@@ -35,7 +35,15 @@ class ProcessPlace:
         self._kernel = ground.kernel
         self.scratch = str(Path(ground.runtime_dir, str(os.getpid())))
         self._has_mount = False
-        self._make_scratch(ground)
+        os.mkdir(self.scratch, 0o700)
+        if ground.can_mount:
+            owner = f"mode=700,uid={self._uid},gid={self._uid}"
+            # One inode is the directory itself.
+            num_inodes = self.limits.max_scratch_files + 1
+            mount_tmpfs(self.scratch, f"size={self.limits.scratch_bytes},nr_inodes={num_inodes},{owner}")
+            self._has_mount = True
+        elif os.geteuid() == 0:
+            os.chown(self.scratch, self._uid, self._uid)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self.user = (uid, uid) if os.geteuid() == 0 else None
         self._has_private_uid = is_private_uid
@@ -52,17 +60,6 @@ class ProcessPlace:
     @property
     def _has_kernel_pids(self) -> bool:
         return self._has_private_uid or "pids" in self.cgroup.dirs
-
-    def _make_scratch(self, ground: Ground) -> None:
-        os.mkdir(self.scratch, 0o700)
-        if ground.can_mount:
-            owner = f"mode=700,uid={self._uid},gid={self._uid}"
-            # One inode is the directory itself.
-            num_inodes = self.limits.max_scratch_files + 1
-            mount_tmpfs(self.scratch, f"size={self.limits.scratch_bytes},nr_inodes={num_inodes},{owner}")
-            self._has_mount = True
-        elif os.geteuid() == 0:
-            os.chown(self.scratch, self._uid, self._uid)
 
     def enter(self) -> None:
         """Stay: there is nowhere to go."""

@@ -121,7 +121,17 @@ class Supervisor:
         now = time.monotonic()
         for command_id, running in list(self._running.items()):
             if now >= running.next_at:
-                self._on_clock(command_id, running, now)
+                if running.report is not None or running.is_lost:
+                    running.open_streams -= {self._close_stream(fd) for fd in list(running.open_streams)}
+                    self._finish_if_done(command_id, running)
+                elif running.is_timed_out:
+                    running.is_lost = True
+                    self._lose("from_inside")
+                    running.next_at = now
+                else:
+                    running.is_timed_out = True
+                    running.next_at = now + _STUCK_S
+                    self._order(running, ASK)
 
     # Requests.
 
@@ -151,24 +161,25 @@ class Supervisor:
                 self._order(running, KILL)
             return
         try:
-            self._start(command_id, self._read_request(header), body)
+            argv, is_main = header.get("argv", []), header.get("is_main", False)
+            if is_main and (self._first is None or argv[0] != sys.executable):
+                # Later processes know of earlier requests; and this Python may be out of a program's reach.
+                argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
+            self._start(
+                command_id,
+                Request(
+                    argv=argv,
+                    env={**clean_env(self._place.scratch), **header.get("env", {})},
+                    cwd=header.get("cwd") or self._place.scratch,
+                    wall_limit_s=header["wall_limit_s"],
+                    builtin=header.get("builtin", ""),
+                    details=header.get("details", {}),
+                    is_main=is_main,
+                ),
+                body,
+            )
         except OSError as error:
             self._send({"id": command_id, "lost": "infra", "why": str(error)})
-
-    def _read_request(self, header: dict[str, Any]) -> Request:
-        argv, is_main = header.get("argv", []), header.get("is_main", False)
-        if is_main and (self._first is None or argv[0] != sys.executable):
-            # Later processes know of earlier requests; and this Python may be out of a program's reach.
-            argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
-        return Request(
-            argv=argv,
-            env={**clean_env(self._place.scratch), **header.get("env", {})},
-            cwd=header.get("cwd") or self._place.scratch,
-            wall_limit_s=header["wall_limit_s"],
-            builtin=header.get("builtin", ""),
-            details=header.get("details", {}),
-            is_main=is_main,
-        )
 
     # Commands.
 
@@ -251,19 +262,6 @@ class Supervisor:
             self._lose("from_inside")
         running.next_at = time.monotonic() + DETACH_S
         self._finish_if_done(command_id, running)
-
-    def _on_clock(self, command_id: int, running: _Running, now: float) -> None:
-        if running.report is not None or running.is_lost:
-            running.open_streams -= {self._close_stream(fd) for fd in list(running.open_streams)}
-            self._finish_if_done(command_id, running)
-        elif running.is_timed_out:
-            running.is_lost = True
-            self._lose("from_inside")
-            running.next_at = now
-        else:
-            running.is_timed_out = True
-            running.next_at = now + _STUCK_S
-            self._order(running, ASK)
 
     def _order(self, running: _Running, order: bytes) -> None:
         with suppress(OSError):

@@ -54,13 +54,28 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
 
     Raises: ConfigError with near matches and all valid names if there is no such key.
     """
-    path = _parse(key)
+    try:
+        path, _ = parse_override(f"{key}=0")
+    except ConfigError:
+        raise _unknown((key,)) from None
     if path == (EXTENDS,):
         return Explanation(
             key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
         )
     if len(path) == 1 and path[0] in section_names():
-        return _explain_section(path[0], resolved)
+        name = path[0]
+        is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserTaskSpec)
+        known = settings_of(resolved.spec) if resolved is not None and is_own else settings()
+        inside = [setting.key for setting in known if setting.path[0] == name]
+        keys = tuple(dict.fromkeys(inside))
+        return Explanation(
+            key=name,
+            type="section",
+            default="every setting its own",
+            allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
+            description=section_description(name),
+            keys=keys,
+        )
     if free_table(path) is not None:
         return _explain_free_key(path, resolved)
     own = own_settings(resolved.spec.task) if resolved is not None else ()
@@ -74,14 +89,6 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         return describe_settings(found)
     value, origin = value_of(resolved.spec, mine[0]), resolved.origins.get(mine[0].key, DEFAULT)
     return describe_settings(mine, value, origin)
-
-
-def _parse(key: str) -> KeyPath:
-    try:
-        path, _ = parse_override(f"{key}=0")
-    except ConfigError:
-        raise _unknown((key,)) from None
-    return path
 
 
 def _unknown(path: KeyPath) -> ConfigError:
@@ -119,21 +126,6 @@ def _join(texts: list[tuple[str, str | None]]) -> str:
         return distinct[0]
     tasks = {text: [str(task) for other, task in texts if other == text] for text in distinct}
     return "; ".join(f"{', '.join(tasks[text])}: {text}" for text in distinct)
-
-
-def _explain_section(name: str, resolved: ResolvedSpec | None) -> Explanation:
-    is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserTaskSpec)
-    known = settings_of(resolved.spec) if resolved is not None and is_own else settings()
-    inside = [setting.key for setting in known if setting.path[0] == name]
-    keys = tuple(dict.fromkeys(inside))
-    return Explanation(
-        key=name,
-        type="section",
-        default="every setting its own",
-        allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
-        description=section_description(name),
-        keys=keys,
-    )
 
 
 def _explain_free_key(path: KeyPath, resolved: ResolvedSpec | None) -> Explanation:

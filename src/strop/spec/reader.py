@@ -149,7 +149,10 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
         return cause.located(origins)
     if isinstance(cause, ConfigError):
         return str(cause)
-    path = _setting_path(detail["loc"])
+    # The setting that the position in the models speaks of.
+    parts = [str(part) for part in detail["loc"]]
+    limit = 3 if tuple(parts[:2]) in FREE_TABLES else 2
+    path = tuple(parts[:limit])
     kind = detail["type"]
     if kind in {"missing", "union_tag_not_found"}:
         return _missing(path)
@@ -158,13 +161,6 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
     if kind == "union_tag_invalid":
         return _wrong_value(("task", "name"), task, None, origins)
     return _wrong_value(path, detail["input"], task, origins)
-
-
-def _setting_path(location: tuple[int | str, ...]) -> KeyPath:
-    """Return the setting that a position of the models speaks of."""
-    parts = [str(part) for part in location]
-    limit = 3 if tuple(parts[:2]) in FREE_TABLES else 2
-    return tuple(parts[:limit])
 
 
 def _missing(path: KeyPath) -> str:

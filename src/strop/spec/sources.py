@@ -72,7 +72,18 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
         found.append((leaves, tree.folder))
     found.append((_read_overrides(overrides), os.getcwd()))
     sources = [_finish(leaves, folder) for leaves, folder in found]
-    _refuse_contradictions(found[-1][0])
+    # The same setting twice is fine only with one value.
+    winners: Leaves = {}
+    for leaf in found[-1][0]:
+        earlier = winners.setdefault(leaf.path, leaf)
+        if not _is_same(earlier.value, leaf.value):
+            key = dotted(leaf.path)
+            raise ConfigError(
+                f"override {key}={show_value(earlier.value)} and override {key}={show_value(leaf.value)}"
+                " contradict each other",
+                allowed="one value per setting",
+                next_step="remove one of the two",
+            )
     return sources
 
 
@@ -126,21 +137,6 @@ def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
             tree = {part: tree}
         found += [Leaf(path=inner, value=item, origin=OVERRIDE) for inner, item in _flatten(tree, ())]
     return found
-
-
-def _refuse_contradictions(found: list[Leaf]) -> None:
-    """The same setting twice is fine only with one value."""
-    winners: Leaves = {}
-    for leaf in found:
-        earlier = winners.setdefault(leaf.path, leaf)
-        if not _is_same(earlier.value, leaf.value):
-            key = dotted(leaf.path)
-            raise ConfigError(
-                f"override {key}={show_value(earlier.value)} and override {key}={show_value(leaf.value)}"
-                " contradict each other",
-                allowed="one value per setting",
-                next_step="remove one of the two",
-            )
 
 
 def is_table(path: KeyPath) -> bool:

@@ -70,7 +70,19 @@ def _read_text(path: str, shown: str) -> str:
             )
         data = Path(path).read_bytes() if not os.path.isdir(path) else None
     except FileNotFoundError as error:
-        raise _missing_file(path, shown) from error
+        folder = os.path.dirname(path) or "."
+        try:
+            names = [name for name in os.listdir(folder) if name.lower().endswith(SUFFIX)]
+        except OSError:
+            names = []
+        # Compared without the suffix, which is alike in all of them.
+        stems = {os.path.splitext(name)[0]: name for name in sorted(names)}
+        wanted = os.path.splitext(os.path.basename(path))[0]
+        near = [stems[stem] for stem in difflib.get_close_matches(wanted, list(stems), n=3, cutoff=0.6)]
+        hint = f"did you mean {', '.join(map(show_path, near))}?" if near else "check the path"
+        raise ConfigError(
+            f"run file {shown} does not exist", allowed="an existing file", next_step=hint
+        ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -91,20 +103,6 @@ def _read_text(path: str, shown: str) -> str:
             allowed="UTF-8 text",
             next_step="save the file as UTF-8",
         ) from error
-
-
-def _missing_file(path: str, shown: str) -> ConfigError:
-    folder = os.path.dirname(path) or "."
-    try:
-        names = [name for name in os.listdir(folder) if name.lower().endswith(SUFFIX)]
-    except OSError:
-        names = []
-    # Compared without the suffix, which is alike in all of them.
-    stems = {os.path.splitext(name)[0]: name for name in sorted(names)}
-    wanted = os.path.splitext(os.path.basename(path))[0]
-    near = [stems[stem] for stem in difflib.get_close_matches(wanted, list(stems), n=3, cutoff=0.6)]
-    hint = f"did you mean {', '.join(map(show_path, near))}?" if near else "check the path"
-    return ConfigError(f"run file {shown} does not exist", allowed="an existing file", next_step=hint)
 
 
 def _parse_toml(text: str, shown: str) -> dict[str, Any]:

@@ -86,7 +86,18 @@ class DummyEngine:
                 self._idle.set()
         if isinstance(line, Exception):
             raise line
-        return self._complete(request, line, version)
+        reply = ScriptedReply(text=line) if isinstance(line, str) else line
+        if reply.is_aborted:
+            ids, text, reason = self._tokenizer.encode(reply.text), reply.text, FinishReason.ABORT
+        else:
+            ids, text, reason = self._stop(request, self._unroll(reply, request.max_tokens))
+        return Completion(
+            token_ids=ids,
+            logprobs=np.full(len(ids), _LOGPROB_NATS, dtype=np.float32),
+            text=text,
+            finish_reason=reason,
+            policy_version=version,
+        )
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the scripted log-probability for every token, whatever the temperature."""
@@ -137,20 +148,6 @@ class DummyEngine:
                 next_step="lengthen the script, or pass a function of the request",
             )
         return self._script[len(self.requests)]
-
-    def _complete(self, request: GenerationRequest, line: str | ScriptedReply, version: int) -> Completion:
-        reply = ScriptedReply(text=line) if isinstance(line, str) else line
-        if reply.is_aborted:
-            ids, text, reason = self._tokenizer.encode(reply.text), reply.text, FinishReason.ABORT
-        else:
-            ids, text, reason = self._stop(request, self._unroll(reply, request.max_tokens))
-        return Completion(
-            token_ids=ids,
-            logprobs=np.full(len(ids), _LOGPROB_NATS, dtype=np.float32),
-            text=text,
-            finish_reason=reason,
-            policy_version=version,
-        )
 
     def _unroll(self, reply: ScriptedReply, num_tokens: int) -> IntArray:
         """Return exactly `num_tokens` ids: what would be sampled if nothing stopped it."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 _WRONG_QUESTION = 6
 
@@ -20,7 +19,14 @@ def main(words: Sequence[str]) -> int:
     path, *question = words
     state = json.loads(Path(path).read_text())
     if question == ["-L"]:
-        sys.stdout.writelines(_list_all(state["gpus"]))
+        lines = []
+        for gpu in state["gpus"]:
+            lines.append(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})\n")
+            lines += [
+                f"  MIG {profile:<15} Device {number:>2}: (UUID: {uuid})\n"
+                for number, (profile, uuid) in enumerate(gpu["slices"])
+            ]
+        sys.stdout.writelines(lines)
         return 0
     kinds = {"--query-gpu=": "gpus", "--query-compute-apps=": "users"}
     for prefix, key in kinds.items():
@@ -33,17 +39,6 @@ def main(words: Sequence[str]) -> int:
             return 0
     sys.stderr.write(f"Invalid combination of input arguments: {shlex.join(question)}\n")
     return _WRONG_QUESTION
-
-
-def _list_all(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for gpu in gpus:
-        lines.append(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})\n")
-        lines += [
-            f"  MIG {profile:<15} Device {number:>2}: (UUID: {uuid})\n"
-            for number, (profile, uuid) in enumerate(gpu["slices"])
-        ]
-    return lines
 
 
 if __name__ == "__main__":

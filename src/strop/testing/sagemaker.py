@@ -223,16 +223,16 @@ class FakeSageMaker:
         if stage.secondary == "Starting":
             job.num_attempts += 1
         elif stage.secondary == TRAINING:
-            self._begin_training(job, at)
+            if self._logs is not None and job.script.log_lines:
+                for host in range(1, job.request["ResourceConfig"].get("InstanceCount", 1) + 1):
+                    stream = f"{job.request['TrainingJobName']}/algo-{host}-{int(at)}"
+                    write_log_lines(self._logs, stream, job.script.log_lines, at)
+            if self._make_instance is not None:
+                job.instance = self._make_instance()
+                job.instance.start(job.request, max(0, job.num_attempts - 1))
         elif stage.secondary == "Interrupted" and job.instance is not None:
             # The signal is not promised: the harsh case is the one to be ready for.
             job.instance.kill()
-
-    def _begin_training(self, job: FakeJob, at: float) -> None:
-        self._write_logs(job, at)
-        if self._make_instance is not None:
-            job.instance = self._make_instance()
-            job.instance.start(job.request, max(0, job.num_attempts - 1))
 
     def _end_program(self, job: FakeJob, at: float) -> None:
         assert job.instance is not None
@@ -277,7 +277,12 @@ class FakeSageMaker:
         job.reason = (job.reason or job.script.failure_reason)[:NUM_FAILURE_CHARACTERS]
         job.history.append((at, primary, word))
         if self._s3 is not None:
-            self._write_outputs(job)
+            place = parse_s3(output_uri(job))
+            for name in ("model.tar.gz", "output.tar.gz"):
+                buffer = io.BytesIO()
+                with tarfile.open(fileobj=buffer, mode="w:gz"):
+                    pass
+                self._s3.put_object(Bucket=place.bucket, Key=f"{place.key}/{name}", Body=buffer.getvalue())
 
     # Helpers.
 
@@ -286,7 +291,7 @@ class FakeSageMaker:
         for index, (name, code, message) in enumerate(self._faults):
             if name == operation:
                 del self._faults[index]
-                raise _error(code, _camel(operation), message)
+                raise _error(code, "".join(word.capitalize() for word in operation.split("_")), message)
 
     def _find(self, name: str, operation: str) -> FakeJob:
         if name not in self._jobs:
@@ -315,21 +320,6 @@ class FakeSageMaker:
                 f" Instances, with current utilization of {used} Instances and a request delta of"
                 f" {wanted['InstanceCount']} Instances.",
             )
-
-    def _write_logs(self, job: FakeJob, at: float) -> None:
-        if self._logs is None or not job.script.log_lines:
-            return
-        for host in range(1, job.request["ResourceConfig"].get("InstanceCount", 1) + 1):
-            stream = f"{job.request['TrainingJobName']}/algo-{host}-{int(at)}"
-            write_log_lines(self._logs, stream, job.script.log_lines, at)
-
-    def _write_outputs(self, job: FakeJob) -> None:
-        place = parse_s3(output_uri(job))
-        for name in ("model.tar.gz", "output.tar.gz"):
-            buffer = io.BytesIO()
-            with tarfile.open(fileobj=buffer, mode="w:gz"):
-                pass
-            self._s3.put_object(Bucket=place.bucket, Key=f"{place.key}/{name}", Body=buffer.getvalue())
 
 
 def write_log_lines(logs: Any, stream: str, lines: tuple[str, ...], at: float) -> None:
@@ -385,7 +375,3 @@ def _is_wanted(job: FakeJob, query: Mapping[str, Any]) -> bool:
 
 def _seconds(value: Any) -> float:
     return value.timestamp() if isinstance(value, datetime) else float(value)
-
-
-def _camel(operation: str) -> str:
-    return "".join(word.capitalize() for word in operation.split("_"))

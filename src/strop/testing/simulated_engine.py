@@ -150,11 +150,19 @@ class SimulatedEngine:
         self._require_alive()
         loop = asyncio.get_running_loop()
         self._num_arrived += 1
+        # The request's seed says how many tokens the reply has. It is spread over 64 bits by
+        # the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+        mixed = (request.seed + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        uniform = ((mixed ^ (mixed >> 31)) + 0.5) / 2**64
+        deviation = _NORMAL.inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
+        length = self._speed.median_reply_tokens * math.exp(self._speed.reply_sigma * deviation)
         row = _Row(
             arrival=self._num_arrived,
             request=request,
             reply=loop.create_future(),
-            num_tokens=self._draw_length(request),
+            num_tokens=max(1, min(request.max_tokens, round(length))),
             prompt=hash(request.prompt_ids.tobytes()),
         )
         self._waiting.append(row)
@@ -162,7 +170,14 @@ class SimulatedEngine:
         try:
             return await row.reply
         except asyncio.CancelledError:
-            self._forget(row)
+            if row in self._waiting:
+                self._waiting.remove(row)
+            elif row in self._rows:
+                self._count()
+                self._rows.remove(row)
+                heapq.heapify(self._rows)
+                self._release(row)
+                self._move()
             raise
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
@@ -196,18 +211,15 @@ class SimulatedEngine:
                 if update.mode is UpdateMode.RESTART:
                     self._restart_rows()
                 for row in self._rows:
-                    self._mark_version(row)
+                    # The tokens to come are of the present version.
+                    start = min(int(self._steps - row.start), row.num_tokens - 1)
+                    if row.segments[-1].start == start:
+                        row.segments.pop()
+                    row.segments.append(VersionSegment(start=start, version=self._version))
             finally:
                 self._admits = True
                 self._move()
         return WeightReceipt(version=update.version, digest=update.digest)
-
-    def _mark_version(self, row: _Row) -> None:
-        """Note that the tokens to come are of the present version."""
-        start = min(int(self._steps - row.start), row.num_tokens - 1)
-        if row.segments[-1].start == start:
-            row.segments.pop()
-        row.segments.append(VersionSegment(start=start, version=self._version))
 
     async def close(self) -> None:
         """Stop decoding; waiting requests get an EngineError, and later ones too."""
@@ -215,13 +227,6 @@ class SimulatedEngine:
         if self._fate is not None:
             self._fate.cancel()
         self._fail_all(closed())
-
-    def _draw_length(self, request: GenerationRequest) -> int:
-        """Return how many tokens the reply has, as the request's seed says."""
-        uniform = (_mix(request.seed) + 0.5) / 2**64
-        deviation = _NORMAL.inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
-        length = self._speed.median_reply_tokens * math.exp(self._speed.reply_sigma * deviation)
-        return max(1, min(request.max_tokens, round(length)))
 
     def _step_s(self) -> float:
         return self._slowness * (self._speed.step_base_s + self._speed.step_row_s * len(self._rows))
@@ -265,7 +270,10 @@ class SimulatedEngine:
         row.start, row.end = self._steps, self._steps + row.num_tokens
         row.segments = [VersionSegment(start=0, version=self._version)]
         heapq.heappush(self._rows, row)
-        self._draw_fate()
+        # Draw when a working engine dies, once.
+        if self._fate is None and math.isfinite(self._trouble.mean_life_s):
+            life_s = self._random.expovariate(1 / self._trouble.mean_life_s)
+            self._fate = asyncio.get_running_loop().call_later(life_s, self._die)
 
     def _release(self, row: _Row) -> None:
         self._cache_tokens -= len(row.request.prompt_ids) + row.num_tokens
@@ -294,17 +302,6 @@ class SimulatedEngine:
             )
         )
 
-    def _forget(self, row: _Row) -> None:
-        """Drop a cancelled request."""
-        if row in self._waiting:
-            self._waiting.remove(row)
-        elif row in self._rows:
-            self._count()
-            self._rows.remove(row)
-            heapq.heapify(self._rows)
-            self._release(row)
-            self._move()
-
     def _restart_rows(self) -> None:
         for row in self._rows:
             row.start, row.end = self._steps, self._steps + row.num_tokens
@@ -326,12 +323,6 @@ class SimulatedEngine:
     def _wake(self) -> None:
         self._timer = None
         self._move()
-
-    def _draw_fate(self) -> None:
-        """Draw when a working engine dies, once."""
-        if self._fate is None and math.isfinite(self._trouble.mean_life_s):
-            life_s = self._random.expovariate(1 / self._trouble.mean_life_s)
-            self._fate = asyncio.get_running_loop().call_later(life_s, self._die)
 
     def _die(self) -> None:
         self._is_dead = True
@@ -375,14 +366,6 @@ class SimulatedEngine:
             raise closed()
         if self._is_dead and not self._is_silent:
             raise _died()
-
-
-def _mix(seed: int) -> int:
-    """Spread a seed over 64 bits. Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    mixed = (seed + 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
 
 
 def _died() -> EngineLost:

@@ -81,11 +81,20 @@ def render_report(record: RunRecord) -> str:
     environment.filters["harmless"] = make_harmless
     environment.filters["duration"] = describe_duration
     stages = sum_stages(record.metrics)
+    # The stages of a step with their share and where their bar starts, in percent.
+    total_s, start, rows = sum(stages.values()) or 1.0, 0.0, []
+    for name, seconds in stages.items():
+        share = seconds / total_s * 100
+        rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
+        start += share
+    # By what the run learned: its algorithm where it has one.
+    algorithm, terms = _lookup(record.spec, "algorithm", "name"), _lookup(record.spec, "train", "terms")
+    own = {"sft": "sft", "dpo": _lookup(record.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
     return environment.get_template("report.html.j2").render(
         name=record.path.name,
         task=_lookup(record.spec, "task", "name"),
         model=_lookup(record.spec, "model", "uri"),
-        algorithm=_name_method(record.spec),
+        algorithm=f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm),
         status=describe_status(record),
         plot_range=describe_plot_range(record),
         ends=compare_ends(record.evals),
@@ -94,7 +103,7 @@ def render_report(record: RunRecord) -> str:
         outcome_charts=_present(chart_accuracy(record), chart_reward(record)),
         part_charts=chart_parts(record.metrics),
         health_charts=chart_health(record.metrics),
-        stages=_stage_rows(stages),
+        stages=rows,
         stage_total_s=sum(stages.values()),
         prediction=record.prediction,
         compared=_compared_rows(record),
@@ -239,16 +248,6 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> Points:
     return points if any(value is not None for _, value in points) else []
 
 
-def _stage_rows(stages: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the stages of a step with their share and where their bar starts, in percent."""
-    total_s, start, rows = sum(stages.values()) or 1.0, 0.0, []
-    for name, seconds in stages.items():
-        share = seconds / total_s * 100
-        rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
-        start += share
-    return rows
-
-
 def _compared_rows(record: RunRecord) -> list[dict[str, str]]:
     """Return planned and measured numbers side by side; none where nothing was planned or measured."""
     if record.prediction is None:
@@ -361,13 +360,6 @@ def _cut(text: str) -> str:
     if len(shown) <= MAX_TEXT_CHARACTERS:
         return shown
     return f"{shown[:MAX_TEXT_CHARACTERS]} ... {len(shown) - MAX_TEXT_CHARACTERS} characters cut"
-
-
-def _name_method(spec: Mapping[str, Any]) -> str | None:
-    """Return by what the run learned: its algorithm where it has one."""
-    algorithm, terms = _lookup(spec, "algorithm", "name"), _lookup(spec, "train", "terms")
-    own = {"sft": "sft", "dpo": _lookup(spec, "dpo", "loss") or "dpo", "distill": "distillation"}
-    return f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm)
 
 
 def _lookup(spec: Mapping[str, Any], section: str, key: str) -> str | None:

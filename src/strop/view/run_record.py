@@ -89,6 +89,12 @@ def read_run_record(run_dir: Path) -> RunRecord:
     run = RunDir.open(run_dir)
     spec_text = run.spec_path.read_text(encoding="utf-8")
     early, late = _read_rollouts(run_dir)
+    # The evaluations that can be compared with each other, the largest such set.
+    by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
+    for path in sorted((run_dir / "eval").glob("*.json")):
+        result = read_result(path)
+        by_protocol[result.protocol_digest].append(result)
+    largest = max(by_protocol.values(), key=len, default=[])
     return RunRecord(
         path=run_dir,
         state=run.state,
@@ -96,21 +102,11 @@ def read_run_record(run_dir: Path) -> RunRecord:
         spec=tomllib.loads(spec_text),
         metrics=run.metrics.read(),
         events=run.events.read(),
-        evals=_read_evals(run_dir),
+        evals=sorted(largest, key=lambda result: result.step),
         early=early,
         late=late,
         prediction=read_prediction(run_dir),
     )
-
-
-def _read_evals(run_dir: Path) -> list[EvalResult]:
-    """Read the evaluations that can be compared with each other, the largest such set."""
-    by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
-    for path in sorted((run_dir / "eval").glob("*.json")):
-        result = read_result(path)
-        by_protocol[result.protocol_digest].append(result)
-    largest = max(by_protocol.values(), key=len, default=[])
-    return sorted(largest, key=lambda result: result.step)
 
 
 def _read_rollouts(run_dir: Path) -> tuple[RolloutsAtStep | None, RolloutsAtStep | None]:

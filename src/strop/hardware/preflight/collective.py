@@ -107,7 +107,18 @@ def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterato
     if answer is None:
         yield _blame(group.name, "node_stuck", f"{group.name} did not answer at all", "a node that computes")
     elif answer.get("missing"):
-        yield from _name_missing(answer)
+        # To blame is each node that did not come as far as the others.
+        said = {
+            "come": ("node_missing", "has not come to the rendezvous"),
+            "start": ("node_stuck", "came, and has not started"),
+            "join": ("node_stuck", "has not joined the others"),
+            "sum": ("node_stuck", "has not finished the sum"),
+            "pair": ("node_stuck", "has not finished its exchange with the first node"),
+        }
+        code, what = said[answer["stage"]]
+        cause = f" ({answer['error']})" if "error" in answer else f" within {answer['limit_s']:g} s"
+        for name in answer["missing"]:
+            yield _blame(name, code, f"node {name} {what}{cause}", "all nodes, at every stage")
     elif answer.get("stage") == "reach":
         yield _blame(
             group.name,
@@ -140,21 +151,6 @@ def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding
             f"{name} and {first} exchange {speed / 1e6:.1f} MB/s",
             f"{group.min_bytes_per_s / 1e6:.1f} MB/s at least",
         )
-
-
-def _name_missing(answer: dict[str, Any]) -> Iterator[Finding]:
-    """Blame each node that did not come as far as the others."""
-    said = {
-        "come": ("node_missing", "has not come to the rendezvous"),
-        "start": ("node_stuck", "came, and has not started"),
-        "join": ("node_stuck", "has not joined the others"),
-        "sum": ("node_stuck", "has not finished the sum"),
-        "pair": ("node_stuck", "has not finished its exchange with the first node"),
-    }
-    code, what = said[answer["stage"]]
-    cause = f" ({answer['error']})" if "error" in answer else f" within {answer['limit_s']:g} s"
-    for name in answer["missing"]:
-        yield _blame(name, code, f"node {name} {what}{cause}", "all nodes, at every stage")
 
 
 def _blame(node: str, code: str, given: str, allowed: str) -> Finding:

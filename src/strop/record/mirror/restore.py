@@ -114,7 +114,15 @@ def fetch_run(
     incoming = target.with_name(target.name + INCOMING_SUFFIX)
     moved: list[Path] = []
     try:
-        _take_up_copy(uri, target, incoming)
+        # A copy that was interrupted is continued; a complete one is brought up to date.
+        for path in filter(Path.exists, (target, incoming)):
+            marker = path / _FETCHED_NAME
+            if not (marker.is_file() and marker.read_text() == uri):
+                raise _taken(path)
+        if target.exists():
+            if incoming.exists():
+                raise _taken(incoming)
+            target.rename(incoming)
         with _working_in(incoming):
             write_bytes_atomically(incoming / _FETCHED_NAME, uri.encode())
             if TRACES in only:
@@ -281,18 +289,6 @@ def _name_record(found: RemoteRun, part: str) -> str | None:
         allowed=f"the steps that are there: {steps}",
         next_step="name one of them, or 'latest'",
     )
-
-
-def _take_up_copy(uri: str, target: Path, incoming: Path) -> None:
-    """Go on with a copy that was interrupted, or bring one up to date."""
-    for path in filter(Path.exists, (target, incoming)):
-        marker = path / _FETCHED_NAME
-        if not (marker.is_file() and marker.read_text() == uri):
-            raise _taken(path)
-    if target.exists():
-        if incoming.exists():
-            raise _taken(incoming)
-        target.rename(incoming)
 
 
 @contextmanager
