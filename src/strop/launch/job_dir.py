@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -211,7 +211,7 @@ def read_plan(job_path: Path) -> JobPlan:
 
     Raises: StoreError if there is none; CorruptRecord if it is damaged.
     """
-    return _read(job_path / PLAN_NAME, _plan_form())
+    return _read(job_path / PLAN_NAME, JobPlan)
 
 
 def write_ref(ref: JobRef) -> None:
@@ -222,21 +222,14 @@ def write_ref(ref: JobRef) -> None:
 
 def read_ref(job_path: Path) -> JobRef:
     """Read the reference of a job. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
-    return _read(job_path / REF_NAME, _ref_form())
+    return _read(job_path / REF_NAME, JobRef)
 
 
-# On first use: making the two takes longer than all else of this module's import.
-@cache
-def _plan_form() -> TypeAdapter[JobPlan]:
-    return TypeAdapter(JobPlan)
+# Made on first use: that takes longer than all else of this module's import.
+_form_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-@cache
-def _ref_form() -> TypeAdapter[JobRef]:
-    return TypeAdapter(JobRef)
-
-
-def _read(path: Path, kind: TypeAdapter[T]) -> T:
+def _read(path: Path, kind: type[T]) -> T:
     try:
         content: Any = json.loads(path.read_bytes())
     except OSError as error:
@@ -248,9 +241,10 @@ def _read(path: Path, kind: TypeAdapter[T]) -> T:
     except ValueError as error:
         raise _damaged(path, str(error)) from error
     try:
-        return kind.validate_python(content)
+        read: T = _form_of(kind).validate_python(content)
     except ValidationError as error:
         raise _damaged(path, f"{error.error_count()} values have another form") from error
+    return read
 
 
 def _damaged(path: Path, why: str) -> CorruptRecord:

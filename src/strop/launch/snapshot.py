@@ -47,14 +47,25 @@ def take_snapshot(
     names = _list_git_files(root) if is_git else _list_all_files(root)
     files = tuple(sorted(name for name in names if _is_code(root, name, skipped)))
     size_bytes = _measure(root, files, max_bytes)
-    commit = _git(root, "rev-parse", "HEAD") if is_git else None
+    commit, diffstat = None, "no git: every file is sent"
+    if is_git:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".", _NO_SECRETS) if commit else ""
+        others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
+        sent = set(files)
+        untracked = [show_path(name) for name in others.split("\0") if name in sent]
+        lines = [changed] if changed else []
+        if untracked:
+            more = f" and {len(untracked) - 20} more" if len(untracked) > 20 else ""
+            lines.append(f"untracked: {', '.join(untracked[:20])}{more}")
+        diffstat = "\n".join(lines) or "as committed"
     return CodeSnapshot(
         project_path=root,
         files=files,
         sha256=hash_code(root, files),
         size_bytes=size_bytes,
         commit=commit or None,
-        diffstat=_describe_difference(root, commit, files) if is_git else "no git: every file is sent",
+        diffstat=diffstat,
     )
 
 
@@ -258,18 +269,6 @@ def _is_git(root: Path) -> bool:
             next_step="finish or abort it with git, or submit with --no-snapshot",
         )
     return True
-
-
-def _describe_difference(root: Path, commit: str | None, files: tuple[str, ...]) -> str:
-    changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".", _NO_SECRETS) if commit else ""
-    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
-    sent = set(files)
-    untracked = [show_path(name) for name in others.split("\0") if name in sent]
-    lines = [changed] if changed else []
-    if untracked:
-        more = f" and {len(untracked) - 20} more" if len(untracked) > 20 else ""
-        lines.append(f"untracked: {', '.join(untracked[:20])}{more}")
-    return "\n".join(lines) or "as committed"
 
 
 def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:

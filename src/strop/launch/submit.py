@@ -80,7 +80,17 @@ class Submitter:
         with lock_name(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
-                request = replace(request, home=str(_find_free_dir(request)))
+                home, spec = Path(request.home), request.resolved.spec
+                if has_plan(home) and spec.output.dir is not None:
+                    raise CheckRefused(
+                        f"{home} is the directory of another job",
+                        allowed="a directory of its own for every job",
+                        next_step="name another output.dir, or go on in it with --resume",
+                    )
+                if has_plan(home):
+                    # It has been taken since it was named.
+                    home = name_job_dir(home.parent, spec.name, request.submitted_at)
+                request = replace(request, home=str(home))
             elif has_ref(earlier):
                 return Submitted(ref=read_ref(job_path_of(earlier)), plan=plan, is_new=False)
             else:
@@ -265,21 +275,6 @@ def lock_name(root: Path, name: str) -> FileLock:
     except OSError as error:
         raise explain_write_failure(error, root) from error
     return FileLock(root / f".{name}.submit.lock")
-
-
-def _find_free_dir(request: JobRequest) -> Path:
-    """Return a directory that no job has: the request's own may have been taken since it was named.
-
-    Raises: CheckRefused if the run file or a flag names one that is taken.
-    """
-    home, spec = Path(request.home), request.resolved.spec
-    if has_plan(home) and spec.output.dir is not None:
-        raise CheckRefused(
-            f"{home} is the directory of another job",
-            allowed="a directory of its own for every job",
-            next_step="name another output.dir, or go on in it with --resume",
-        )
-    return name_job_dir(home.parent, spec.name, request.submitted_at) if has_plan(home) else home
 
 
 # Which job may follow in the directory of one that has ended. By itself the run goes on after exit code 75

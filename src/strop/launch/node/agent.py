@@ -280,16 +280,32 @@ def check_node(
     levels = _LEVELS[plan.preflight]
     if not levels:
         return
-    has_group = Level.COLLECT in levels and plan.resources.num_nodes > 1 and task.part == "main"
+    group, num_nodes = None, plan.resources.num_nodes
+    if Level.COLLECT in levels and num_nodes > 1 and task.part == "main":
+        # All nodes of the main part must have begun.
+        deadline = time.monotonic() + ARRIVAL_LIMIT_S
+        while missing := [node for node in range(num_nodes) if _host_of(task, node) is None]:
+            shown = ", ".join(map(str, missing))
+            if is_stopped():
+                raise Interrupted(f"told to end while it waited for node {shown}")
+            if time.monotonic() > deadline:
+                raise CheckRefused(
+                    f"node {shown} of {num_nodes} has not begun within {ARRIVAL_LIMIT_S:.0f} s",
+                    allowed="all nodes of a job, at about the same time",
+                    next_step="look for them in the scheduler's log; leave a bad one out with --exclude",
+                )
+            time.sleep(0.2)
+        names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(num_nodes))
+        group = NodeGroup(names=names, index=task.node, attempt_path=task.attempt_path, attempt=task.number)
     request = PreflightRequest(
         run_path=task.member_path,
         allocation=allocation if allocation.roles else None,
-        levels=tuple(level for level in levels if has_group or level is not Level.COLLECT),
+        levels=tuple(level for level in levels if group is not None or level is not Level.COLLECT),
         node=host_name(),
         disk_need_bytes=MIN_FREE_BYTES,
         own_lease_id=lease_id,
         interfaces={name: value for name in _INTERFACES if (value := os.environ.get(name))},
-        group=_gather(plan, task, is_stopped) if has_group else None,
+        group=group,
     )
     for finding in require_ready(request):
         say(f"{finding.code}: {finding}")
@@ -298,27 +314,6 @@ def check_node(
 def host_name() -> str:
     """Return the name of this node, as its scheduler shows it."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _gather(plan: JobPlan, task: NodeTask, is_stopped: Callable[[], bool]) -> NodeGroup:
-    """Wait until all nodes of the main part have begun, and name them.
-
-    Raises: CheckRefused naming the nodes that are missing; Interrupted.
-    """
-    deadline = time.monotonic() + ARRIVAL_LIMIT_S
-    while missing := [node for node in range(plan.resources.num_nodes) if _host_of(task, node) is None]:
-        if is_stopped():
-            raise Interrupted(f"told to end while it waited for node {', '.join(map(str, missing))}")
-        if time.monotonic() > deadline:
-            raise CheckRefused(
-                f"node {', '.join(map(str, missing))} of {plan.resources.num_nodes} has not begun within"
-                f" {ARRIVAL_LIMIT_S:.0f} s",
-                allowed="all nodes of a job, at about the same time",
-                next_step="look for them in the scheduler's log; leave a bad one out with --exclude",
-            )
-        time.sleep(0.2)
-    names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(plan.resources.num_nodes))
-    return NodeGroup(names=names, index=task.node, attempt_path=task.attempt_path, attempt=task.number)
 
 
 def _host_of(task: NodeTask, node: int) -> str | None:

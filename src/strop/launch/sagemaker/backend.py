@@ -117,7 +117,22 @@ class SageMakerBackend:
                     ) from error
             raise
         ref = self._to_ref(plan, accepted, image)
-        warnings = [self._note_job(plan, job, image) for job in accepted]
+        # The reference of the job that this one continues is still in the home that both share.
+        earlier = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
+        warnings = []
+        for job in accepted:
+            member = plan.members[job["member"]]
+            facts = {key: job[key] for key in ("arn", "run_key", "config_uri", "state_uri", "record_uri")}
+            facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "member": job["member"]}
+            row = JobRow(
+                job_name=job["name"],
+                config=plan.details["config"],
+                description=" ".join([plan.details["description"], *member.overrides]).strip(),
+                submitted=submitted_text(plan.submitted_at),
+                run=plan.name,
+                facts={**facts, "parent": plan.details["parent"] or earlier},
+            )
+            warnings.append(JobLog(Path(plan.details["job_log"])).try_append(row))
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
     def send_locally(self, plan: JobPlan) -> dict[str, Any]:
@@ -160,11 +175,23 @@ class SageMakerBackend:
         answers: dict[tuple[str, int], SchedulerStatus] = {}
         for summary in self._list_since(min(ref.submitted_at for ref in refs), set(wanted)):
             name = summary["TrainingJobName"]
-            if name in wanted:
-                ref, member = wanted[name]
-                answer = self._describe(name, summary)
-                if answer is not None:
-                    answers[ref.job_id, member] = answer
+            if name not in wanted:
+                continue
+            changed = (summary.get("LastModifiedTime"), summary["TrainingJobStatus"])
+            last_change, answer = self._described.get(name, (None, None))
+            if answer is None or last_change != changed or changed[0] is None:
+                try:
+                    described = self._clients.call(
+                        "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
+                    )
+                except RemoteMissing:
+                    continue
+                answer = read_answer(described)
+                if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
+                    # A description may lag behind the listing: then it is read again next time.
+                    self._described[name] = (changed, answer)
+            ref, member = wanted[name]
+            answers[ref.job_id, member] = answer
         # The job log is a convenience: errors are ignored.
         for ref in refs:
             ended = {
@@ -299,23 +326,6 @@ class SageMakerBackend:
             },
         )
 
-    def _note_job(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> str | None:
-        member = plan.members[job["member"]]
-        description = " ".join([plan.details["description"], *member.overrides]).strip()
-        facts = {key: job[key] for key in ("arn", "run_key", "config_uri", "state_uri", "record_uri")}
-        facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "member": job["member"]}
-        # The reference of the job that this one continues is still in the home that both share.
-        earlier = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
-        row = JobRow(
-            job_name=job["name"],
-            config=plan.details["config"],
-            description=description,
-            submitted=submitted_text(plan.submitted_at),
-            run=plan.name,
-            facts={**facts, "parent": plan.details["parent"] or earlier},
-        )
-        return JobLog(Path(plan.details["job_log"])).try_append(row)
-
     # Queries.
 
     def _list_since(self, since: float, names: set[str] | None = None) -> Iterator[Mapping[str, Any]]:
@@ -336,23 +346,6 @@ class SageMakerBackend:
             if not page.get("NextToken") or (names and not left):
                 return
             query["NextToken"] = page["NextToken"]
-
-    def _describe(self, name: str, summary: Mapping[str, Any]) -> SchedulerStatus | None:
-        changed = (summary.get("LastModifiedTime"), summary["TrainingJobStatus"])
-        known = self._described.get(name)
-        if known is not None and known[0] == changed and summary.get("LastModifiedTime") is not None:
-            return known[1]
-        try:
-            described = self._clients.call(
-                "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
-            )
-        except RemoteMissing:
-            return None
-        answer = read_answer(described)
-        if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
-            # A description may lag behind the listing: then it is read again next time.
-            self._described[name] = (changed, answer)
-        return answer
 
     def _tags_of(self, arn: str) -> dict[str, str]:
         tags = all_pages(self._clients, "sagemaker", "list_tags", "Tags", resource=arn, ResourceArn=arn)

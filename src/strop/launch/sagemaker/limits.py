@@ -53,8 +53,7 @@ def check_request(request: Mapping[str, Any]) -> list[Finding]:
     """
     findings = check_value(request, load_model()["operations"]["CreateTrainingJob"]["input"]["shape"], "")
     if not any(finding.code == "type" for finding in findings):
-        for rule in (_check_times, _check_resources, _check_channels, _check_texts, _check_algorithm):
-            findings += rule(request)
+        findings += [*_check_times(request), *_check_required(request), *_check_names(request)]
     return findings
 
 
@@ -93,7 +92,18 @@ def _check(value: Any, shape: Mapping[str, Any], shapes: Mapping[str, Any], path
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         yield _finding("type", path, value, f"a {kind}")
         return
-    yield from _check_limits(value, shape, path)
+    # The limits of one value alone: its size, and the form of a string.
+    unit = _UNITS.get(shape["type"], "")
+    size, counted = (len(value), f"{len(value)} {unit}") if unit else (value, "")
+    # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
+    if "min" in shape and size < shape["min"]:
+        yield _finding("min", path, value, " ".join(f"{shape['min']} {unit} or more".split()), counted)
+    if "max" in shape and size > shape["max"]:
+        yield _finding("max", path, value, " ".join(f"{shape['max']} {unit} or fewer".split()), counted)
+    if "pattern" in shape and not does_match(shape["pattern"], value):
+        yield _finding("pattern", path, value, f"a text of the form {shape['pattern']}")
+    if "enum" in shape and value not in shape["enum"]:
+        yield _finding("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
     if kind == "structure":
         members = shape["members"]
         for name in shape.get("required", ()):
@@ -113,21 +123,6 @@ def _check(value: Any, shape: Mapping[str, Any], shapes: Mapping[str, Any], path
             yield from _check(inner, shapes[shape["value"]["shape"]], shapes, _below(path, str(key)))
 
 
-def _check_limits(value: Any, shape: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Check the limits of one value alone: its size, and the form of a string."""
-    unit = _UNITS.get(shape["type"], "")
-    size, counted = (len(value), f"{len(value)} {unit}") if unit else (value, "")
-    # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
-    if "min" in shape and size < shape["min"]:
-        yield _finding("min", path, value, " ".join(f"{shape['min']} {unit} or more".split()), counted)
-    if "max" in shape and size > shape["max"]:
-        yield _finding("max", path, value, " ".join(f"{shape['max']} {unit} or fewer".split()), counted)
-    if "pattern" in shape and not does_match(shape["pattern"], value):
-        yield _finding("pattern", path, value, f"a text of the form {shape['pattern']}")
-    if "enum" in shape and value not in shape["enum"]:
-        yield _finding("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
-
-
 def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
     stopping = request.get("StoppingCondition", {})
     runtime_s, wait_s = stopping.get("MaxRuntimeInSeconds"), stopping.get("MaxWaitTimeInSeconds")
@@ -142,32 +137,36 @@ def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
         yield _finding("spot", "EnableManagedSpotTraining", True, allowed)
 
 
-def _check_resources(request: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_required(request: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check what must be there or must not be there beside another field."""
     resources = request.get("ResourceConfig")
     if resources is None:
         yield _missing("ResourceConfig")
-        return
-    has_groups = bool(resources.get("InstanceGroups"))
-    tops = [name for name in ("InstanceType", "InstanceCount") if name in resources]
-    if has_groups and tops:
-        yield _finding(
-            "groups", "ResourceConfig.InstanceGroups", "given", f"groups without a top-level {tops[0]}"
-        )
-    if not has_groups and len(tops) < 2 and "TrainingPlanArn" not in resources:
-        lacking = "InstanceType" if "InstanceType" not in resources else "InstanceCount"
-        yield _missing(f"ResourceConfig.{lacking}")
-    if "StoppingCondition" not in request and "ServerlessJobConfig" not in request:
-        yield _missing("StoppingCondition")
+    else:
+        has_groups = bool(resources.get("InstanceGroups"))
+        tops = [name for name in ("InstanceType", "InstanceCount") if name in resources]
+        if has_groups and tops:
+            yield _finding(
+                "groups", "ResourceConfig.InstanceGroups", "given", f"groups without a top-level {tops[0]}"
+            )
+        if not has_groups and len(tops) < 2 and "TrainingPlanArn" not in resources:
+            lacking = "InstanceType" if "InstanceType" not in resources else "InstanceCount"
+            yield _missing(f"ResourceConfig.{lacking}")
+        if "StoppingCondition" not in request and "ServerlessJobConfig" not in request:
+            yield _missing("StoppingCondition")
+    algorithm = request.get("AlgorithmSpecification")
+    if algorithm is None:
+        yield _missing("AlgorithmSpecification")
+    elif not ({"TrainingImage", "AlgorithmName"} & set(algorithm)):
+        yield _missing("AlgorithmSpecification.TrainingImage")
 
 
-def _check_channels(request: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_names(request: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check names that must be unique, and the length of hyperparameters."""
     names = Counter(channel.get("ChannelName") for channel in request.get("InputDataConfig", ()))
     for name, count in names.items():
         if count > 1:
             yield _finding("channels", "InputDataConfig", f"{count} channels named {name}", "unique names")
-
-
-def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     for key, value in request.get("HyperParameters", {}).items():
         if len(value) > MAX_HYPERPARAMETER_CHARACTERS:
             allowed = f"{MAX_HYPERPARAMETER_CHARACTERS} characters or fewer"
@@ -176,14 +175,6 @@ def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     for key, count in tags.items():
         if count > 1 or key.lower().startswith("aws:"):
             yield _finding("tags", "Tags", f"{count} of {key}", "unique keys that do not begin with aws:")
-
-
-def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Finding]:
-    algorithm = request.get("AlgorithmSpecification")
-    if algorithm is None:
-        yield _missing("AlgorithmSpecification")
-    elif not ({"TrainingImage", "AlgorithmName"} & set(algorithm)):
-        yield _missing("AlgorithmSpecification.TrainingImage")
 
 
 def does_match(pattern: str, text: str) -> bool:

@@ -238,7 +238,20 @@ def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: boo
     if not any(mark in text for text in given.values() for mark in ",-"):
         numbers = {flag: int(text) for flag, text in given.items()}
         return _name(numbers, "train_gpus")
-    lists = {flag: _read_list(flag, text) for flag, text in given.items()}
+    lists: dict[str, list[int]] = {}
+    for flag, text in given.items():
+        indices = lists[flag] = []
+        for part in text.split(","):
+            first, hyphen, last = part.partition("-")
+            found = range(int(first), int(last if hyphen else first) + 1)
+            if not found:
+                raise _wrong(f"{flag} {text}", f"{part} runs backwards")
+            indices += found
+        twice = sorted({index for index in indices if indices.count(index) > 1})
+        if twice:
+            raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
+        if max(indices) >= MAX_SPLIT_GPUS:
+            raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {MAX_SPLIT_GPUS - 1}")
     shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
     if shared:
         raise _wrong(
@@ -252,22 +265,6 @@ def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: boo
 def _name(numbers: dict[str, int], train_name: str) -> dict[str, int]:
     names = {_TRAIN: train_name, _EVAL: "eval_gpus"}
     return {names[flag]: number for flag, number in numbers.items()}
-
-
-def _read_list(flag: str, text: str) -> list[int]:
-    indices: list[int] = []
-    for part in text.split(","):
-        first, hyphen, last = part.partition("-")
-        found = range(int(first), int(last if hyphen else first) + 1)
-        if not found:
-            raise _wrong(f"{flag} {text}", f"{part} runs backwards")
-        indices += found
-    twice = sorted({index for index in indices if indices.count(index) > 1})
-    if twice:
-        raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
-    if max(indices) >= MAX_SPLIT_GPUS:
-        raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {MAX_SPLIT_GPUS - 1}")
-    return indices
 
 
 def _wrong(given: str, why: str) -> ConfigError:

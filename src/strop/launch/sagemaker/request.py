@@ -71,7 +71,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     require_name(base)
     key = settings.profile.run_key or run_key(plan.name, plan.home)
     jobs = [_build_job(plan, request, settings, member, base, key) for member in plan.members]
-    notices = (*plan.notices, *_notices(plan, request, settings), *_check_all(jobs))
+    notices = (*plan.notices, *_notices(plan, request, settings, jobs))
     config = _config_name(request)
     details = {
         **plan.details,
@@ -295,7 +295,10 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
             )
 
 
-def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> list[str]:
+def _notices(
+    plan: JobPlan, request: JobRequest, settings: SageMakerSettings, jobs: list[dict[str, Any]]
+) -> list[str]:
+    """Check every request; return what else the user should know. Raises: ConfigError."""
     spec = request.resolved.spec
     public = {
         "name_prefix": settings.profile.name_prefix,
@@ -311,18 +314,14 @@ def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) ->
         )
     if settings.is_spot:
         found.append(f"spot: {_SLOW_SAVE_NOTICE}")
-    return found
-
-
-def _check_all(jobs: list[dict[str, Any]]) -> list[str]:
-    """Check every request; return notices instead where the service's model is not installed."""
     if find_spec("botocore") is None:
-        return [f"the request is not checked against SageMaker's limits: boto3 is not installed ({INSTALL})"]
+        text = "the request is not checked against SageMaker's limits: boto3 is not installed"
+        return [*found, f"{text} ({INSTALL})"]
     findings = [finding for job in jobs for finding in check_request(job["request"])]
-    unique = list({finding.given: finding for finding in findings}.values())
-    if unique:
+    if findings:
+        unique = list({finding.given: finding for finding in findings}.values())
         raise ConfigError("\n".join(map(str, unique)))
-    return []
+    return found
 
 
 def _config_name(request: JobRequest) -> str:

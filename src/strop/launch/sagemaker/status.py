@@ -136,18 +136,21 @@ class CloudWatchLogs:
             self._newest_ms = max(self._newest_ms, event["timestamp"])
         horizon = self._newest_ms - OVERLAP_MS
         self._seen = {name: at for name, at in self._seen.items() if at >= horizon}
-        return [self._to_line(event) for event in fresh]
-
-    def _to_line(self, event: dict[str, Any]) -> LogLine:
-        match = _STREAM.fullmatch(event["logStreamName"])
-        host, start = (match["host"], match["start"] or "") if match else (event["logStreamName"], "")
-        starts = self._starts[host]
-        if start not in starts:
-            starts.append(start)
-        match_role = _ROLE.fullmatch(event["message"].rstrip("\n"))
-        return LogLine(
-            text=match_role["text"] if match_role else event["message"].rstrip("\n"),
-            attempt=f"{self._job}-{starts.index(start)}",
-            node=host,
-            role=match_role["role"] if match_role else "",
-        )
+        lines = []
+        for event in fresh:
+            match = _STREAM.fullmatch(event["logStreamName"])
+            host, start = (match["host"], match["start"] or "") if match else (event["logStreamName"], "")
+            starts = self._starts[host]
+            if start not in starts:
+                starts.append(start)
+            text = event["message"].rstrip("\n")
+            of_role = _ROLE.fullmatch(text)
+            lines.append(
+                LogLine(
+                    text=of_role["text"] if of_role else text,
+                    attempt=f"{self._job}-{starts.index(start)}",
+                    node=host,
+                    role=of_role["role"] if of_role else "",
+                )
+            )
+        return lines

@@ -266,10 +266,32 @@ def _require(reply: ClientReply, what: str) -> None:
 
 def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Finding]:
     """Return all findings about a plan. Reads only; a check that cannot run is a finding too."""
-    found = [*_check_request(plan, environ), *_check_account(plan, environ), *_check_folders(plan)]
-    if plan.details.get("image"):
-        found += _check_image(str(plan.details["image"]))
-    elif shutil.which(plan.python) is None:
+    found = [*_check_request(plan, environ), *_check_account(plan, environ)]
+    home = Path(plan.home)
+    # The folder is made at submission, with that of the logs: Slurm starts no job whose log it cannot open.
+    nearest = next(path for path in (home, *home.parents) if path.exists())
+    if not home.is_absolute():
+        given = f"run folder {home} is relative"
+        found.append(_missing("home", given, "an absolute path", "give --output-dir"))
+    elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"{nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
+        given, allowed = f"run folder {home} cannot be made: {why}", "a folder on a disk that the nodes share"
+        found.append(_missing("home", given, allowed, "give another --output-dir"))
+    image = str(plan.details.get("image") or "")
+    is_file = bool(image) and (image.endswith((".sqsh", ".sif")) or image.startswith(("/", "./")))
+    if image and image.endswith(".sqsh") and "/" not in image:
+        given, allowed = (
+            f"image {image} would be read as a name in a registry",
+            "a path with a slash for a file",
+        )
+        found.append(_missing("image", given, allowed, f"write ./{image}, or the whole path"))
+    elif is_file and not Path(image).exists():
+        given = f"image {image} is not here"
+        found.append(_missing("image", given, "a file that the nodes see", "build or copy it"))
+    elif image and not is_file:
+        given = f"whether the nodes can get image {image} is not seen from here"
+        found.append(_unknown("image", given, "try one node"))
+    elif not image and shutil.which(plan.python) is None:
         given, allowed = f"interpreter {plan.python} is not here", "one that login node and nodes share"
         found.append(
             _missing("python", given, f"{allowed}, with strop installed", "set python in the site profile")
@@ -325,37 +347,6 @@ def _check_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
             allowed=", ".join(known) or "none at all",
             next_step="name one of these with --account",
         )
-    ]
-
-
-def _check_folders(plan: JobPlan) -> list[Finding]:
-    home = Path(plan.home)
-    if not home.is_absolute():
-        return [_missing("home", f"run folder {home} is relative", "an absolute path", "give --output-dir")]
-    # The folder is made at submission, with that of the logs: Slurm starts no job whose log it cannot open.
-    nearest = next(path for path in (home, *home.parents) if path.exists())
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return []
-    given = (
-        f"run folder {home} cannot be made: {nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
-    )
-    return [_missing("home", given, "a folder on a disk that the nodes share", "give another --output-dir")]
-
-
-def _check_image(image: str) -> list[Finding]:
-    if image.endswith(".sqsh") and "/" not in image:
-        given = f"image {image} would be read as a name in a registry"
-        return [
-            _missing("image", given, "a path with a slash for a file", f"write ./{image}, or the whole path")
-        ]
-    if image.endswith((".sqsh", ".sif")) or image.startswith(("/", "./")):
-        if Path(image).exists():
-            return []
-        return [
-            _missing("image", f"image {image} is not here", "a file that the nodes see", "build or copy it")
-        ]
-    return [
-        _unknown("image", f"whether the nodes can get image {image} is not seen from here", "try one node")
     ]
 
 

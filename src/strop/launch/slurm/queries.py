@@ -150,20 +150,16 @@ def answer_for(
     answers = _answers_of(jobs)
     forgotten = sorted(wanted - {job.base_id for job in jobs}, key=int)
     if forgotten:
-        remembered = _answers_of(_ask_accounting(forgotten, client))
+        fields = ",".join(ACCOUNTING_FIELDS)
+        try:
+            reply = client(("sacct", "-X", "-n", "-P", "-j", ",".join(forgotten), "-o", fields))
+        except StoreError:
+            # The controller has answered; without the database these jobs stay unknown.
+            return answers
+        remembered = _answers_of(read_accounting(reply.output) if reply.code == 0 else [])
         # A job that only the database thinks alive was lost without a trace: its state is unknown.
         answers |= {key: answer for key, answer in remembered.items() if answer.state.is_terminal}
     return answers
-
-
-def _ask_accounting(base_ids: Sequence[str], client: Client) -> list[SeenJob]:
-    argv = ("sacct", "-X", "-n", "-P", "-j", ",".join(base_ids), "-o", ",".join(ACCOUNTING_FIELDS))
-    try:
-        reply = client(argv)
-    except StoreError:
-        # The controller has answered; without the database these jobs stay unknown.
-        return []
-    return read_accounting(reply.output) if reply.code == 0 else []
 
 
 def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], SchedulerStatus]:

@@ -195,6 +195,18 @@ def write_script(plan: JobPlan, options: SlurmSite) -> str:
 def write_header(plan: JobPlan, options: SlurmSite) -> list[list[str]]:
     """Return the options of each part of a job, quoted: one part, or a GPU part and a CPU part."""
     resources = plan.resources
+    devices = []
+    if resources.gpus_per_node:
+        gpu_type = resources.gpu_type or options.gpu_type
+        device = f"gpu:{gpu_type}" if gpu_type else "gpu"
+        devices.append(_option("--gres", f"{device}:{resources.gpus_per_node}"))
+    if resources.is_whole_node:
+        # Only for whole nodes: it shows every GPU of the node, whatever was requested.
+        devices.append("--exclusive")
+    elif resources.gpus_per_node and resources.cpus is None:
+        devices.append(f"--cpus-per-gpu={resources.cpus_per_gpu or options.cpus_per_gpu}")
+    elif resources.cpus and not resources.num_cpu_nodes:
+        devices.append(f"--cpus-per-task={resources.cpus}")
     main = [
         _option("--job-name", plan.name),
         *_shared(plan, options),
@@ -207,7 +219,7 @@ def write_header(plan: JobPlan, options: SlurmSite) -> list[list[str]]:
             ("--array", read_array(plan, options)),
         ),
         f"--nodes={resources.num_nodes} --ntasks-per-node=1",
-        *_devices_and_cores(plan, options),
+        *devices,
         *(f"{shlex.quote(argument)}" for argument in options.sbatch_args),
     ]
     if not resources.num_cpu_nodes:
@@ -243,23 +255,6 @@ def _shared(plan: JobPlan, options: SlurmSite) -> list[str]:
         "--open-mode=append",
         f"--signal={options.signal}@{math.ceil(plan.grace_s)}",
     ]
-
-
-def _devices_and_cores(plan: JobPlan, options: SlurmSite) -> list[str]:
-    resources = plan.resources
-    lines = []
-    if resources.gpus_per_node:
-        gpu_type = resources.gpu_type or options.gpu_type
-        device = f"gpu:{gpu_type}" if gpu_type else "gpu"
-        lines.append(_option("--gres", f"{device}:{resources.gpus_per_node}"))
-    if resources.is_whole_node:
-        # Only for whole nodes: it shows every GPU of the node, whatever was requested.
-        return [*lines, "--exclusive"]
-    if resources.gpus_per_node and resources.cpus is None:
-        return [*lines, f"--cpus-per-gpu={resources.cpus_per_gpu or options.cpus_per_gpu}"]
-    if resources.cpus and not resources.num_cpu_nodes:
-        lines.append(f"--cpus-per-task={resources.cpus}")
-    return lines
 
 
 def _option(name: str, value: str) -> str:

@@ -146,7 +146,10 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
     ended_at = _number(job.get("end_time"))
     array_id = _number(job.get("array_job_id")) or 0
     leader_id = _number(job.get("het_job_id")) or 0
-    tasks = _tasks_of(job) if array_id else (0,)
+    tasks: tuple[int, ...] | None = (0,)
+    if array_id:
+        waiting, task = _text(job.get("array_task_string")), _number(job.get("array_task_id"))
+        tasks = _expand(waiting) if waiting else None if task is None else (task,)
     if tasks is None:
         return None
     state = SeenState(
@@ -203,14 +206,6 @@ def _exit_of(value: Any) -> tuple[int | None, int | None]:
         return None, None
     # As WIFSIGNALED reads it: the bits above the signal are then no exit code.
     return (0, status & 0x7F) if status & 0x7F else (status >> 8, None)
-
-
-def _tasks_of(job: Mapping[str, Any]) -> tuple[int, ...] | None:
-    waiting = _text(job.get("array_task_string"))
-    if waiting:
-        return _expand(waiting)
-    task = _number(job.get("array_task_id"))
-    return None if task is None else (task,)
 
 
 _SHOWN_ID = re.compile(r"(?P<base>\d+)(?:_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\])|\+(?P<component>\d+))?$")
@@ -344,7 +339,9 @@ def read_state(seen: SeenState) -> tuple[JobState, str]:
     if name == "COMPLETING" and "PENDING" in _long_names(seen.names):
         return JobState.PREEMPTED, why
     if name in ("FAILED", *_FAILURES):
-        return JobState.FAILED, _explain_failure(name, why, seen)
+        lost = _FAILURES.get(name, "") + (f" ({why})" if why else "")
+        lost += f" on {seen.nodes}" if seen.nodes else ""
+        return JobState.FAILED, lost if name in _FAILURES else _explain_exit(seen, why)
     if name == "PREEMPTED":
         is_over = seen.may_requeue is False or (seen.ended_ago_s or 0.0) > _PREEMPTION_SETTLES_S
         return (JobState.FAILED, "preempted, and not started again") if is_over else (JobState.PREEMPTED, why)
@@ -378,14 +375,8 @@ def _read_waiting(name: str, why: str, seen: SeenState) -> tuple[JobState, str]:
     return JobState.QUEUED, why
 
 
-def _explain_failure(name: str, why: str, seen: SeenState) -> str:
-    if name == "FAILED":
-        return _explain_exit(seen.exit_code, seen.exit_signal, why)
-    text = _FAILURES[name] + (f" ({why})" if why else "")
-    return f"{text} on {seen.nodes}" if seen.nodes else text
-
-
-def _explain_exit(code: int | None, number: int | None, why: str) -> str:
+def _explain_exit(seen: SeenState, why: str) -> str:
+    code, number = seen.exit_code, seen.exit_signal
     # Slurm gives the same reason if the log's folder is missing (0:53) and if a signal ended the batch shell.
     if number == 53 and not code:
         return (
