@@ -305,9 +305,7 @@ def may_go_on(status: JobStatus) -> bool:
     return status.state is JobState.TIMEOUT or (status.state is JobState.FAILED and status.is_saved)
 
 
-def refuse_next(
-    backend: Backend, plan: JobPlan, statuses: Sequence[JobStatus], *, is_begun: bool = False
-) -> None:
+def refuse_next(backend: Backend, plan: JobPlan, statuses: Sequence[JobStatus], *, is_begun: bool) -> None:
     """Refuse to submit the next job by itself. `is_begun`: its plan has been written already.
 
     Raises: CheckRefused with the reason; StoreError if a place does not answer.

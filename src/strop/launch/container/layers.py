@@ -90,7 +90,7 @@ def interpreter_layer() -> Layer:
     return _layer("interpreter", found, key=f"{sys.version} {base}")
 
 
-def packages_layer(roots: Sequence[str] | None = None) -> Layer:
+def packages_layer(roots: Sequence[str] | None) -> Layer:
     """Return a virtual environment with the named packages and all that they need.
 
     None: what strop itself requires, with its optional parts where they are installed.

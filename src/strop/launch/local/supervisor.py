@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
@@ -155,13 +154,13 @@ def _run_attempt(
     return exit_code, is_lost
 
 
-def main(arguments: list[str] | None = None, *, run: Callable[[Path, str], int] = supervise) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Supervise one job; return its exit code."""
     parser = argparse.ArgumentParser(prog="strop.launch.local.supervisor")
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
     parser.add_argument("--job-id", required=True, help="prefix of attempt names")
     given = parser.parse_args(arguments)
-    return run(given.job, given.job_id)
+    return supervise(given.job, given.job_id)
 
 
 if __name__ == "__main__":

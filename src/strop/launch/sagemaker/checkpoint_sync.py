@@ -344,7 +344,7 @@ class RecordUploader(_Worker):
 class LogEcho(_Worker):
     """Copies the roles' logs to standard output, for the platform's log service, as `role| line`."""
 
-    def __init__(self, folder: Path, *, hide: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, *, hide: tuple[str, ...]) -> None:
         self._folder, self._hide = folder, hide
         self._offsets: dict[str, int] = {}
         super().__init__("log-echo", self.echo_new, 0.5)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from strop.errors import (
     CheckRefused,
@@ -27,9 +27,6 @@ from strop.io.variables import set_variables
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.contract import StoredObject
 from strop.store.s3_client import RetryRules
-
-if TYPE_CHECKING:
-    from strop.store.s3_client import S3Settings
 
 INSTALL = "pip install 'strop[s3]'"
 RETRIES = RetryRules(num_attempts=6, first_pause_s=0.5, max_pause_s=8.0)
@@ -278,11 +275,11 @@ def site_variables(profile: SageMakerSite) -> Iterator[None]:
 class SiteObjects:
     """`JobObjects` of a site's S3."""
 
-    def __init__(self, profile: SageMakerSite, settings: S3Settings | None = None) -> None:
+    def __init__(self, profile: SageMakerSite) -> None:
         from strop.store.s3_objects import S3Objects
 
         self._profile = profile
-        self._inner: JobObjects = S3Objects(settings)
+        self._inner: JobObjects = S3Objects()
 
     def find(self, uri: str) -> StoredObject | None:
         """Return what is known about one object, or None."""

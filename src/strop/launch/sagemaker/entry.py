@@ -51,9 +51,7 @@ from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import (
     Hosts,
     OptMl,
-    SecretReader,
     describe_failure,
-    fetch_secret,
     find_job,
     make_job_folder,
     read_sent_plan,
@@ -114,7 +112,7 @@ class _Start:
         return self.home / "attempts" / self.attempt
 
 
-def run_entry(settings: EntrySettings, stop: StopFlag, *, read_secret: SecretReader = fetch_secret) -> int:
+def run_entry(settings: EntrySettings, stop: StopFlag) -> int:
     """Run one container start; return the exit code of the container."""
     tree = OptMl(root=settings.root)
     with _FailureFile(tree, stop) as failure:
@@ -132,7 +130,6 @@ def run_entry(settings: EntrySettings, stop: StopFlag, *, read_secret: SecretRea
             _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number),
             settings,
             stop,
-            read_secret,
         )
     return failure.exit_code
 
@@ -172,8 +169,8 @@ class _FailureFile:
         return True
 
 
-def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: SecretReader) -> int:
-    job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home, read_secret)
+def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
+    job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home)
     _restore_state(start)
     # With a store the run's own mirror sends the run's files: each object has one writer.
     has_run = start.hosts.is_head and not _reaches_store(start)

@@ -58,10 +58,10 @@ def run_here(
     plan: JobPlan,
     profile: SageMakerSite,
     *,
-    gpus: Sequence[str] = (),
-    engine: Engine | None = None,
-    image: str | None = None,
-    say: Callable[[str], None] = lambda _line: None,
+    gpus: Sequence[str],
+    engine: Engine | None,
+    image: str | None,
+    say: Callable[[str], None],
 ) -> int:
     """Run the first member of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
 
@@ -168,10 +168,10 @@ class _Host(Protocol):
 class Emulator:
     """The hosts of one start of a job, on this machine. Implements `Instance` of the fake."""
 
-    def __init__(self, root: Path, objects: JobObjects, settings: EmulatorSettings | None = None) -> None:
+    def __init__(self, root: Path, objects: JobObjects, settings: EmulatorSettings) -> None:
         self.root = root
         self._objects = objects
-        self._settings = settings or EmulatorSettings()
+        self._settings = settings
         self._hosts: dict[str, _Host] = {}
         self._syncs: list[PlatformSync] = []
         self._mark = secrets.token_hex(8)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from strop.store.policy import URI_VARIABLE
 
 CPU_GROUP = "cpu"
 MEMBER_SPEC = "member-spec.toml"
-SecretReader = Callable[[str], str]
-"""Returns the text of the secret with an ARN."""
 _KNOWN = frozenset(
     {"current_host", "hosts", "network_interface_name", "current_group_name", "instance_groups"}
 )
@@ -166,9 +164,7 @@ def find_job(plan: Mapping[str, Any], parameters: Mapping[str, str]) -> Mapping[
     return result
 
 
-def make_job_folder(
-    tree: OptMl, plan: dict[str, Any], home: Path, read_secret: SecretReader
-) -> tuple[Path, tuple[str, ...]]:
+def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path, tuple[str, ...]]:
     """Fill `<home>/job`, which the agent expects, from the channels; return it and the values of its secrets.
 
     Raises: CheckRefused naming a secret that cannot be fetched, or code that is not there; OSError.
@@ -205,7 +201,7 @@ def make_job_folder(
         link.symlink_to(tree.channel_path(channel))
     values = {}
     for name, arn in plan["details"].get("secrets", {}).items():
-        text = read_secret(arn)
+        text = fetch_secret(arn)
         try:
             fields = json.loads(text)
         except ValueError:

@@ -206,7 +206,7 @@ def join_hosts(
     *,
     key: str,
     limit_s: float,
-    port: int = PORT,
+    port: int,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Rendezvous:
     """Wait until all hosts are there, each of which has proven that it knows the job's `key`.

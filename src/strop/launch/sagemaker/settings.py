@@ -168,7 +168,7 @@ class NamedAsset:
         return f"{self.kind}/{match['repo']}{revision}"
 
 
-def list_assets(spec: RunSpec, evaluation: EvalFile | None = None) -> list[NamedAsset]:
+def list_assets(spec: RunSpec, evaluation: EvalFile | None) -> list[NamedAsset]:
     """Return every model and data source that a run file and its evaluation name, mixtures included."""
     leaves = (leaf for item in walk_values(spec.model_dump(mode="json")) for leaf in _inside(*item))
     found = [asset for leaf in leaves for asset in _assets_of(*leaf)]
