@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,6 @@ pytestmark = pytest.mark.slow
 HOST = "127.0.1.1"
 LIMIT_S = 180.0
 """For anything that comes by itself: ample, as other work may keep the machine busy."""
-
-
-@pytest.fixture
-def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
-    found = Rehearsal(tmp_path)
-    yield found
-    found.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:

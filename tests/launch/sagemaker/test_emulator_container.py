@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,14 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.container.engine import Engine, locate_engine, prove_engine
+from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
-from tests.conftest import require_system_part
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal, expected_metrics, handles_term, step_of
 from tests.launch.sagemaker.test_emulator import LIMIT_S, end_of, wait_for_state, wait_until
 
 pytestmark = pytest.mark.slow
 HOST = "algo-1"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    try:
-        return prove_engine(locate_engine("podman"))
-    except CheckRefused as error:
-        require_system_part(f"podman ({error})", found=False)
-        raise
-
-
-@pytest.fixture
-def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
-    found = Rehearsal(tmp_path)
-    yield found
-    found.close()
 
 
 def start(rehearsal: Rehearsal, request: dict[str, Any], engine: Engine, **settings: Any) -> Emulator:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from strop.launch.container.engine import Engine
@@ -14,13 +11,6 @@ from tests.launch.sagemaker.test_emulator import end_of, wait_for_state
 
 pytestmark = pytest.mark.slow
 HOST = "algo-1"
-
-
-@pytest.fixture
-def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
-    found = Rehearsal(tmp_path)
-    yield found
-    found.close()
 
 
 def test_a_job_in_the_image_is_stopped_and_goes_on(

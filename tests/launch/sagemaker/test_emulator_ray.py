@@ -7,18 +7,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.errors import CheckRefused
 from strop.hardware.ports import find_interface
-from strop.launch.container.engine import Engine, locate_engine, prove_engine
+from strop.launch.container.engine import Engine
 from strop.launch.contract import RolePlan
 from strop.launch.sagemaker.local_mode import Emulator
-from tests.conftest import require_system_part
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_model import tiny_model
 from tests.launch.sagemaker.rehearsal import Rehearsal
@@ -30,22 +27,6 @@ VALUE = "a,b 'c' \"d\" $HOME"
 LIMIT_S = 600.0
 """Two hosts import torch and Ray, on a machine that may be busy."""
 CREDENTIALS = "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    try:
-        return prove_engine(locate_engine("podman"))
-    except CheckRefused as error:
-        require_system_part(f"podman ({error})", found=False)
-        raise
-
-
-@pytest.fixture
-def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
-    found = Rehearsal(tmp_path)
-    yield found
-    found.close()
 
 
 def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
