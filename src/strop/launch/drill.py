@@ -26,8 +26,6 @@ from strop.record.files import DirectoryRecord, RecordFiles, find_checkpoints
 _OF_TIME = ("seconds_", "loop_", "_per_s", "_bytes")
 """In names of metrics that differ from run to run: times and rates."""
 _POLL_S = 0.5
-NUM_STEPS = 2
-"""How many steps the next attempt must train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +61,15 @@ def drill(
     ref: JobRef,
     *,
     member: int = 0,
+    num_steps: int = 2,
     against: Path | None = None,
     restart_limit_s: float = 600.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> DrillReport:
     """Preempt a running job and watch it resume.
 
-    `restart_limit_s`: how long a scheduler may take to start it again.
+    `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
+    to start it again.
 
     Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has no start
         record; StoreError if a place does not answer, or there is no run at `against`.
@@ -86,7 +86,7 @@ def drill(
     # Before the signal: a mistake in it costs nothing yet.
     other, undisturbed = _read_undisturbed(ref, plan.spec_digest, against)
     record = launcher.backend.open_record(ref, member)
-    drilled = _Drilled(record)
+    drilled = _Drilled(record, num_steps)
     if not drilled.attempts:
         raise CheckRefused(
             f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
@@ -117,10 +117,11 @@ def drill(
 class _Drilled:
     """The member that is preempted: its record before the signal, and proofs that are tried repeatedly."""
 
-    def __init__(self, record: RecordFiles) -> None:
+    def __init__(self, record: RecordFiles, num_steps: int) -> None:
         self.attempts = read_attempts(record)
         self.last_step = max(_read_metrics(record), default=0)
         self._record = record
+        self._num_steps = num_steps
         self._checkpoints = frozenset(find_checkpoints(record))
         self._saved_step: int | None = None
         """The newest checkpoint when the end of the attempt was seen."""
@@ -163,7 +164,7 @@ class _Drilled:
             state = json.loads(self._record.read("run.json") or b"{}")
         except ValueError:
             state = {}
-        is_given = last - start >= NUM_STEPS or state.get("finished_at") is not None
+        is_given = last - start >= self._num_steps or state.get("finished_at") is not None
         return Proof(
             name="steps since", is_given=is_given, detail=f"{last - start} trained after step {start}"
         )

@@ -7,10 +7,9 @@ outcome from the status afterwards, never from the call.
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from strop.launch.backends import BACKENDS
 from strop.launch.build_request import make_plan
 from strop.launch.contract import (
     AttemptRecord,
-    Backend,
     JobPlan,
     JobRef,
     JobRequest,
@@ -36,7 +34,6 @@ from strop.launch.options import SiteOptions
 from strop.launch.secrets import remove_secrets
 from strop.launch.status import find_statuses
 from strop.launch.submit import (
-    Submitted,
     Submitter,
     check_plan,
     describe_status,
@@ -69,13 +66,8 @@ class CancelOutcome:
     """`it had ended`, `TERM` or `KILL`; empty where its end was not seen."""
 
 
-class Launcher:
-    """All verbs over one backend."""
-
-    def __init__(self, backend: Backend, *, environ: Mapping[str, str] | None = None) -> None:
-        self.backend = backend
-        self.environ = os.environ if environ is None else environ
-        self._submitter = Submitter(backend, self.environ)
+class Launcher(Submitter):
+    """All verbs over one backend; those that submit are in `submit`."""
 
     def plan(self, request: JobRequest) -> JobPlan:
         """Return what would be submitted, without any effect. Raises: ConfigError."""
@@ -84,18 +76,6 @@ class Launcher:
     def check(self, plan: JobPlan) -> list[Finding]:
         """Return what would stop the job, reading only; the worst first."""
         return check_plan(self.backend, plan)
-
-    def submit(self, request: JobRequest, *, is_new: bool = False) -> Submitted:
-        """Submit once: the same plan again is the job that it made the first time. See `Submitter.submit`."""
-        return self._submitter.submit(request, is_new=is_new)
-
-    def resume(self, home: Path, request: JobRequest) -> Submitted:
-        """Submit a job again that has ended without success, in its directory. See `Submitter.resume`."""
-        return self._submitter.resume(home, request)
-
-    def resubmit(self, ref: JobRef, *, submitted_at: float) -> Submitted:
-        """Submit the next job of a run from what its directory holds. See `Submitter.resubmit`."""
-        return self._submitter.resubmit(ref, submitted_at=submitted_at)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
         """Return the status of every member of some jobs, by one query to the scheduler."""

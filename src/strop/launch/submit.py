@@ -6,6 +6,7 @@ or the job that the scheduler had accepted before its reference could be written
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -62,9 +63,9 @@ class Submitted:
 class Submitter:
     """Submits to one backend."""
 
-    def __init__(self, backend: Backend, environ: Mapping[str, str]) -> None:
-        self._backend = backend
-        self._environ = environ
+    def __init__(self, backend: Backend, *, environ: Mapping[str, str] | None = None) -> None:
+        self.backend = backend
+        self.environ = os.environ if environ is None else environ
 
     def submit(self, request: JobRequest, *, is_new: bool = False) -> Submitted:
         """Submit once: the same plan again is the job that it made the first time.
@@ -73,10 +74,10 @@ class Submitter:
         Raises: CheckRefused if `check` finds an error, another plan has the name, or the scheduler refuses;
             StoreError if the job directory cannot be written.
         """
-        plan, root = make_plan(request, self._backend), Path(request.home).parent
+        plan, root = make_plan(request, self.backend), Path(request.home).parent
         if not root.is_dir():
             # There cannot be an earlier one. A refused submission leaves no folder behind.
-            require_none(check_plan(self._backend, plan))
+            require_none(check_plan(self.backend, plan))
         with lock_name(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
@@ -95,11 +96,11 @@ class Submitter:
                 return Submitted(ref=read_ref(job_path_of(earlier)), plan=plan, is_new=False)
             else:
                 request = replace(request, home=str(earlier))
-            plan = make_plan(request, self._backend)
-            accepted = None if earlier is None else self._backend.recover(plan)
+            plan = make_plan(request, self.backend)
+            accepted = None if earlier is None else self.backend.recover(plan)
             if accepted is not None:
                 return self._record_accepted(accepted, plan, is_new=False)
-            require_none(check_plan(self._backend, plan))
+            require_none(check_plan(self.backend, plan))
             return self._write_and_submit(plan, request)
 
     def resume(self, home: Path, request: JobRequest) -> Submitted:
@@ -112,18 +113,18 @@ class Submitter:
             last = read_ref(job_path_of(home)) if has_ref(home) else None
             num_past = 0 if last is None else self._count_attempts(last, old)
             request = replace(request, home=str(home), num_past=num_past)
-            plan = make_plan(request, self._backend)
+            plan = make_plan(request, self.backend)
             refuse_other_run(plan, old)
-            accepted = self._backend.recover(old)
+            accepted = self.backend.recover(old)
             if accepted is not None and (last is None or accepted.job_id != last.job_id):
                 # A resume that was killed before it could write the reference of what it had submitted.
                 return self._record_accepted(accepted, old, is_new=False)
             if last is not None:
                 self._refuse_running(last)
-                if isinstance(self._backend, Renewable):
-                    start_step = self._backend.find_saved_step(last, 0)
+                if isinstance(self.backend, Renewable):
+                    start_step = self.backend.find_saved_step(last, 0)
                     plan = replace(plan, follows=last.job_id, start_step=start_step)
-            require_none(check_plan(self._backend, plan))
+            require_none(check_plan(self.backend, plan))
             return self._write_and_submit(plan, request, is_resumed=True)
 
     def resubmit(self, ref: JobRef, *, submitted_at: float) -> Submitted:
@@ -141,12 +142,12 @@ class Submitter:
             is_begun = old.follows == last.job_id
             if is_begun:
                 # Killed after the next job's plan was written, which does not say whether it was submitted.
-                accepted = self._backend.recover(old)
+                accepted = self.backend.recover(old)
                 if accepted is not None and accepted.job_id != last.job_id:
                     return self._record_accepted(accepted, old, is_new=False)
-            refuse_next(self._backend, old, find_statuses(self._backend, [last]), is_begun=is_begun)
+            refuse_next(self.backend, old, find_statuses(self.backend, [last]), is_begun=is_begun)
             self._refuse_running(last)
-            assert isinstance(self._backend, Renewable)  # `refuse_next` refuses other backends.
+            assert isinstance(self.backend, Renewable)  # `refuse_next` refuses other backends.
             plan = old
             if not is_begun:
                 plan = replace(
@@ -154,13 +155,13 @@ class Submitter:
                     submitted_at=submitted_at,
                     num_past=self._count_attempts(last, old),
                     follows=last.job_id,
-                    start_step=self._backend.find_saved_step(last, 0),
+                    start_step=self.backend.find_saved_step(last, 0),
                     num_resubmitted=old.num_resubmitted + 1,
                 )
-                plan = self._backend.renew(plan, submitted_at=submitted_at)
-            require_none(check_plan(self._backend, plan))
+                plan = self.backend.renew(plan, submitted_at=submitted_at)
+            require_none(check_plan(self.backend, plan))
             update_job_dir(plan)
-            return self._record_accepted(self._backend.submit(plan), plan, is_new=True)
+            return self._record_accepted(self.backend.submit(plan), plan, is_new=True)
 
     def _find_earlier(self, plan: JobPlan, root: Path) -> Path | None:
         """Return the directory of the same plan's job, if there is one.
@@ -192,13 +193,13 @@ class Submitter:
         """
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            states = [one.state for one in find_statuses(self._backend, [ref])]
+            states = [one.state for one in find_statuses(self.backend, [ref])]
             running: list[JobState] = [
                 state
                 for state in states
                 if state is JobState.SUCCEEDED or not (state.is_terminal or state is JobState.UNKNOWN)
             ]
-            answers = self._backend.poll([ref])
+            answers = self.backend.poll([ref])
             living = [answer.state for answer in answers.values() if not answer.state.is_terminal]
             # Only an end that is recorded and not settled yet is worth waiting for.
             if running or not living or time.monotonic() > deadline:
@@ -217,7 +218,7 @@ class Submitter:
         found = [
             one
             for member in plan.members
-            for one in read_attempts(self._backend.open_record(ref, member.index))
+            for one in read_attempts(self.backend.open_record(ref, member.index))
         ]
         return max([one.number + 1 for one in found], default=plan.num_past)
 
@@ -228,10 +229,10 @@ class Submitter:
         with ExitStack() as undo:
             # On any failure, an interrupt from the keyboard too.
             undo.callback(remove_secrets, job_path)
-            write_job_dir(plan, request, self._environ)
+            write_job_dir(plan, request, self.environ)
             undo.pop_all()
         try:
-            ref = self._backend.submit(plan)
+            ref = self.backend.submit(plan)
         except (CheckRefused, ConfigError) as error:
             remove_secrets(job_path)
             write_bytes_atomically(job_path / REFUSED_NAME, str(error).encode())
@@ -244,7 +245,7 @@ class Submitter:
         (job_path_of(plan.home) / REFUSED_NAME).unlink(missing_ok=True)
         notice, warnings = "", tuple(ref.details.get("warnings", ()))
         try:
-            note_job(ref, self._environ)
+            note_job(ref, self.environ)
         except StoreError as error:
             # It is submitted. The list only helps to find it from other folders.
             notice = str(error)
