@@ -28,7 +28,7 @@ from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.job import parse_duration_s
-from strop.spec.reader import Flag
+from strop.spec.reader import Flag, require_sft
 from strop.spec.run import code_of
 from strop.user_code import list_sources
 
@@ -84,17 +84,16 @@ def read_request(
     flags, given = site.profile.read_flags(options.flags)
     profile = site.profile.with_options(given)
     resolved = load_spec(run_file, options.overrides, flags)
-    _check_command(options.command, resolved)
+    _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
-    members = _check_members(run_file, options, flags, sweep)
+    # Of every member, so that a mistake shows before anything is written.
+    members = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
     evaluation = read_evaluation(members or [resolved.spec])
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
     )
     conflicts = (*map(str, resolved.conflicts), *conflicts)
-    if options.is_strict:
-        _refuse_conflicts(resolved)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
     python = site.profile.python or sys.executable
     return JobRequest(
@@ -139,7 +138,8 @@ def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the overrides of every member: all combinations, the last setting varying fastest; () for none.
 
-    Raises: ConfigError if a text is no `key=value,value`, a key stands twice, or there are too many.
+    Raises: ConfigError if a text is no `key=value,value`, a key stands twice or is the whole job's, or there
+        are too many.
     """
     axes: dict[str, list[str]] = {}
     for text in texts:
@@ -153,6 +153,13 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
                 next_step="correct it",
             )
         axes[key] = [f"{key}={value}" for value in listed]
+    fixed = [key for key in axes if key.partition(".")[0] in {"name", "job", "output", "store"}]
+    if fixed:
+        raise ConfigError(
+            f"--sweep varies {', '.join(fixed)}, which all members share",
+            allowed="settings of what is trained; name, job, output and store are the whole job's",
+            next_step="submit a job for each value",
+        )
     members = tuple(itertools.product(*axes.values())) if axes else ()
     if len(members) > MAX_MEMBERS:
         raise ConfigError(
@@ -182,32 +189,23 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _check_command(command: str, resolved: ResolvedSpec) -> None:
-    from strop.spec.reader import require_sft
-
-    if command not in COMMANDS:
+def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
+    """Refuse an unknown command, one that is not the run file's, and with --strict every conflict."""
+    if options.command not in COMMANDS:
         raise ConfigError(
-            f"--command {show_value(command)} is not a command that a job runs",
+            f"--command {show_value(options.command)} is not a command that a job runs",
             allowed=" or ".join(COMMANDS),
             next_step="choose one of them",
         )
-    if command == "sft":
+    if options.command == "sft":
         require_sft(resolved)
-
-
-def _check_members(
-    run_file: str, options: SubmitOptions, flags: Sequence[Flag], sweep: Sequence[tuple[str, ...]]
-) -> list[RunSpec]:
-    """Return the spec of every member, so that a mistake shows before anything is written."""
-    keys = [text.partition("=")[0].strip() for text in options.sweep]
-    fixed = [key for key in keys if key.partition(".")[0] in {"name", "job", "output", "store"}]
-    if fixed:
+    beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
+    if options.is_strict and beaten:
         raise ConfigError(
-            f"--sweep varies {', '.join(fixed)}, which all members share",
-            allowed="settings of what is trained; name, job, output and store are the whole job's",
-            next_step="submit a job for each value",
+            "; ".join(beaten),
+            allowed="with --strict, flags that contradict nothing",
+            next_step="remove the values that are not meant",
         )
-    return [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
 
 
 def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
@@ -314,16 +312,6 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
         time_limit_s=None if limit is None else parse_duration_s(limit),
         num_cpu_nodes=job.cpu_nodes,
     )
-
-
-def _refuse_conflicts(resolved: ResolvedSpec) -> None:
-    beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
-    if beaten:
-        raise ConfigError(
-            "; ".join(beaten),
-            allowed="with --strict, flags that contradict nothing",
-            next_step="remove the values that are not meant",
-        )
 
 
 def make_plan(request: JobRequest, backend: Backend) -> JobPlan:

@@ -129,28 +129,19 @@ def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[st
 
 def _copy(record: RecordFiles, name: str, path: Path) -> int:
     """Copy one file; return the bytes that were moved. Files that never change are continued."""
+    never_changes = step_of(name) is not None
+    rest = b""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if step_of(name) is None:
-            return _copy_whole(record, name, path)
-        start = moved = path.stat().st_size if path.is_file() else 0
-        with path.open("ab") as file:
+        start = moved = path.stat().st_size if never_changes and path.is_file() else 0
+        with path.open("ab" if never_changes else "wb") as file:
             while data := record.read_from(name, moved):
-                moved += file.write(data)
+                moved += len(data)
+                if not never_changes and name.endswith(_GROWING):
+                    # A file that grows is copied up to its last complete line.
+                    whole, newline, rest = (rest + data).rpartition(b"\n")
+                    data = whole + newline
+                file.write(data)
     except OSError as error:
         raise explain_write_failure(error, path) from error
-    return moved - start
-
-
-def _copy_whole(record: RecordFiles, name: str, path: Path) -> int:
-    """Copy a file that may have been replaced or cut since the last call."""
-    moved, rest = 0, b""
-    with path.open("wb") as file:
-        while data := record.read_from(name, moved):
-            moved += len(data)
-            if name.endswith(_GROWING):
-                # A file that grows is copied up to its last complete line.
-                whole, newline, rest = (rest + data).rpartition(b"\n")
-                data = whole + newline
-            file.write(data)
-    return moved - len(rest)
+    return moved - start - len(rest)

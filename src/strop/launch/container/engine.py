@@ -111,10 +111,23 @@ def locate_engine(preference: str = "auto") -> Engine:
     """
     reasons: list[str] = []
     for kind in KINDS if preference == "auto" else (preference,):
-        found = _look_at(kind)
-        if isinstance(found, Engine):
-            return found
-        reasons.append(f"{kind}: {found}")
+        program = shutil.which(kind)
+        if program is None:
+            reasons.append(f"{kind}: not on PATH")
+            continue
+        part = "Server" if kind == "docker" else "Client"
+        try:
+            done = _run([program, "version", "--format", f"{{{{.{part}.Version}}}}"], ASK_LIMIT_S)
+        except StoreError as error:
+            reasons.append(f"{kind}: {error}")
+            continue
+        if done.returncode == 0:
+            is_rootless = kind == "podman" and os.getuid() != 0
+            version = done.stdout.strip()
+            return Engine(
+                kind=kind, program=os.path.abspath(program), version=version, is_rootless=is_rootless
+            )
+        reasons.append(f"{kind}: {quote_words(done)}")
     raise CheckRefused(
         "no container engine answers: " + "; ".join(reasons),
         allowed="podman, or docker with a running daemon",
@@ -167,22 +180,6 @@ def quote_words(done: subprocess.CompletedProcess[str]) -> str:
     """Return a failed command's output, for a message."""
     words = (done.stderr.strip() or done.stdout.strip())[-_MAX_QUOTED:]
     return " ".join(words.split()) or f"exit code {done.returncode} without a word"
-
-
-def _look_at(kind: str) -> Engine | str:
-    """Return an engine that answers, or why there is none."""
-    program = shutil.which(kind)
-    if program is None:
-        return "not on PATH"
-    part = "Server" if kind == "docker" else "Client"
-    try:
-        done = _run([program, "version", "--format", f"{{{{.{part}.Version}}}}"], ASK_LIMIT_S)
-    except StoreError as error:
-        return str(error)
-    if done.returncode != 0:
-        return quote_words(done)
-    engine = Engine(kind=kind, program=os.path.abspath(program), version=done.stdout.strip())
-    return replace(engine, is_rootless=kind == "podman" and os.getuid() != 0)
 
 
 def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
