@@ -351,7 +351,7 @@ def _wait_for_end(stage: _Stage) -> None:
 
 
 def _is_finished(stage: _Stage) -> bool:
-    path = Path(read_plan(job_path_of(stage.home)).members[0].path)
+    path = Path(read_plan(job_path_of(stage.home)).trials[0].path)
     if not (path / "run.json").is_file():
         return False
     supervisor = read_identity(job_path_of(stage.home))

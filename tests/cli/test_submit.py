@@ -77,7 +77,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "--sweep", "train.steps"), 2, ("--sweep 'train.steps' is not understood",)),
     (("submit", "run.toml", "--sweep", "train.stesp=1,2"), 2, ("did you mean train.steps",)),
     (("submit", "run.toml", "--sweep", "train.steps=1,many"), 2, ("train.steps='many'",)),
-    (("submit", "run.toml", "--sweep", "job.nodes=1,2"), 2, ("which all members share",)),
+    (("submit", "run.toml", "--sweep", "job.nodes=1,2"), 2, ("which all trials share",)),
     (("submit", "run.toml", "--env", "NOT_SET_ANYWHERE"), 2, ("NOT_SET_ANYWHERE is named for the job",)),
     (("submit", "run.toml", "--env", "A=b"), 2, ("'A' is not the name of a variable",)),
     (("submit", "run.toml", "--env-file", "absent.env"), 2, ("absent.env cannot be read",)),
@@ -400,14 +400,14 @@ def test_logs_that_are_not_there_name_the_place(run: Run, job: JobRef, words: tu
 
 
 @pytest.mark.parametrize("command", ["logs", "cancel", "drill"])
-def test_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
+def test_a_trial_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
     ended = run(command, job.job_id, "--trial", "5")
     assert (ended.code, ended.out) == (2, "")
     assert "job fake-1 has no trial 5" in ended.err
     assert here.backend.count("stop") + here.backend.count("preempt") == 0
 
 
-def test_fetch_of_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef) -> None:
+def test_fetch_of_a_trial_that_is_not_there_is_refused(here: World, run: Run, job: JobRef) -> None:
     assert run("fetch", job.job_id, "--to", here.folder / "home", "--trial", "5").code == 2
     assert not (here.folder / "home").exists()
 
@@ -472,7 +472,7 @@ def test_a_drill_that_fails_names_the_first_missing_proof(
     assert "is no run to compare with" in ended.err
 
 
-def test_a_sweep_is_one_job_of_many_members(here: World, run: Run) -> None:
+def test_a_sweep_is_one_job_of_many_trials(here: World, run: Run) -> None:
     ended = run(
         "submit",
         "run.toml",
@@ -487,7 +487,7 @@ def test_a_sweep_is_one_job_of_many_members(here: World, run: Run) -> None:
     )
     assert ended.code == 0, ended.err
     told = json.loads(run("status", "run", "--json").out)
-    assert [one["member"] for one in told] == [0, 1, 2, 3]
+    assert [one["trial"] for one in told] == [0, 1, 2, 3]
     assert "run[3]" in run("status", "run").out
     assert here.backend.count("submit") == 1
 

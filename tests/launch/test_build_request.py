@@ -12,7 +12,7 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.launch.build_request import (
-    MAX_MEMBERS,
+    MAX_TRIALS,
     SubmitOptions,
     expand_sweep,
     make_plan,
@@ -37,7 +37,7 @@ def refusal(world: World, **given: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("texts", "members"),
+    ("texts", "trials"),
     [
         ((), ()),
         (("a=1,2",), (("a=1",), ("a=2",))),
@@ -49,8 +49,8 @@ def refusal(world: World, **given: object) -> str:
         (("a=b=c,d",), (("a=b=c",), ("a=d",))),
     ],
 )
-def test_a_sweep_is_all_combinations(texts: tuple[str, ...], members: tuple[tuple[str, ...], ...]) -> None:
-    assert expand_sweep(texts) == members
+def test_a_sweep_is_all_combinations(texts: tuple[str, ...], trials: tuple[tuple[str, ...], ...]) -> None:
+    assert expand_sweep(texts) == trials
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_sweep_has_an_end() -> None:
     with pytest.raises(ConfigError) as caught:
         expand_sweep((f"a={numbers}", f"b={numbers}"))
     # 32 * 32.
-    assert "the sweep has 1024 members" in str(caught.value)
-    assert str(MAX_MEMBERS) in str(caught.value)
+    assert "the sweep has 1024 trials" in str(caught.value)
+    assert str(MAX_TRIALS) in str(caught.value)
 
 
 def test_commas_in_brackets_and_quotes_split_nothing() -> None:
@@ -76,14 +76,14 @@ def test_commas_in_brackets_and_quotes_split_nothing() -> None:
 
 
 @pytest.mark.parametrize("key", ["name", "job.gpus", "output.dir", "store.uri"])
-def test_what_all_members_share_cannot_be_swept(world: World, key: str) -> None:
-    assert f"--sweep varies {key}, which all members share" in refusal(world, sweep=(f"{key}=1,2",))
+def test_what_all_trials_share_cannot_be_swept(world: World, key: str) -> None:
+    assert f"--sweep varies {key}, which all trials share" in refusal(world, sweep=(f"{key}=1,2",))
 
 
 @pytest.mark.parametrize(
     ("sweep", "words"), [("train.steps=2,none", "train.steps"), ("train.stesp=1,2", "train.steps")]
 )
-def test_a_member_that_cannot_work_is_refused_before_anything_is_made(
+def test_a_trial_that_cannot_work_is_refused_before_anything_is_made(
     world: World, sweep: str, words: str
 ) -> None:
     assert words in refusal(world, sweep=(sweep,))

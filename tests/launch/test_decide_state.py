@@ -1,4 +1,4 @@
-"""The state of a member: every row of the contract's tables (slurm.md, 1.2 to 1.4)."""
+"""The state of a trial: every row of the contract's tables (slurm.md, 1.2 to 1.4)."""
 
 from __future__ import annotations
 

@@ -261,9 +261,9 @@ def test_only_a_running_job_is_drilled(rehearsal: Rehearsal, state: JobState) ->
     assert rehearsal.world.backend.count("preempt") == 0
 
 
-def test_a_member_that_is_not_there_is_refused(rehearsal: Rehearsal) -> None:
+def test_a_trial_that_is_not_there_is_refused(rehearsal: Rehearsal) -> None:
     with pytest.raises(ConfigError) as caught:
-        drill(rehearsal.world.launcher, rehearsal.ref, member=3)
+        drill(rehearsal.world.launcher, rehearsal.ref, trial=3)
     assert "has no trial 3" in str(caught.value)
 
 

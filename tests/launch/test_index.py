@@ -43,10 +43,10 @@ def test_a_job_is_found_by_whatever_names_it(world: World, three: list[JobRef]) 
     assert found(world, "oth") == other.home
 
 
-def test_a_job_is_found_by_the_names_of_its_members_and_by_those_it_had(world: World) -> None:
+def test_a_job_is_found_by_the_names_of_its_trials_and_by_those_it_had(world: World) -> None:
     old = world.submit()
-    members = [{"name": "job-20261121-120000-000"}, {"name": "job-20261121-120000-001"}]
-    new = replace(old, job_id="job-20261121-120000-000", details={"jobs": members})
+    trials = [{"name": "job-20261121-120000-000"}, {"name": "job-20261121-120000-001"}]
+    new = replace(old, job_id="job-20261121-120000-000", details={"jobs": trials})
     write_ref(new)
     note_job(new, world.environ)
     for reference in (old.job_id, "job-20261121-120000-001", "job-20261121", "fake"):

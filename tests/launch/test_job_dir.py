@@ -109,9 +109,9 @@ def test_without_a_snapshot_no_code_travels(world: World) -> None:
     assert not (job_path_of(plan.home) / "code.tar.zst").exists()
 
 
-def test_every_member_of_a_sweep_has_its_own_spec(world: World) -> None:
+def test_every_trial_of_a_sweep_has_its_own_spec(world: World) -> None:
     plan, _ = fill(world, sweep=("optimizer.lr=1e-5,2e-5", "train.steps=3,4"))
-    found = [load_spec(job_path_of(member.path) / "spec.toml").spec for member in plan.members]
+    found = [load_spec(job_path_of(trial.path) / "spec.toml").spec for trial in plan.trials]
     # The last setting varies fastest.
     assert [(spec.optimizer.lr, spec.train.steps) for spec in found] == [
         (1e-5, 3),
@@ -119,8 +119,8 @@ def test_every_member_of_a_sweep_has_its_own_spec(world: World) -> None:
         (2e-5, 3),
         (2e-5, 4),
     ]
-    assert [member.path for member in plan.members] == [f"{plan.home}/members/{index}" for index in range(4)]
-    assert all((Path(member.path) / "attempts").is_dir() for member in plan.members)
+    assert [trial.path for trial in plan.trials] == [f"{plan.home}/members/{index}" for index in range(4)]
+    assert all((Path(trial.path) / "attempts").is_dir() for trial in plan.trials)
 
 
 def test_a_disk_that_refuses_is_said(world: World) -> None:
@@ -174,9 +174,9 @@ def test_directories_are_named_by_run_and_time_and_never_twice(tmp_path: Path) -
     assert [second.name, name_job_dir(tmp_path, "run", NOW).name] == [f"{first.name}-2", f"{first.name}-3"]
 
 
-def test_members_of_a_sweep_have_places_of_their_own_in_a_store(world: World) -> None:
+def test_trials_of_a_sweep_have_places_of_their_own_in_a_store(world: World) -> None:
     plan, _ = fill(world, sweep=("optimizer.lr=1e-5,2e-5",))
-    specs = [load_spec(Path(member.path) / "job" / "spec.toml").spec for member in plan.members]
+    specs = [load_spec(Path(trial.path) / "job" / "spec.toml").spec for trial in plan.trials]
     home = Path(plan.home).name
     assert [spec.store.mirror_as for spec in specs] == [f"{home}/0", f"{home}/1"]
     assert [spec.optimizer.lr for spec in specs] == [1e-5, 2e-5]

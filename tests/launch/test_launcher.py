@@ -266,12 +266,12 @@ def test_site_variables_code_and_sweep_are_in_the_hash(world: World) -> None:
     assert len(set(hashes)) == len(hashes)
 
 
-def test_the_estimate_counts_members_nodes_and_hours(world: World) -> None:
+def test_the_estimate_counts_trials_nodes_and_hours(world: World) -> None:
     world.sites("[sites.local]\nusd_per_gpu_hour = 2.5\n")
     plan = world.launcher.plan(
         world.request("job.nodes=2", "job.gpus=4", "job.time_limit=90m", sweep=("train.steps=2,3,4",))
     )
-    # 3 members * 2 nodes * 4 GPUs * 1.5 hours, at 2.50 each.
+    # 3 trials * 2 nodes * 4 GPUs * 1.5 hours, at 2.50 each.
     assert (plan.gpu_hours, plan.cost_usd) == (36.0, 90.0)
     assert world.launcher.plan(world.request("job.gpus=4")).gpu_hours is None
 

@@ -46,14 +46,14 @@ def test_many_jobs_are_one_question(world: World) -> None:
     refs = [world.submit(f"name=run{number}") for number in range(4)]
     refs.append(world.submit("name=swept", sweep=("train.steps=2,3,4",)))
     found = world.launcher.status(refs)
-    assert [one.member for one in found] == [0, 0, 0, 0, 0, 1, 2]
+    assert [one.trial for one in found] == [0, 0, 0, 0, 0, 1, 2]
     assert world.backend.count("poll") == 1
 
 
-def test_each_member_of_a_sweep_stands_for_itself(world: World) -> None:
+def test_each_trial_of_a_sweep_stands_for_itself(world: World) -> None:
     ref = world.submit(sweep=("train.steps=2,3",))
-    world.backend.answer(ref, RUNNING, member=1)
-    world.backend.end_attempt(world.backend.begin_attempt(ref, member=0), 1)
+    world.backend.answer(ref, RUNNING, trial=1)
+    world.backend.end_attempt(world.backend.begin_attempt(ref, trial=0), 1)
     states = [one.state for one in world.launcher.status([ref])]
     assert states == [S.FAILED, S.STARTING]
 
@@ -227,20 +227,20 @@ def test_a_silent_scheduler_ends_nothing_and_that_is_said(world: World, running:
     assert "does not answer" in refusal(lambda: world.launcher.cancel(running, grace_s=0.1), StoreError)
 
 
-def test_one_member_of_a_sweep_ends_alone(world: World) -> None:
+def test_one_trial_of_a_sweep_ends_alone(world: World) -> None:
     ref = world.submit(sweep=("train.steps=2,3",))
-    outcome = world.launcher.cancel(ref, member=1, grace_s=1.0)
-    assert [(one.member, one.state) for one in outcome.statuses] == [(1, S.CANCELLED)]
+    outcome = world.launcher.cancel(ref, trial=1, grace_s=1.0)
+    assert [(one.trial, one.state) for one in outcome.statuses] == [(1, S.CANCELLED)]
     assert [one.state for one in world.launcher.status([ref])] == [S.QUEUED, S.CANCELLED]
 
 
-def test_secrets_go_with_the_last_member_that_ends_also_before_its_first_attempt(world: World) -> None:
+def test_secrets_go_with_the_last_trial_that_ends_also_before_its_first_attempt(world: World) -> None:
     (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
     ref = world.submit(sweep=("train.steps=2,3",))
     path = job_path_of(ref.home) / "secrets.json"
-    world.launcher.cancel(ref, member=0, grace_s=1.0)
+    world.launcher.cancel(ref, trial=0, grace_s=1.0)
     assert path.exists()
-    world.launcher.cancel(ref, member=1, grace_s=1.0)
+    world.launcher.cancel(ref, trial=1, grace_s=1.0)
     assert not path.exists()
 
 
@@ -253,14 +253,14 @@ def test_secrets_stay_where_only_a_record_says_that_it_has_failed(world: World, 
     assert (job_path_of(running.home) / "secrets.json").exists()
 
 
-@pytest.mark.parametrize("member", [1, 99, -1])
-def test_a_member_that_a_job_does_not_have_is_refused(world: World, running: JobRef, member: int) -> None:
+@pytest.mark.parametrize("trial", [1, 99, -1])
+def test_a_trial_that_a_job_does_not_have_is_refused(world: World, running: JobRef, trial: int) -> None:
     for call in (
-        lambda: world.launcher.cancel(running, member=member, grace_s=1.0),
-        lambda: list(world.launcher.logs(running, member, LogFilter(), is_followed=False)),
+        lambda: world.launcher.cancel(running, trial=trial, grace_s=1.0),
+        lambda: list(world.launcher.logs(running, trial, LogFilter(), is_followed=False)),
     ):
         told = refusal(call, ConfigError)
-        assert f"job fake-1 has no trial {member}" in told
+        assert f"job fake-1 has no trial {trial}" in told
         assert "0 to 0" in told
     assert orders(world) == []
 
@@ -384,12 +384,12 @@ def test_what_has_lost_its_other_half_is_an_orphan(world: World) -> None:
     assert kept.home not in found
 
 
-def test_the_jobs_before_the_present_one_and_all_members_are_no_orphans(world: World) -> None:
+def test_the_jobs_before_the_present_one_and_all_trials_are_no_orphans(world: World) -> None:
     ref = world.submit()
     world.backend.end_attempt(world.backend.begin_attempt(ref), 1)
     world.backend.answer(ref, None)
     again = world.launcher.resume(Path(ref.home), world.request(now=NOW + 60.0)).ref
-    # As where every member of a sweep is a job of its own.
+    # As where every trial of a sweep is a job of its own.
     write_ref(replace(again, details={"jobs": [{"name": again.job_id}, {"name": "fake-3"}]}))
     world.backend.submit(world.plan_of(ref))
     assert find_orphans([world.runs], world.environ) == []

@@ -299,11 +299,11 @@ def test_a_scheduler_that_starts_jobs_again_itself_is_left_to_it(world: World) -
     assert world.backend.count("submit") == 1
 
 
-def test_members_of_a_sweep_are_waited_for_and_go_on_by_hand(once: World) -> None:
+def test_trials_of_a_sweep_are_waited_for_and_go_on_by_hand(once: World) -> None:
     ref = once.submit(sweep=("train.steps=2,3",))
-    once.backend.end_attempt(once.backend.begin_attempt(ref, member=0), 75)
-    once.backend.end_attempt(once.backend.begin_attempt(ref, member=1), 75)
-    for member in (0, 1):
-        once.backend.answer(ref, SAVED, member=member)
-    assert "members of a sweep go on by hand" in refusal(Follower(once, ref).run)
+    once.backend.end_attempt(once.backend.begin_attempt(ref, trial=0), 75)
+    once.backend.end_attempt(once.backend.begin_attempt(ref, trial=1), 75)
+    for trial in (0, 1):
+        once.backend.answer(ref, SAVED, trial=trial)
+    assert "trials of a sweep go on by hand" in refusal(Follower(once, ref).run)
     assert once.backend.count("submit") == 1

@@ -21,7 +21,7 @@ Reference = Annotated[
     str,
     typer.Argument(metavar="REF", help="A job's directory or id, or a run's name or unique prefix."),
 ]
-Member = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
+Trial = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
 Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
 
@@ -87,7 +87,7 @@ def status(
 
 
 def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:
-    """Print states, one row for each member."""
+    """Print states, one row for each trial."""
     from strop.launch.status import status_to_json
 
     if is_json:
@@ -99,7 +99,7 @@ def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) 
     num_shown = Counter(one.ref.home for one in found)
     rows = [
         (
-            one.ref.name + (f"[{one.member}]" if num_shown[one.ref.home] > 1 or one.member else ""),
+            one.ref.name + (f"[{one.trial}]" if num_shown[one.ref.home] > 1 or one.trial else ""),
             one.state.value,
             one.ref.site,
             one.ref.job_id,
@@ -123,7 +123,7 @@ def logs(
     attempt: Annotated[str | None, typer.Option(help="Attempt, by name or number. Default: all.")] = None,
     node: Annotated[int | None, typer.Option(min=0, help="Only this node.")] = None,
     role: Annotated[str | None, typer.Option(help="Only this role, such as train or agent.")] = None,
-    member: Member = None,
+    trial: Trial = None,
     root: Root = RUNS,
 ) -> None:
     """Show the logs of a job's roles; each line names its node and role."""
@@ -132,7 +132,7 @@ def logs(
 
     launcher, ref = open_job(reference, root)
     wanted = LogFilter(attempt=attempt, node=node, role=role)
-    for line in launcher.logs(ref, member or 0, wanted, is_followed=follow):
+    for line in launcher.logs(ref, trial or 0, wanted, is_followed=follow):
         print(f"[{line.attempt} {line.node} {line.role}] {make_harmless(line.text)}", flush=True)
 
 
@@ -142,7 +142,7 @@ def cancel(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds before remaining processes are killed.")
     ] = 120.0,
-    member: Member = None,
+    trial: Trial = None,
     root: Root = RUNS,
 ) -> None:
     """Cancel a job: ask, wait, kill. Says which of these ended it."""
@@ -150,10 +150,10 @@ def cancel(
 
     output: Output = context.obj
     launcher, ref = open_job(reference, root)
-    outcome = launcher.cancel(ref, member=member, grace_s=grace)
+    outcome = launcher.cancel(ref, trial=trial, grace_s=grace)
     for one in outcome.statuses:
         output.give(
-            f"{ref.name} [{one.member}]: {one.state.value}, ended by: {outcome.ended_by or 'nothing yet'}"
+            f"{ref.name} [{one.trial}]: {one.state.value}, ended by: {outcome.ended_by or 'nothing yet'}"
         )
     if not outcome.ended_by:
         raise StoreError(
@@ -172,13 +172,13 @@ def fetch(
         int | None,
         typer.Option(min=0, help="Only the checkpoint of this step; an unknown step lists the known ones."),
     ] = None,
-    member: Member = None,
+    trial: Trial = None,
     root: Root = RUNS,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
     from strop.errors import ConfigError
     from strop.launch.fetch import Part, fetch_run
-    from strop.launch.launcher import require_member
+    from strop.launch.launcher import require_trial
 
     output: Output = context.obj
     if only not in set(Part):
@@ -190,9 +190,9 @@ def fetch(
             f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
         )
     launcher, ref = open_job(reference, root)
-    require_member(ref, member)
+    require_trial(ref, trial)
     part = Part.CHECKPOINTS if step is not None else Part(only)
-    fetched = fetch_run(launcher.backend.open_record(ref, member or 0), to.absolute(), part, step=step)
+    fetched = fetch_run(launcher.backend.open_record(ref, trial or 0), to.absolute(), part, step=step)
     steps = ", ".join(map(str, fetched.steps)) or "none"
     output.give(
         f"{fetched.path}: {fetched.num_files} files, {fetched.moved_bytes / 1e6:.1f} MB; checkpoints {steps}"
@@ -207,7 +207,7 @@ def drill(
         Path | None, typer.Option(help="Uninterrupted run of the same spec to compare with.")
     ] = None,
     restart_limit: Annotated[float, typer.Option(min=1, help="Max seconds for a restart.")] = 600.0,
-    member: Member = None,
+    trial: Trial = None,
     root: Root = RUNS,
     json: Json = False,
 ) -> None:
@@ -222,7 +222,7 @@ def drill(
     report = rehearse(
         launcher,
         ref,
-        member=member or 0,
+        trial=trial or 0,
         num_steps=steps,
         against=against,
         restart_limit_s=restart_limit,

@@ -64,7 +64,7 @@ def list_runs(
     rows = [_row_of_run(run, jobs) for run in runs]
     for one in jobs:
         if not _has_begun(one, runs):
-            name = Path(one.ref.home).name + (f"/members/{one.member}" if one.member else "")
+            name = Path(one.ref.home).name + (f"/members/{one.trial}" if one.trial else "")
             where = f"{one.ref.site} {one.ref.job_id}"
             rows.append((name, one.state.value, 0, "-", _show_time(one.ref.submitted_at), where))
     if not rows:

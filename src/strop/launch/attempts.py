@@ -1,4 +1,4 @@
-"""The attempts of a member, as its own record shows them, and what exit codes mean.
+"""The attempts of a trial, as its own record shows them, and what exit codes mean.
 
 `verdict.json` is written by the supervisor above the agents. Where it is missing and every node has written
 its exit code, these are combined.
@@ -64,7 +64,7 @@ def combine_exit_files(attempt_path: Path, num_nodes: int) -> int:
 
 
 def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
-    """Return a member's attempts, oldest first. Files that cannot be parsed are ignored.
+    """Return a trial's attempts, oldest first. Files that cannot be parsed are ignored.
 
     Raises: StoreError if the place does not answer.
     """

@@ -18,7 +18,7 @@ from typing import Any
 
 from strop.errors import ConfigError
 from strop.hardware.identity import find_user_name
-from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, MemberPlan, Resources, RolePlan
+from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, Resources, RolePlan, TrialPlan
 from strop.launch.environment import EnvironmentFlags, gather_environment
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
@@ -37,8 +37,8 @@ SIDECAR = "sidecar"
 EVALUATOR = "evaluator"
 RAY_NODE_MODULE = "strop.cluster.ray.node"
 """Joins a node to the Ray cluster of the run."""
-MAX_MEMBERS = 1000
-MEMBERS_FOLDER = "members"
+MAX_TRIALS = 1000
+TRIALS_FOLDER = "members"
 TAG_PREFIX = "strop:"
 """Before the plan's hash, in the label that a scheduler allows for a job."""
 _HASH_LENGTH = 16
@@ -86,9 +86,9 @@ def read_request(
     resolved = load_spec(run_file, options.overrides, flags)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
-    # Of every member, so that a mistake shows before anything is written.
-    members = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
-    evaluation = read_evaluation(members or [resolved.spec])
+    # Of every trial, so that a mistake shows before anything is written.
+    trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
+    evaluation = read_evaluation(trials or [resolved.spec])
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
@@ -136,7 +136,7 @@ def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the overrides of every member: all combinations, the last setting varying fastest; () for none.
+    """Return the overrides of every trial: all combinations, the last setting varying fastest; () for none.
 
     Raises: ConfigError if a text is no `key=value,value`, a key stands twice or is the whole job's, or there
         are too many.
@@ -156,18 +156,18 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     fixed = [key for key in axes if key.partition(".")[0] in {"name", "job", "output", "store"}]
     if fixed:
         raise ConfigError(
-            f"--sweep varies {', '.join(fixed)}, which all members share",
+            f"--sweep varies {', '.join(fixed)}, which all trials share",
             allowed="settings of what is trained; name, job, output and store are the whole job's",
             next_step="submit a job for each value",
         )
-    members = tuple(itertools.product(*axes.values())) if axes else ()
-    if len(members) > MAX_MEMBERS:
+    trials = tuple(itertools.product(*axes.values())) if axes else ()
+    if len(trials) > MAX_TRIALS:
         raise ConfigError(
-            f"the sweep has {len(members)} members",
-            allowed=f"{MAX_MEMBERS} at most",
+            f"the sweep has {len(trials)} trials",
+            allowed=f"{MAX_TRIALS} at most",
             next_step="vary less at once",
         )
-    return members
+    return trials
 
 
 def split_values(text: str) -> list[str]:
@@ -326,14 +326,14 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
             next_step="change output.root or output.dir",
         )
     spec, job = request.resolved.spec, request.resolved.spec.job
-    members = tuple(
-        MemberPlan(index=index, path=f"{request.home}/{MEMBERS_FOLDER}/{index}", overrides=overrides)
+    trials = tuple(
+        TrialPlan(index=index, path=f"{request.home}/{TRIALS_FOLDER}/{index}", overrides=overrides)
         for index, overrides in enumerate(request.sweep)
     )
     resources, price = request.resources, request.site.profile.usd_per_gpu_hour
     gpu_hours: float | None = None
     if resources.time_limit_s is not None:
-        num_gpus = resources.num_nodes * resources.gpus_per_node * (len(members) or 1)
+        num_gpus = resources.num_nodes * resources.gpus_per_node * (len(trials) or 1)
         gpu_hours = num_gpus * resources.time_limit_s / 3600.0
     plan = JobPlan(
         name=spec.name,
@@ -342,7 +342,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
         profile=request.site.profile.model_dump(mode="json"),
         command=request.command,
         home=request.home,
-        members=members or (MemberPlan(index=0, path=request.home),),
+        trials=trials or (TrialPlan(index=0, path=request.home),),
         resources=resources,
         roles=request.roles,
         python=request.python,

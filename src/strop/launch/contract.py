@@ -1,8 +1,8 @@
 """The types of jobs, and the seam that backends implement.
 
 A *plan* is everything that will be submitted, made without effects. A *job* is a plan that a scheduler
-accepted; it has one *member*, or one for each combination of a sweep. An *attempt* is one start of a
-member: after a preemption the same job is requeued. Each node of an attempt has one *agent*, which starts
+accepted; it has one *trial*, or one for each combination of a sweep. An *attempt* is one start of a
+trial: after a preemption the same job is requeued. Each node of an attempt has one *agent*, which starts
 the *roles*. The job directory is the field `home`.
 """
 
@@ -94,7 +94,7 @@ class RolePlan:
 
     name: str
     argv: tuple[str, ...]
-    """`{run}`, `{job}` and `{code}` in a word stand for the member's directory, the job's, and the code's."""
+    """`{run}`, `{job}` and `{code}` in a word stand for the trial's directory, the job's, and the code's."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
     nodes: str = "first"
@@ -116,7 +116,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemberPlan:
+class TrialPlan:
     """One run of a job: the only one, or one combination of a sweep."""
 
     index: int
@@ -164,7 +164,7 @@ class JobRequest:
     submitted_at: float
     """Unix seconds; an argument, so that equal requests give equal plans."""
     sweep: tuple[tuple[str, ...], ...] = ()
-    """One tuple of overrides for each member; () for a single run."""
+    """One tuple of overrides for each trial; () for a single run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of this one backend, by field of its model: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class JobPlan:
     backend: str
     command: str
     home: str
-    members: tuple[MemberPlan, ...]
+    trials: tuple[TrialPlan, ...]
     resources: Resources
     roles: tuple[RolePlan, ...]
     python: str
@@ -260,7 +260,7 @@ class JobRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStatus:
-    """The scheduler's status of one member. A scheduler that does not answer gives none."""
+    """The scheduler's status of one trial. A scheduler that does not answer gives none."""
 
     state: JobState
     raw: str
@@ -304,10 +304,10 @@ class StatusSource(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """The status of one member of a job."""
+    """The status of one trial of a job."""
 
     ref: JobRef
-    member: int
+    trial: int
     state: JobState
     reason: str
     source: StatusSource
@@ -346,24 +346,24 @@ class Backend(Protocol):
         """Return the newest job that an earlier, killed `submit` of this plan left, or None."""
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Return the scheduler's status by job id and member, by one query; forgotten jobs are missing.
+        """Return the scheduler's status by job id and trial, by one query; forgotten jobs are missing.
 
         Raises: StoreError if it does not answer.
         """
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the files of the member's own record."""
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the files of the trial's own record."""
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return logs that are elsewhere than in the record's files; None: they are there."""
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Ask for an end by TERM; with a grace of 0 by KILL. `member` None: all. Returns at once.
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
+        """Ask for an end by TERM; with a grace of 0 by KILL. `trial` None: all. Returns at once.
 
         Raises: StoreError if the scheduler does not answer.
         """
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Send the signal that a preemption sends; return its name. For drills."""
 
     def list_tagged(self) -> Iterator[JobRef]:
@@ -377,7 +377,7 @@ class Renewable(Protocol):
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
         """Return the plan of the next job in the same directory: a new name, all else as it was. Pure."""
 
-    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
         """Return the newest whole checkpoint that a next job would go on from, None if there is none.
 
         Raises: StoreError if its place does not answer.

@@ -19,7 +19,7 @@ from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import AttemptRecord, JobRef, JobState
 from strop.launch.job_dir import job_path_of, read_plan
-from strop.launch.launcher import Launcher, require_member
+from strop.launch.launcher import Launcher, require_trial
 from strop.record import list_runs
 from strop.record.files import DirectoryRecord, RecordFiles, find_checkpoints
 
@@ -60,7 +60,7 @@ def drill(
     launcher: Launcher,
     ref: JobRef,
     *,
-    member: int = 0,
+    trial: int = 0,
     num_steps: int = 2,
     against: Path | None = None,
     restart_limit_s: float = 600.0,
@@ -71,11 +71,11 @@ def drill(
     `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
     to start it again.
 
-    Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has no start
+    Raises: ConfigError if there is no such trial; CheckRefused if the job is not running, or has no start
         record; StoreError if a place does not answer, or there is no run at `against`.
     """
-    require_member(ref, member)
-    status = next(one for one in launcher.status([ref]) if one.member == member)
+    require_trial(ref, trial)
+    status = next(one for one in launcher.status([ref]) if one.trial == trial)
     if status.state is not JobState.RUNNING:
         raise CheckRefused(
             f"job {ref.job_id} is {status.state.value}",
@@ -85,7 +85,7 @@ def drill(
     plan = read_plan(job_path_of(ref.home))
     # Before the signal: a mistake in it costs nothing yet.
     other, undisturbed = _read_undisturbed(ref, plan.spec_digest, against)
-    record = launcher.backend.open_record(ref, member)
+    record = launcher.backend.open_record(ref, trial)
     drilled = _Drilled(record, num_steps)
     if not drilled.attempts:
         raise CheckRefused(
@@ -93,7 +93,7 @@ def drill(
             allowed="a drill of a job whose agent has begun",
             next_step="look at `strop status` again in a moment",
         )
-    signal_name = launcher.backend.preempt(ref, member)
+    signal_name = launcher.backend.preempt(ref, trial)
     say(f"sent {signal_name} at step {drilled.last_step}")
     proofs: list[Proof] = []
     for prove, limit_s in (
@@ -115,7 +115,7 @@ def drill(
 
 
 class _Drilled:
-    """The member that is preempted: its record before the signal, and proofs that are tried repeatedly."""
+    """The trial that is preempted: its record before the signal, and proofs that are tried repeatedly."""
 
     def __init__(self, record: RecordFiles, num_steps: int) -> None:
         self.attempts = read_attempts(record)

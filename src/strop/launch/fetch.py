@@ -46,7 +46,7 @@ class Fetched:
 
 
 def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None = None) -> Fetched:
-    """Copy a member's files to a new folder; the same call again goes on where it stopped.
+    """Copy a trial's files to a new folder; the same call again goes on where it stopped.
 
     Checkpoints are continued byte by byte. Files that a job may still change are small, and fetched again.
     `step`: of the checkpoints this one alone.

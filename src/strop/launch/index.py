@@ -38,7 +38,7 @@ def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
 
 
 def names_of_jobs(ref: JobRef) -> set[str]:
-    """Return a scheduler's names of a job: its id, and those of the members where each is a job."""
+    """Return a scheduler's names of a job: its id, and those of the trials where each is a job."""
     return {ref.job_id, *(str(job["name"]) for job in ref.details.get("jobs", ()) if "name" in job)}
 
 

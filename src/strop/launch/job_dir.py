@@ -2,7 +2,7 @@
 
     <home>/job/{plan.json, spec.toml, resolved.json, code.tar.zst, code.diff, env.json, secrets.json}
     <home>/job/{ref.json, state.json, job.sh ...}             <home>/members/<i>/job/spec.toml of a sweep
-    <member>/attempts/<attempt>/{agent-<node>.json, <node>/<role>.log, exit/<node>, verdict.json}
+    <trial>/attempts/<attempt>/{agent-<node>.json, <node>/<role>.log, exit/<node>, verdict.json}
 
 It is complete before the job is submitted: a scheduler may start the job at once. plan.json holds no value of
 a variable: an environment may hold what nobody else should read. In code a job directory is called `home`,
@@ -53,26 +53,26 @@ T = TypeVar("T")
 def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) -> None:
     """Write everything that the job needs into its directory; the plan last.
 
-    Raises: CheckRefused if the code changes meanwhile; ConfigError for a member of a sweep that cannot work,
+    Raises: CheckRefused if the code changes meanwhile; ConfigError for a trial of a sweep that cannot work,
         and a secret that has no value any more; StoreError if the disk fails.
     """
     home, job_path = Path(plan.home), job_path_of(plan.home)
     try:
         job_path.mkdir(parents=True, exist_ok=True)
-        for member in plan.members:
-            (Path(member.path) / ATTEMPTS_FOLDER).mkdir(parents=True, exist_ok=True)
+        for trial in plan.trials:
+            (Path(trial.path) / ATTEMPTS_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_write_failure(error, home) from error
     _write_spec(job_path, request)
-    # In a store the members 0, 1, ... are below the name of their job.
+    # In a store the trials 0, 1, ... are below the name of their job.
     folder = re.sub(r"[^A-Za-z0-9._-]", "-", home.name).lstrip("._-") or "job"
-    for member in plan.members:
-        if member.overrides:
-            mirror = f"store.mirror_as={folder}/{member.index}"
-            resolved = load_spec(job_path / SPEC_NAME, [*member.overrides, mirror])
-            member_job_path = job_path_of(member.path)
-            member_job_path.mkdir(exist_ok=True)
-            write_bytes_atomically(member_job_path / SPEC_NAME, write_spec(resolved).encode())
+    for trial in plan.trials:
+        if trial.overrides:
+            mirror = f"store.mirror_as={folder}/{trial.index}"
+            resolved = load_spec(job_path / SPEC_NAME, [*trial.overrides, mirror])
+            trial_job_path = job_path_of(trial.path)
+            trial_job_path.mkdir(exist_ok=True)
+            write_bytes_atomically(trial_job_path / SPEC_NAME, write_spec(resolved).encode())
     if request.snapshot is not None:
         pack_code(request.snapshot, job_path / CODE_NAME)
         write_bytes_atomically(job_path / DIFF_NAME, read_diff(request.snapshot).encode(errors="replace"))

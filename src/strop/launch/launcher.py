@@ -78,47 +78,47 @@ class Launcher(Submitter):
         return check_plan(self.backend, plan)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
-        """Return the status of every member of some jobs, by one query to the scheduler."""
+        """Return the status of every trial of some jobs, by one query to the scheduler."""
         return find_statuses(self.backend, refs)
 
-    def logs(self, ref: JobRef, member: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
-        """Yield the lines of a member's logs; followed, until it has ended.
+    def logs(self, ref: JobRef, trial: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
+        """Yield the lines of a trial's logs; followed, until it has ended.
 
-        Raises: ConfigError if there is no such member; StoreError naming the place, if there is no log and
+        Raises: ConfigError if there is no such trial; StoreError naming the place, if there is no log and
             none is waited for.
         """
-        require_member(ref, member)
-        source = self.backend.open_logs(ref, member)
-        record = self.backend.open_record(ref, member)
+        require_trial(ref, trial)
+        source = self.backend.open_logs(ref, trial)
+        record = self.backend.open_record(ref, trial)
         files = FileLogs(record, wanted) if source is None else FilteredLogs(source, wanted)
         if is_followed:
-            over = _End(lambda: self._members(ref, member)[0])
+            over = _End(lambda: self._trials(ref, trial)[0])
             yield from follow(files, is_over=over.is_seen)
             return
         lines = files.read_rest()
         require_logs(files, record)
         yield from lines
 
-    def cancel(self, ref: JobRef, *, member: int | None = None, grace_s: float) -> CancelOutcome:
+    def cancel(self, ref: JobRef, *, trial: int | None = None, grace_s: float) -> CancelOutcome:
         """End a job: TERM, wait, KILL. What ended it is read from its state.
 
-        Raises: ConfigError if there is no such member; StoreError if the scheduler does not answer: then
+        Raises: ConfigError if there is no such trial; StoreError if the scheduler does not answer: then
             nothing is known to have ended.
         """
-        require_member(ref, member)
+        require_trial(ref, trial)
         if isinstance(self.backend, Renewable):
             # First: a watcher would submit the next job as soon as this one has ended.
             with lock_name(Path(ref.home).parent, ref.name):
                 ref = mark_cancelled(ref)
         ended_by = "it had ended"
-        if not self._all_ended(ref, member):
+        if not self._all_ended(ref, trial):
             ended_by = "TERM"
-            self.backend.stop(ref, member, grace_s=grace_s)
-            if not self._wait_for_end(ref, member, grace_s):
-                self.backend.stop(ref, member, grace_s=0.0)
-                ended_by = "KILL" if self._wait_for_end(ref, member, KILL_LIMIT_S) else ""
+            self.backend.stop(ref, trial, grace_s=grace_s)
+            if not self._wait_for_end(ref, trial, grace_s):
+                self.backend.stop(ref, trial, grace_s=0.0)
+                ended_by = "KILL" if self._wait_for_end(ref, trial, KILL_LIMIT_S) else ""
         statuses = self.status([ref])
-        # Settled: no member will be requeued, as its scheduler or its success says.
+        # Settled: no trial will be requeued, as its scheduler or its success says.
         if all(
             one.state is JobState.SUCCEEDED
             or (one.state.is_terminal and one.source is StatusSource.SCHEDULER)
@@ -126,28 +126,28 @@ class Launcher(Submitter):
         ):
             # No supervisor removes them if the job ends before its first attempt.
             remove_secrets(job_path_of(ref.home))
-        mine = tuple(one for one in statuses if member in {None, one.member})
+        mine = tuple(one for one in statuses if trial in {None, one.trial})
         return CancelOutcome(statuses=mine, ended_by=ended_by)
 
-    def read_attempts(self, ref: JobRef, member: int) -> list[AttemptRecord]:
-        """Return what a member wrote of its attempts. Raises: StoreError."""
-        return read_attempts(self.backend.open_record(ref, member))
+    def read_attempts(self, ref: JobRef, trial: int) -> list[AttemptRecord]:
+        """Return what a trial wrote of its attempts. Raises: StoreError."""
+        return read_attempts(self.backend.open_record(ref, trial))
 
-    def _members(self, ref: JobRef, member: int | None) -> tuple[JobStatus, ...]:
-        return tuple(one for one in self.status([ref]) if member in {None, one.member})
+    def _trials(self, ref: JobRef, trial: int | None) -> tuple[JobStatus, ...]:
+        return tuple(one for one in self.status([ref]) if trial in {None, one.trial})
 
-    def _all_ended(self, ref: JobRef, member: int | None) -> bool:
-        return all(one.state.is_terminal for one in self._members(ref, member))
+    def _all_ended(self, ref: JobRef, trial: int | None) -> bool:
+        return all(one.state.is_terminal for one in self._trials(ref, trial))
 
-    def _wait_for_end(self, ref: JobRef, member: int | None, limit_s: float) -> bool:
+    def _wait_for_end(self, ref: JobRef, trial: int | None, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
-        while not (ended := self._all_ended(ref, member)) and time.monotonic() < deadline:
+        while not (ended := self._all_ended(ref, trial)) and time.monotonic() < deadline:
             time.sleep(_ASK_EVERY_S)
         return ended
 
 
 class _End:
-    """Decides when following logs ends: at the member's end, or when no source has known it for long."""
+    """Decides when following logs ends: at the trial's end, or when no source has known it for long."""
 
     def __init__(self, ask: Callable[[], JobStatus]) -> None:
         self._ask = ask
@@ -164,13 +164,13 @@ class _End:
         return time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S
 
 
-def require_member(ref: JobRef, member: int | None) -> None:
-    """Refuse a member that a job does not have. None: all of them. Raises: ConfigError."""
-    num_members = len(read_plan(job_path_of(ref.home)).members)
-    if member is not None and not 0 <= member < num_members:
+def require_trial(ref: JobRef, trial: int | None) -> None:
+    """Refuse a trial that a job does not have. None: all of them. Raises: ConfigError."""
+    num_trials = len(read_plan(job_path_of(ref.home)).trials)
+    if trial is not None and not 0 <= trial < num_trials:
         raise ConfigError(
-            f"job {ref.job_id} has no trial {member}",
-            allowed=f"0 to {num_members - 1}",
+            f"job {ref.job_id} has no trial {trial}",
+            allowed=f"0 to {num_trials - 1}",
             next_step=f"`strop status {ref.job_id}` lists the trials",
         )
 
@@ -197,7 +197,7 @@ def watch(
     pause: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Wait until every member of a run has ended for good, report changes, and submit the run's next job.
+    """Wait until every trial of a run has ended for good, report changes, and submit the run's next job.
 
     All state is in the job directory: a watcher may be killed at any time and started again, from any place
     that sees the directory, and two of them do no more than one. An unknown state ends and starts nothing.
@@ -245,7 +245,7 @@ def _goes_on(
     if not isinstance(launcher.backend, Renewable) or not any(map(may_go_on, statuses)):
         raise CheckRefused(
             f"job {ref.job_id} ended as {', '.join(map(describe_status, statuses))}",
-            allowed="an end of all members with success",
+            allowed="an end of all trials with success",
             next_step=f"strop logs {ref.job_id}",
         )
     try:

@@ -1,6 +1,6 @@
 """The logs of a job's nodes and roles as lines, while they grow and long after.
 
-They are files of the member's directory, so that they can be read when the scheduler has forgotten the job.
+They are files of the trial's directory, so that they can be read when the scheduler has forgotten the job.
 The output of the scheduler or the supervisor itself is the role `scheduler`: it is shown on request, and
 where there is nothing else because no agent could begin.
 """
@@ -73,7 +73,7 @@ class FilteredLogs:
 
 
 class FileLogs:
-    """A `LogSource` over a member's files."""
+    """A `LogSource` over a trial's files."""
 
     def __init__(self, record: RecordFiles, wanted: LogFilter) -> None:
         self._record = record

@@ -110,18 +110,18 @@ class _Changed(Exception):
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
     """Add one file or link without owner and times, so that equal trees give equal archives."""
-    member = tarfile.TarInfo(name)
+    trial = tarfile.TarInfo(name)
     try:
         if path.is_symlink():
-            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
-            archive.addfile(member)
+            trial.type, trial.linkname = tarfile.SYMTYPE, os.readlink(path)
+            archive.addfile(trial)
             return
         data = path.read_bytes()
-        member.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+        trial.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
     except OSError as error:
         raise _Changed from error
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
+    trial.size = len(data)
+    archive.addfile(trial, io.BytesIO(data))
 
 
 def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:

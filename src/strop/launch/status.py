@@ -68,7 +68,7 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
             )
             found.append(_unknown(ref, 0, str(error)))
             continue
-        ended = read_known_end(ref, [member.index for member in plan.members])
+        ended = read_known_end(ref, [trial.index for trial in plan.trials])
         if ended is not None:
             found += ended
             continue
@@ -79,7 +79,7 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
 
 
 def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
-    """Return the status of every member of some jobs, by one query to the scheduler."""
+    """Return the status of every trial of some jobs, by one query to the scheduler."""
     try:
         answers: Mapping[tuple[str, int], SchedulerStatus] | None = backend.poll(refs)
     except StoreError as error:
@@ -89,10 +89,10 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
     found: list[JobStatus] = []
     for ref in refs:
         plan = read_plan(job_path_of(ref.home))
-        mine = [_find_status(backend, ref, member.index, plan, answers, silence) for member in plan.members]
+        mine = [_find_status(backend, ref, trial.index, plan, answers, silence) for trial in plan.trials]
         found += mine
         seen = {
-            str(one.member): {
+            str(one.trial): {
                 "job_id": ref.job_id,
                 "state": one.state.value,
                 "reason": one.reason,
@@ -113,26 +113,26 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
 def _find_status(
     backend: Backend,
     ref: JobRef,
-    member: int,
+    trial: int,
     plan: JobPlan,
     answers: Mapping[tuple[str, int], SchedulerStatus] | None,
     silence: str,
 ) -> JobStatus:
-    """Return the status of one member; its last known state where no source answers."""
-    answer = (answers or {}).get((ref.job_id, member))
+    """Return the status of one trial; its last known state where no source answers."""
+    answer = (answers or {}).get((ref.job_id, trial))
     try:
-        record = backend.open_record(ref, member)
+        record = backend.open_record(ref, trial)
         attempts = read_attempts(record)
     except StoreError as error:
         if answer is None or answer.state is JobState.SUCCEEDED:
             # Only the record says whether it is a success.
-            return _read_known(ref, member, silence or str(error))
+            return _read_known(ref, trial, silence or str(error))
         attempts = []
     found = decide_state(attempts, answer, max_requeue=plan.max_requeue, num_past=plan.num_past)
     if found.state is JobState.UNKNOWN and (silence or found.source is StatusSource.NOTHING):
         place = record.describe("attempts")
         why = silence or f"the scheduler does not know it, and there is no record in {place}"
-        return _read_known(ref, member, why, has_answer=not silence)
+        return _read_known(ref, trial, why, has_answer=not silence)
     codes = [one.exit_code for one in attempts if one.number >= plan.num_past]
     if codes and codes[-1] is not None:
         is_saved = codes[-1] == EXIT_INTERRUPTED
@@ -140,7 +140,7 @@ def _find_status(
         is_saved = answer is not None and answer.is_saved
     return JobStatus(
         ref=ref,
-        member=member,
+        trial=trial,
         state=found.state,
         reason="; ".join(filter(None, [find_split_brain(attempts), found.reason])),
         source=found.source,
@@ -151,10 +151,10 @@ def _find_status(
     )
 
 
-def _unknown(ref: JobRef, member: int, why: str, *, is_silent: bool = False) -> JobStatus:
+def _unknown(ref: JobRef, trial: int, why: str, *, is_silent: bool = False) -> JobStatus:
     return JobStatus(
         ref=ref,
-        member=member,
+        trial=trial,
         state=JobState.UNKNOWN,
         reason=why,
         source=StatusSource.NOTHING,
@@ -167,7 +167,7 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
     attempt = status.attempt
     return {
         "name": status.ref.name,
-        "member": status.member,
+        "trial": status.trial,
         "state": status.state.value,
         "reason": status.reason,
         "source": status.source.value,
@@ -236,7 +236,7 @@ def decide_state(
     num_past: int = 0,
     now: float | None = None,
 ) -> StateDecision:
-    """Return the state of a member. `answer` None: the scheduler does not know it, or does not answer.
+    """Return the state of a trial. `answer` None: the scheduler does not know it, or does not answer.
 
     `num_past`: attempts of earlier jobs in the same directory have smaller numbers, and are ignored.
     """
@@ -325,17 +325,17 @@ def find_split_brain(attempts: Sequence[AttemptRecord]) -> str | None:
     return None
 
 
-# The last known state of every member, in `job/state.json`: for times when no source answers, and so that
+# The last known state of every trial, in `job/state.json`: for times when no source answers, and so that
 # jobs that ended long ago cost their schedulers nothing.
 
 
-def _read_known(ref: JobRef, member: int, why: str, *, has_answer: bool = False) -> JobStatus:
+def _read_known(ref: JobRef, trial: int, why: str, *, has_answer: bool = False) -> JobStatus:
     """Return the last known state with its age, or `unknown`.
 
     `has_answer`: the scheduler did answer, and does not know the job. Then only a known end still holds; that
     it once ran does not mean that it runs.
     """
-    known = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(member), {})
+    known = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(trial), {})
     try:
         state, at = JobState(known["state"]), float(known["at"])
     except (KeyError, ValueError, TypeError):
@@ -343,11 +343,11 @@ def _read_known(ref: JobRef, member: int, why: str, *, has_answer: bool = False)
     # Some schedulers give a resumed job the name that it had before.
     is_of_this_job = known.get("job_id") == ref.job_id and at >= ref.submitted_at
     if not is_of_this_job or state is JobState.UNKNOWN or (has_answer and not state.is_terminal):
-        return _unknown(ref, member, why, is_silent=not has_answer)
+        return _unknown(ref, trial, why, is_silent=not has_answer)
     seen = known.get("reason")
     return JobStatus(
         ref=ref,
-        member=member,
+        trial=trial,
         state=state,
         reason=f"{seen}; {why}" if seen else why,
         source=StatusSource.LAST_KNOWN,
@@ -356,9 +356,9 @@ def _read_known(ref: JobRef, member: int, why: str, *, has_answer: bool = False)
     )
 
 
-def read_known_end(ref: JobRef, members: Sequence[int]) -> list[JobStatus] | None:
-    """Return how all members of a job ended, if that is known; None: a scheduler must be asked."""
-    found = [_read_known(ref, member, "", has_answer=True) for member in members]
+def read_known_end(ref: JobRef, trials: Sequence[int]) -> list[JobStatus] | None:
+    """Return how all trials of a job ended, if that is known; None: a scheduler must be asked."""
+    found = [_read_known(ref, trial, "", has_answer=True) for trial in trials]
     if not all(one.state.is_terminal for one in found):
         return None
     return [replace(one, reason=one.reason.rstrip("; ")) for one in found]

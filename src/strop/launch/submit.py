@@ -216,9 +216,7 @@ class Submitter:
     def _count_attempts(self, ref: JobRef, plan: JobPlan) -> int:
         """Return the first number that no attempt of a job has yet."""
         found = [
-            one
-            for member in plan.members
-            for one in read_attempts(self.backend.open_record(ref, member.index))
+            one for trial in plan.trials for one in read_attempts(self.backend.open_record(ref, trial.index))
         ]
         return max([one.number + 1 for one in found], default=plan.num_past)
 
@@ -297,12 +295,12 @@ def mark_cancelled(ref: JobRef) -> JobRef:
 
 
 def describe_status(status: JobStatus) -> str:
-    """Return a member's state, and why it is so where that is known."""
+    """Return a trial's state, and why it is so where that is known."""
     return f"{status.state}{f' ({status.reason})' if status.reason else ''}"
 
 
 def may_go_on(status: JobStatus) -> bool:
-    """Whether a member ended in a way after which the next job would go on."""
+    """Whether a trial ended in a way after which the next job would go on."""
     return status.state is JobState.TIMEOUT or (status.state is JobState.FAILED and status.is_saved)
 
 
@@ -341,7 +339,7 @@ def _find_objection(
     if is_cancelled or any(one.state is JobState.CANCELLED for one in statuses):
         return "it was cancelled"
     if len(statuses) > 1:
-        return "members of a sweep go on by hand"
+        return "trials of a sweep go on by hand"
     if not may_go_on(statuses[0]) or statuses[0].is_silent:
         return "this is no end to go on from"
     return None if is_begun else _find_spent(backend, plan, ref)
@@ -373,9 +371,9 @@ def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
             allowed="the same site: only there it can be seen whether the job still runs",
             next_step=f"submit with --on {old.site}",
         )
-    if [one.overrides for one in plan.members] != [one.overrides for one in old.members]:
+    if [one.overrides for one in plan.trials] != [one.overrides for one in old.trials]:
         raise CheckRefused(
-            f"{old.home} has {len(old.members)} members, and another sweep is asked for",
+            f"{old.home} has {len(old.trials)} trials, and another sweep is asked for",
             allowed="the same --sweep as at first",
             next_step="repeat it, or submit a new job",
         )

@@ -130,39 +130,39 @@ class FakeBackend:
         return found[-1] if found else None
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Return what the script says of each member; an accepted job without a script waits."""
+        """Return what the script says of each trial; an accepted job without a script waits."""
         self.calls.append(Call(verb="poll", detail=" ".join(ref.job_id for ref in refs)))
         self._require_answer()
         waiting = SchedulerStatus(state=JobState.QUEUED, raw="WAITING")
         found: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
-            for member in read_plan(job_path_of(ref.home)).members:
-                answer = self._answers.get((ref.job_id, member.index), waiting)
+            for trial in read_plan(job_path_of(ref.home)).trials:
+                answer = self._answers.get((ref.job_id, trial.index), waiting)
                 if answer is not None:
-                    found[ref.job_id, member.index] = answer
+                    found[ref.job_id, trial.index] = answer
         return found
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the member's directory, or one that does not answer."""
-        path = Path(read_plan(job_path_of(ref.home)).members[member].path)
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the trial's directory, or one that does not answer."""
+        path = Path(read_plan(job_path_of(ref.home)).trials[trial].path)
         return SilentRecord(path) if self.is_record_silent else DirectoryRecord(path)
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return the scripted logs; None: they are files of the record."""
         return self.logs
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
         """End the job, if the script says that this order does."""
         order = "TERM" if grace_s > 0.0 else "KILL"
         self.calls.append(Call(verb="stop", detail=order))
         self._require_answer()
         if order == self.ends_at:
             ended = SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED")
-            for one in read_plan(job_path_of(ref.home)).members:
-                if member in {None, one.index}:
+            for one in read_plan(job_path_of(ref.home)).trials:
+                if trial in {None, one.index}:
                     self._answers[ref.job_id, one.index] = ended
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Call what the script has for it."""
         self.calls.append(Call(verb="preempt", detail=ref.job_id))
         self._require_answer()
@@ -177,13 +177,13 @@ class FakeBackend:
 
     # The script.
 
-    def answer(self, ref: JobRef, answer: SchedulerStatus | None, *, member: int = 0) -> None:
+    def answer(self, ref: JobRef, answer: SchedulerStatus | None, *, trial: int = 0) -> None:
         """Say what the scheduler answers from now on; None: it has forgotten the job."""
-        self._answers[ref.job_id, member] = answer
+        self._answers[ref.job_id, trial] = answer
 
-    def begin_attempt(self, ref: JobRef, number: int = 0, *, member: int = 0, num_nodes: int = 1) -> Path:
+    def begin_attempt(self, ref: JobRef, number: int = 0, *, trial: int = 0, num_nodes: int = 1) -> Path:
         """Write what the agents of an attempt write first; return the attempt's folder."""
-        run = Path(read_plan(job_path_of(ref.home)).members[member].path)
+        run = Path(read_plan(job_path_of(ref.home)).trials[trial].path)
         path = run / ATTEMPTS_FOLDER / f"{ref.job_id}-{number}"
         path.mkdir(parents=True, exist_ok=True)
         for node in range(num_nodes):
@@ -244,9 +244,9 @@ class FakeOnceBackend(FakeBackend):
         self.calls.append(Call(verb="renew", detail=plan.follows))
         return replace(plan, argv=(*plan.argv[:2], f"next-after-{plan.follows}"))
 
-    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
-        """Return the newest checkpoint of the member's directory."""
-        return max(find_checkpoints(self.open_record(ref, member)), default=None)
+    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
+        """Return the newest checkpoint of the trial's directory."""
+        return max(find_checkpoints(self.open_record(ref, trial)), default=None)
 
 
 class SilentRecord(DirectoryRecord):

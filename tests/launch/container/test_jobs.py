@@ -60,8 +60,8 @@ def launcher_of(request: JobRequest) -> Launcher:
     return Launcher(open_backend(request.site))
 
 
-def stand_of(launcher: Launcher, ref: JobRef, member: int = 0) -> JobStatus:
-    return launcher.status([ref])[member]
+def stand_of(launcher: Launcher, ref: JobRef, trial: int = 0) -> JobStatus:
+    return launcher.status([ref])[trial]
 
 
 def wait_for_end(launcher: Launcher, ref: JobRef) -> JobStatus:
@@ -333,7 +333,7 @@ def test_a_job_with_more_memory_than_allowed_is_killed_and_says_so(
     assert not list((tmp_path / "desk").iterdir())
 
 
-def test_members_of_a_sweep_live_one_after_the_other(project: Path, agent_image: BuiltImage) -> None:
+def test_trials_of_a_sweep_live_one_after_the_other(project: Path, agent_image: BuiltImage) -> None:
     reader = role(
         "train",
         "import sys; print([l.split()[2] for l in open(sys.argv[1]) if l.startswith('lr =')])",
@@ -346,20 +346,20 @@ def test_members_of_a_sweep_live_one_after_the_other(project: Path, agent_image:
     assert [one.state for one in launcher.status([ref])] == [JobState.SUCCEEDED, JobState.SUCCEEDED]
     texts = [
         line.text
-        for member in (0, 1)
-        for line in launcher.logs(ref, member, LogFilter(role="train"), is_followed=False)
+        for trial in (0, 1)
+        for line in launcher.logs(ref, trial, LogFilter(role="train"), is_followed=False)
     ]
     assert texts == ["['0.001']", "['0.002']"]
 
 
-def test_one_member_of_a_sweep_ends_alone(project: Path, agent_image: BuiltImage) -> None:
+def test_one_trial_of_a_sweep_ends_alone(project: Path, agent_image: BuiltImage) -> None:
     request = box(project, agent_image, [held()], sweep=("optimizer.lr=0.001,0.002,0.003",))
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     wait_for(lambda: stand_of(launcher, ref).state is JobState.RUNNING)
-    for member in (2, 0):
-        outcome = launcher.cancel(ref, member=member, grace_s=LIMIT_S)
-        assert [(one.member, one.state) for one in outcome.statuses] == [(member, JobState.CANCELLED)]
+    for trial in (2, 0):
+        outcome = launcher.cancel(ref, trial=trial, grace_s=LIMIT_S)
+        assert [(one.trial, one.state) for one in outcome.statuses] == [(trial, JobState.CANCELLED)]
     let_go(Path(ref.home) / "members" / "1")
     wait_for_end(launcher, ref)
     states = [one.state for one in launcher.status([ref])]

@@ -24,7 +24,7 @@ __all__ = ["project"]
 
 @pytest.fixture
 def ref(project: Path) -> JobRef:
-    """A sweep of two members under a supervisor, which is this process: the first one has succeeded."""
+    """A sweep of two trials under a supervisor, which is this process: the first one has succeeded."""
     plan = make_plan(make_request(project, [saver()], sweep=("optimizer.lr=1e-5,2e-5",)), LocalBackend())
     job_path = job_path_of(plan.home)
     job_path.mkdir(parents=True)
@@ -32,7 +32,7 @@ def ref(project: Path) -> JobRef:
     write_identity(job_path, "local-1")
     for number, code, told in ((0, 0, ""), (1, 75, "SIGTERM")):
         write_verdict(
-            Path(plan.members[number].path) / "attempts" / "local-1-0",
+            Path(plan.trials[number].path) / "attempts" / "local-1-0",
             number=0,
             exit_code=code,
             signal=told,
@@ -51,14 +51,14 @@ def ref(project: Path) -> JobRef:
     )
 
 
-def test_a_cancelled_sweep_keeps_the_successes_of_members_that_had_ended(ref: JobRef) -> None:
-    """Incident: the first of two members had succeeded, the job was cancelled, and both were `cancelled`."""
+def test_a_cancelled_sweep_keeps_the_successes_of_trials_that_had_ended(ref: JobRef) -> None:
+    """Incident: the first of two trials had succeeded, the job was cancelled, and both were `cancelled`."""
     write_identity(job_path_of(ref.home), "local-1", cancelled_by="SIGTERM")
     states = [one.state for one in Launcher(LocalBackend()).status([ref])]
     assert states == [JobState.SUCCEEDED, JobState.CANCELLED]
 
 
-def test_the_order_to_end_one_member_reaches_the_supervisor_and_no_other_member(ref: JobRef) -> None:
+def test_the_order_to_end_one_trial_reaches_the_supervisor_and_no_other_trial(ref: JobRef) -> None:
     """Incident: `strop cancel JOB --trial 1` ended the whole sweep, without a word."""
     LocalBackend().stop(ref, 1, grace_s=1.0)
     assert read_orders(job_path_of(ref.home)) == [(1, signal.SIGTERM)]

@@ -27,8 +27,8 @@ def launcher() -> Launcher:
     return Launcher(LocalBackend())
 
 
-def stand_of(launcher: Launcher, ref: JobRef, member: int = 0) -> JobStatus:
-    return launcher.status([ref])[member]
+def stand_of(launcher: Launcher, ref: JobRef, trial: int = 0) -> JobStatus:
+    return launcher.status([ref])[trial]
 
 
 def wait_for_end(launcher: Launcher, ref: JobRef) -> JobStatus:
@@ -237,7 +237,7 @@ def test_a_killed_submitter_has_submitted_once(project: Path, launcher: Launcher
     wait_for_end(launcher, ref)
 
 
-def test_members_of_a_sweep_have_directories_and_settings_of_their_own(
+def test_trials_of_a_sweep_have_directories_and_settings_of_their_own(
     project: Path, launcher: Launcher
 ) -> None:
     reader = role(
@@ -250,24 +250,24 @@ def test_members_of_a_sweep_have_directories_and_settings_of_their_own(
     wait_for(lambda: all(one.state is JobState.SUCCEEDED for one in launcher.status([ref])))
     texts = [
         line.text
-        for member in (0, 1)
-        for line in launcher.logs(ref, member, LogFilter(role="train"), is_followed=False)
+        for trial in (0, 1)
+        for line in launcher.logs(ref, trial, LogFilter(role="train"), is_followed=False)
     ]
     assert "0.001" in texts[0]
     assert "0.002" in texts[1]
 
 
-def test_one_member_of_a_sweep_ends_alone(project: Path, launcher: Launcher) -> None:
+def test_one_trial_of_a_sweep_ends_alone(project: Path, launcher: Launcher) -> None:
     sweep = ("optimizer.lr=0.001,0.002,0.003,0.004",)
     ref = launcher.submit(make_request(project, [held(20)], sweep=sweep)).ref
     homes = [Path(ref.home, "members", str(index)) for index in range(4)]
     wait_for(lambda: len(steps_of(str(homes[0]))) >= 2)
     # One that has not begun never will, and that is known at once.
-    outcome = launcher.cancel(ref, member=2, grace_s=LIMIT_S)
-    assert [(one.member, one.state) for one in outcome.statuses] == [(2, JobState.CANCELLED)]
+    outcome = launcher.cancel(ref, trial=2, grace_s=LIMIT_S)
+    assert [(one.trial, one.state) for one in outcome.statuses] == [(2, JobState.CANCELLED)]
     assert stand_of(launcher, ref).state is JobState.RUNNING
     # One that lives saves its state, and lives no second time.
-    outcome = launcher.cancel(ref, member=0, grace_s=LIMIT_S)
+    outcome = launcher.cancel(ref, trial=0, grace_s=LIMIT_S)
     assert ([one.state for one in outcome.statuses], outcome.ended_by) == ([JobState.CANCELLED], "TERM")
     assert [one["exit_code"] for one in read_verdicts(homes[0])] == [75]
     wait_for(lambda: len(steps_of(str(homes[1]))) >= 2)

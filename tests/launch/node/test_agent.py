@@ -44,7 +44,7 @@ class Node:
         number: int = 0,
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "strop.launch.node", "--member", str(self.home)]
+        command = [sys.executable, "-m", "strop.launch.node", "--trial", str(self.home)]
         command += ["--job", str(self.home / "job"), "--attempt", attempt, "--number", str(number)]
         return subprocess.Popen(
             [*command, *map(str, words)],

@@ -24,7 +24,7 @@ def test_a_node_that_is_to_end_waits_for_no_other_node(project: Path) -> None:
     plan = make_plan(make_request(project, [saver()], "job.preflight=collect"), LocalBackend())
     plan = replace(plan, resources=replace(plan.resources, num_nodes=2))
     task = NodeTask(
-        job_path=project, member_path=project, attempt="7-0", number=0, node=0, num_nodes=2, part="main"
+        job_path=project, trial_path=project, attempt="7-0", number=0, node=0, num_nodes=2, part="main"
     )
     began = time.monotonic()
     with pytest.raises(Interrupted, match="told to end while it waited for node 0, 1"):

@@ -12,7 +12,7 @@ from strop.launch.node.roles import PeerWatch
 
 def task(folder: Path, node: int) -> NodeTask:
     return NodeTask(
-        job_path=folder / "job", member_path=folder, attempt="7-0", number=0, node=node, num_nodes=2
+        job_path=folder / "job", trial_path=folder, attempt="7-0", number=0, node=node, num_nodes=2
     )
 
 

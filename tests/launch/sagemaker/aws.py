@@ -36,13 +36,13 @@ class Site:
     project: Path
     prefix: str
 
-    def plan(self, *, num_members: int = 1, with_code: bool = True, **changes: Any) -> JobPlan:
+    def plan(self, *, num_trials: int = 1, with_code: bool = True, **changes: Any) -> JobPlan:
         """Return a plan whose home is filled as `submit` fills it."""
         profile = {**changes.pop("profile", {}), **self.profile.model_dump(exclude_defaults=True)}
         # Of no registry of ECR: nobody is asked for its digest.
         changes.setdefault("image", "elsewhere.example/strop:1")
         request = make_request(project=self.project, profile=profile, **changes)
-        plan = make_plan(request, num_members=num_members)
+        plan = make_plan(request, num_trials=num_trials)
         job_path = job_path_of(plan.home)
         job_path.mkdir(parents=True, exist_ok=True)
         (job_path / "spec.toml").write_text("name = 'small-try'\n")

@@ -11,9 +11,9 @@ from strop.launch.contract import (
     JobEnvironment,
     JobPlan,
     JobRequest,
-    MemberPlan,
     Resources,
     RolePlan,
+    TrialPlan,
 )
 from strop.launch.options import Site
 from strop.launch.sagemaker.options import SageMakerSite
@@ -61,17 +61,15 @@ def make_request(
     )
 
 
-def make_plan(request: JobRequest, *, num_members: int = 1, code_sha256: str | None = "c" * 64) -> JobPlan:
-    paths = (
-        [request.home] if num_members == 1 else [f"{request.home}/members/{i}" for i in range(num_members)]
-    )
+def make_plan(request: JobRequest, *, num_trials: int = 1, code_sha256: str | None = "c" * 64) -> JobPlan:
+    paths = [request.home] if num_trials == 1 else [f"{request.home}/members/{i}" for i in range(num_trials)]
     bare = JobPlan(
         name=request.resolved.spec.name,
         site=request.site.name,
         backend="sagemaker",
         command=request.command,
         home=request.home,
-        members=tuple(MemberPlan(index=index, path=path) for index, path in enumerate(paths)),
+        trials=tuple(TrialPlan(index=index, path=path) for index, path in enumerate(paths)),
         resources=request.resources,
         roles=request.roles,
         python=request.python,
@@ -89,8 +87,8 @@ def plan_of(**changes: Any) -> JobPlan:
     return make_plan(make_request(**changes))
 
 
-def request_of(plan: JobPlan, member: int = 0) -> dict[str, Any]:
-    built: dict[str, Any] = plan.details["jobs"][member]["request"]
+def request_of(plan: JobPlan, trial: int = 0) -> dict[str, Any]:
+    built: dict[str, Any] = plan.details["jobs"][trial]["request"]
     return built
 
 

@@ -19,9 +19,9 @@ from strop.testing.sagemaker import JobScript, Stage, spot_script
 from tests.launch.sagemaker.aws import Site
 
 
-def answer(site: Site, ref: object, member: int = 0) -> JobState | None:
+def answer(site: Site, ref: object, trial: int = 0) -> JobState | None:
     found = site.backend.poll([ref])  # type: ignore[list-item]
-    said = found.get((ref.job_id, member))  # type: ignore[attr-defined]
+    said = found.get((ref.job_id, trial))  # type: ignore[attr-defined]
     return said.state if said else None
 
 
@@ -111,7 +111,7 @@ def test_states_follow_the_job(site: Site) -> None:
 
 
 def test_one_listing_answers_for_many_and_only_changes_are_described(site: Site) -> None:
-    ref = site.backend.submit(site.plan(num_members=3))
+    ref = site.backend.submit(site.plan(num_trials=3))
     site.fake.calls.clear()
     assert len(site.backend.poll([ref])) == 3
     assert len(site.fake.sent("list_training_jobs")) == 1
@@ -218,7 +218,7 @@ def test_a_full_quota_is_refused_in_the_services_words(site: Site) -> None:
 def test_half_a_sweep_is_taken_back(site: Site) -> None:
     site.fake.quota["ml.p4de.24xlarge"] = 2
     with pytest.raises(CheckRefused, match="service limit"):
-        site.backend.submit(site.plan(num_members=3))
+        site.backend.submit(site.plan(num_trials=3))
     states = {job["TrainingJobStatus"] for job in site.fake.list_training_jobs()["TrainingJobSummaries"]}
     assert states == {"Stopped"}
 

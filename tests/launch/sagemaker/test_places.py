@@ -11,10 +11,10 @@ from strop.launch.sagemaker.limits import check_value
 from strop.launch.sagemaker.places import (
     base_name,
     find_revealing,
-    member_name,
     require_name,
     run_key,
     suffixed_name,
+    trial_name,
 )
 
 NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC.
@@ -44,18 +44,18 @@ def test_a_name_that_the_service_refuses_is_refused_here(name: str) -> None:
 )
 def test_every_name_that_is_made_is_legal(prefix: str, index: int, home: str) -> None:
     base = base_name(prefix, NOON)
-    member = member_name(base, index, 1000)
-    names = [base, member, suffixed_name(base, home), suffixed_name(member, home)]
+    trial = trial_name(base, index, 1000)
+    names = [base, trial, suffixed_name(base, home), suffixed_name(trial, home)]
     assert [check_value(name, "TrainingJobName", "name") for name in names] == [[], [], [], []]
     assert len(set(names)) == 4
 
 
-def test_members_of_the_longest_prefix_differ() -> None:
+def test_trials_of_the_longest_prefix_differ() -> None:
     base = base_name("p" * 47, NOON)
     # 63 characters: the prefix is cut to make room for '-007', not the time.
     assert len(base) == 63
-    assert member_name(base, 7, 8) == "p" * 43 + "-20261121-120000-007"
-    assert member_name(base, 0, 1) == base
+    assert trial_name(base, 7, 8) == "p" * 43 + "-20261121-120000-007"
+    assert trial_name(base, 0, 1) == base
 
 
 def test_a_suffix_belongs_to_the_home() -> None:

@@ -160,8 +160,8 @@ def test_nodes_without_gpus_are_an_instance_group() -> None:
     assert "InstanceType" not in request["ResourceConfig"]
 
 
-def test_each_member_of_a_sweep_is_a_job_with_its_own_state() -> None:
-    plan = make_plan(make_request(), num_members=3)
+def test_each_trial_of_a_sweep_is_a_job_with_its_own_state() -> None:
+    plan = make_plan(make_request(), num_trials=3)
     jobs = plan.details["jobs"]
     assert [job["name"] for job in jobs] == [f"job-20261121-120000-00{i}" for i in range(3)]
     assert len({job["state_uri"] for job in jobs}) == 3

@@ -100,16 +100,16 @@ class LoginNode:
         return self.launcher.submit(self.request(*roles, **more)).ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """The state of a job of one member."""
+        """The state of a job of one trial."""
         return self.launcher.status([ref])[0]
 
     def wait_for(
-        self, ref: JobRef, *states: JobState, limit_s: float = LIMIT_S, member: int = 0, attempt: int = 0
+        self, ref: JobRef, *states: JobState, limit_s: float = LIMIT_S, trial: int = 0, attempt: int = 0
     ) -> JobStatus:
-        """Wait until a member is in one of these states, in this attempt or a later one."""
+        """Wait until a trial is in one of these states, in this attempt or a later one."""
         deadline = time.monotonic() + limit_s
         while True:
-            status = self.launcher.status([ref])[member]
+            status = self.launcher.status([ref])[trial]
             number = status.attempt.number if status.attempt else 0
             if status.state in states and number >= attempt:
                 return status
@@ -117,15 +117,15 @@ class LoginNode:
             assert time.monotonic() < deadline, f"{status}\n{log}"
             time.sleep(0.3)
 
-    def wait_for_step(self, ref: JobRef, *, member: str = ".", attempt: int = 0) -> None:
+    def wait_for_step(self, ref: JobRef, *, trial: str = ".", attempt: int = 0) -> None:
         """Wait until the role of an attempt counts steps: it hears signals, and has something to save."""
-        folder = Path(ref.home) / member
+        folder = Path(ref.home) / trial
         self.wait_until(lambda: list(folder.glob(f"counts-*-{attempt}-0")))
 
-    def let_go(self, ref: JobRef, *members: str) -> None:
+    def let_go(self, ref: JobRef, *trials: str) -> None:
         """Let held roles end, in all their lives."""
-        for member in members or (".",):
-            (Path(ref.home) / member / "go").touch()
+        for trial in trials or (".",):
+            (Path(ref.home) / trial / "go").touch()
 
     def wait_until(self, what: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait until something is so."""
@@ -148,9 +148,9 @@ def slurm_log(ref: JobRef) -> str:
     return "".join(path.read_text() for path in sorted(Path(ref.home).glob("job/slurm-*.out")))
 
 
-def seen(ref: JobRef, attempt: str, node: int = 0, member: str = ".") -> dict[str, Any]:
+def seen(ref: JobRef, attempt: str, node: int = 0, trial: str = ".") -> dict[str, Any]:
     """What a role found around it."""
-    path = Path(ref.home) / member / f"seen-{attempt}-{node}.json"
+    path = Path(ref.home) / trial / f"seen-{attempt}-{node}.json"
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 

@@ -4,7 +4,7 @@
 
 A step takes 0.1 s. Of several numbers the first is for attempt 0, the next for attempt 1, the last for all
 further ones. `--held`: steps without end until there is `RUN/go`. `--special`: other codes on one node, or
-for one member of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`, and makes
+for one trial of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`, and makes
 `RUN/counts-<attempt>-<node>` after its second step: then it hears signals, and has steps to save.
 """
 

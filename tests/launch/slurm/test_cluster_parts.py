@@ -18,57 +18,57 @@ pytestmark = pytest.mark.slow
 RATES = tuple((f"optimizer.lr={rate}",) for rate in ("1e-5", "2e-5", "3e-5", "4e-5"))
 
 
-def test_a_sweep_is_an_array_whose_members_live_apart(login: LoginNode, cluster: Cluster) -> None:
+def test_a_sweep_is_an_array_whose_trials_live_apart(login: LoginNode, cluster: Cluster) -> None:
     """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
     role = a_role("--held", "--special", "3=75,0")
     ref = login.submit(role, sweep=RATES, options={"array": 2})
     login.wait_for(ref, JobState.RUNNING)
-    login.wait_for(ref, JobState.RUNNING, member=1)
+    login.wait_for(ref, JobState.RUNNING, trial=1)
     states = [status.state for status in login.launcher.status([ref])]
     assert states[2:] == [JobState.QUEUED, JobState.QUEUED]
     assert len(cluster.run("squeue", "-h", "-t", "RUNNING").splitlines()) <= 2
-    login.let_go(ref, *(f"members/{member}" for member in range(4)))
-    for member in range(4):
-        login.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
-    numbers = [len(login.launcher.read_attempts(ref, member)) for member in range(4)]
+    login.let_go(ref, *(f"members/{trial}" for trial in range(4)))
+    for trial in range(4):
+        login.wait_for(ref, JobState.SUCCEEDED, trial=trial, attempt=1 if trial == 3 else 0)
+    numbers = [len(login.launcher.read_attempts(ref, trial)) for trial in range(4)]
     assert numbers == [1, 1, 1, 2]
     login.wait_until(lambda: cluster.run("squeue", "-h") == "")
 
 
-def test_the_last_member_of_a_sweep_takes_the_secrets_along(
+def test_the_last_trial_of_a_sweep_takes_the_secrets_along(
     login: LoginNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "k3y")
     launcher = Launcher(login.backend, environ={**login.launcher.environ, "API_KEY": "k3y"})
     environment = JobEnvironment(secrets=("API_KEY",))
-    # The second member lives twice: what the first one took along would be missing then.
+    # The second trial lives twice: what the first one took along would be missing then.
     role = a_role("--steps", "5", "--special", "1=75,0")
     ref = launcher.submit(login.request(role, environment=environment, sweep=RATES[:2])).ref
-    for member in (0, 1):
-        login.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=member)
+    for trial in (0, 1):
+        login.wait_for(ref, JobState.SUCCEEDED, trial=trial, attempt=trial)
     login.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
 
 
-def test_one_member_of_a_sweep_is_cancelled_alone(login: LoginNode) -> None:
+def test_one_trial_of_a_sweep_is_cancelled_alone(login: LoginNode) -> None:
     ref = login.submit(a_role("--held"), sweep=RATES[:2])
-    for member in (0, 1):
-        login.wait_for_step(ref, member=f"members/{member}")
-    outcome = login.launcher.cancel(ref, member=1, grace_s=60.0)
+    for trial in (0, 1):
+        login.wait_for_step(ref, trial=f"members/{trial}")
+    outcome = login.launcher.cancel(ref, trial=1, grace_s=60.0)
     assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
     login.let_go(ref, "members/0")
     assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
 
 
-def test_one_member_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> None:
+def test_one_trial_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> None:
     ref = login.submit(a_role("--held"), sweep=RATES[:2])
-    for member in (0, 1):
-        login.wait_for_step(ref, member=f"members/{member}")
+    for trial in (0, 1):
+        login.wait_for_step(ref, trial=f"members/{trial}")
     login.backend.preempt(ref, 1)
-    login.wait_for_step(ref, member="members/1", attempt=1)
+    login.wait_for_step(ref, trial="members/1", attempt=1)
     login.let_go(ref, "members/0", "members/1")
-    assert login.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
     assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
-    assert [len(login.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
+    assert [len(login.launcher.read_attempts(ref, trial)) for trial in (0, 1)] == [1, 2]
 
 
 def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:

@@ -98,7 +98,7 @@ def test_lau_4_any_value_comes_through_the_header_and_the_shell(
     """Incident: values were pasted between quotation marks, and `$` and backticks in them were run."""
     root = tmp_path_factory.getbasetemp() / "quoting"
     plan = replace(_plan(root), name=name, python=python, home=f"{root}/{python.replace('/', '')}")
-    plan = replace(plan, members=(replace(plan.members[0], path=plan.home),))
+    plan = replace(plan, trials=(replace(plan.trials[0], path=plan.home),))
     options = SlurmSite(comment=value, constraint=value, exclude=value)
     script = write_script(plan, options)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, capture_output=True)
@@ -109,16 +109,14 @@ def test_lau_4_any_value_comes_through_the_header_and_the_shell(
     assert any(word.startswith("--comment=strop:") and word.endswith(f" {value}") for word in words)
     # What bash itself makes of the lines that hold values.
     lines = [line for line in script.splitlines() if line.startswith(("home=", "agent="))]
-    shown = (
-        f'member=m attempt=a number=0\n{lines[0]}\n{lines[1]})\nprintf \'%s\\0\' "$home" "${{agent[0]}}"\n'
-    )
+    shown = f'trial=m attempt=a number=0\n{lines[0]}\n{lines[1]})\nprintf \'%s\\0\' "$home" "${{agent[0]}}"\n'
     said = subprocess.run(["bash", "-u"], input=shown, capture_output=True, text=True, check=True)
     assert said.stdout.split("\0")[:2] == [plan.home, python]
 
 
 def test_a_home_with_a_line_break_comes_through_the_shell(tmp_path: Path) -> None:
     plan = replace(_plan(tmp_path), home="/runs/a\nb")
-    script = write_script(replace(plan, members=(replace(plan.members[0], path=plan.home),)), SlurmSite())
+    script = write_script(replace(plan, trials=(replace(plan.trials[0], path=plan.home),)), SlurmSite())
     assert "home='/runs/a\nb'\n" in script
 
 
@@ -199,7 +197,7 @@ def test_the_time_limit_is_said_as_slurm_reads_it(
 
 
 @pytest.mark.parametrize(("array", "said"), [(None, "0-1"), (1, "0-1%1"), (2, "0-1%2")])
-def test_a_sweep_is_an_array_of_its_members(tmp_path: Path, array: int | None, said: str) -> None:
+def test_a_sweep_is_an_array_of_its_trials(tmp_path: Path, array: int | None, said: str) -> None:
     sweep = (("optimizer.lr=1e-5",), ("optimizer.lr=2e-5",))
     plan = _plan(tmp_path, options={"array": array}, sweep=sweep)
     assert f"#SBATCH --array={said}\n" in plan.files["job.sh"]

@@ -2,7 +2,7 @@
 
 Covered: podman and docker; no network by default; limits of memory, cores and processes; GPUs by id; files
 owned by the submitting user; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
-killed containers, whose end `watch` or the next submission records; single members of a sweep, which run
+killed containers, whose end `watch` or the next submission records; single trials of a sweep, which run
 one after the other in one container and are ended by its process 1. Not covered: several nodes; engines on
 other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the profile); where
 none can be made, such a run is refused. Tried with podman 4.3.1 and runc 1.1.5 as root.
@@ -70,7 +70,7 @@ from strop.launch.container.watch import (
 )
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan
-from strop.launch.local.supervisor_files import answer_members, forget_orders, order_end, read_identity
+from strop.launch.local.supervisor_files import answer_trials, forget_orders, order_end, read_identity
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 START_LIMIT_S = 60.0
@@ -171,30 +171,30 @@ class ContainerBackend:
         for ref in refs:
             answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
             if answer is not None:
-                answers |= answer_members(ref, answer)
+                answers |= answer_trials(ref, answer)
         return answers
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the member's directory."""
-        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).members[member].path))
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the trial's directory."""
+        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).trials[trial].path))
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return None: logs are files of the record."""
         return None
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
         """Send TERM to process 1; with no grace KILL, which ends everything in the container at once.
 
-        One member of several is ended by process 1, and the others go on.
+        One trial of several is ended by process 1, and the others go on.
         """
         job_path = job_path_of(ref.home)
-        if member is not None and len(read_plan(job_path).members) > 1:
-            order_end(job_path, member, grace_s=grace_s)
+        if trial is not None and len(read_plan(job_path).trials) > 1:
+            order_end(job_path, trial, grace_s=grace_s)
             return
         note_stop(job_path, JobState.CANCELLED)
         self._signal(ref, "TERM" if grace_s > 0.0 else "KILL")
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Send process 1 the signal by which a scheduler announces a preemption."""
         self._signal(ref, "USR2")
         return "SIGUSR2"

@@ -271,15 +271,15 @@ def settle(job_path: Path) -> bool:
 
 def _complete_record(job_path: Path, end: ContainerEnd) -> None:
     """Write the verdict of attempts that ended with their container and could write none."""
-    for member in read_plan(job_path).members:
-        member_path = Path(member.path)
-        for attempt in read_attempts(DirectoryRecord(member_path)):
+    for trial in read_plan(job_path).trials:
+        trial_path = Path(trial.path)
+        for attempt in read_attempts(DirectoryRecord(trial_path)):
             if attempt.exit_code is not None:
                 continue
             # A supervisor that exits normally leaves a verdict, so this attempt did not end well.
             exit_code = end.exit_code if end.exit_code != EXIT_DONE else EXIT_FAILED
             write_verdict(
-                member_path / ATTEMPTS_FOLDER / attempt.name,
+                trial_path / ATTEMPTS_FOLDER / attempt.name,
                 number=attempt.number,
                 exit_code=exit_code,
                 signal="SIGKILL" if exit_code == _KILLED else "",

@@ -18,7 +18,7 @@ from strop.hardware.process import start_detached
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.environment import clean_inherited
 from strop.launch.job_dir import job_path_of, read_plan
-from strop.launch.local.supervisor_files import answer_members, forget_orders, order_end, read_identity
+from strop.launch.local.supervisor_files import answer_trials, forget_orders, order_end, read_identity
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
@@ -99,24 +99,24 @@ class LocalBackend:
                     f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume"
                 )
             answer = SchedulerStatus(state=state, raw=raw, reason=reason, nodes=found.host)
-            answers |= answer_members(ref, answer)
+            answers |= answer_trials(ref, answer)
         return answers
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the member's directory."""
-        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).members[member].path))
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the trial's directory."""
+        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).trials[trial].path))
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return None: logs are files of the record."""
         return None
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
         """Ask the supervisor for an end; with no grace kill it and all of its processes at once.
 
-        One member of several is ended by the supervisor, and the others go on.
+        One trial of several is ended by the supervisor, and the others go on.
         """
-        if member is not None and len(read_plan(job_path_of(ref.home)).members) > 1:
-            order_end(job_path_of(ref.home), member, grace_s=grace_s)
+        if trial is not None and len(read_plan(job_path_of(ref.home)).trials) > 1:
+            order_end(job_path_of(ref.home), trial, grace_s=grace_s)
             return
         if grace_s > 0.0:
             self._signal(ref, signal.SIGTERM)
@@ -130,7 +130,7 @@ class LocalBackend:
             clear_leftovers()
             time.sleep(0.05)
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Send the supervisor the signal of a preemption."""
         self._signal(ref, signal.SIGUSR2)
         return "SIGUSR2"

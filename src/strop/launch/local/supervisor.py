@@ -4,7 +4,7 @@
 
 SIGUSR2 is a preemption: the attempt saves its state, and the job is requeued at most `max_requeue` times.
 SIGTERM and SIGINT are a cancellation. An agent that was killed counts as a lost node, which a scheduler would
-replace too. The members of a sweep run one after the other; one of them can be ended alone
+replace too. The trials of a sweep run one after the other; one of them can be ended alone
 (`supervisor_files`). The supervisor may be process 1 of a container.
 """
 
@@ -22,7 +22,7 @@ from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
 from strop.hardware import clear_leftovers, spawn
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.launch.attempts import combine_exit_files, from_wait, write_verdict
-from strop.launch.contract import JobPlan, MemberPlan
+from strop.launch.contract import JobPlan, TrialPlan
 from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.supervisor_files import confirm_end, read_orders, write_identity
 from strop.launch.secrets import remove_secrets
@@ -31,13 +31,13 @@ _POLL_S = 0.1
 
 
 class _Orders:
-    """Pending signals, and orders for single members: stored by handlers, passed on by the loop."""
+    """Pending signals, and orders for single trials: stored by handlers, passed on by the loop."""
 
     def __init__(self, job_path: Path) -> None:
         self.pending: list[signal.Signals] = []
         self.cancelled_by = ""
         self._job_path = job_path
-        self._for_members: set[tuple[int, signal.Signals]] = set()
+        self._for_trials: set[tuple[int, signal.Signals]] = set()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._take)
 
@@ -48,27 +48,27 @@ class _Orders:
         self.pending.append(order)
 
     def take(self, running: int) -> list[signal.Signals]:
-        """Return the signals for the running member, each order once.
+        """Return the signals for the running trial, each order once.
 
-        An order for a member that has not begun is confirmed at once: it is skipped when its turn comes.
+        An order for a trial that has not begun is confirmed at once: it is skipped when its turn comes.
         """
         taken = []
         while self.pending:
             taken.append(self.pending.pop(0))
         for order in read_orders(self._job_path):
-            member, signal_name = order
-            if member < running or order in self._for_members:
+            trial, signal_name = order
+            if trial < running or order in self._for_trials:
                 continue
-            self._for_members.add(order)
-            if member == running:
+            self._for_trials.add(order)
+            if trial == running:
                 taken.append(signal_name)
             else:
-                confirm_end(self._job_path, member)
+                confirm_end(self._job_path, trial)
         return taken
 
-    def end_alone(self, member: int) -> bool:
-        """Whether a member is to end, and the others are not."""
-        return any(member == one for one, _ in self._for_members)
+    def end_alone(self, trial: int) -> bool:
+        """Whether a trial is to end, and the others are not."""
+        return any(trial == one for one, _ in self._for_trials)
 
     def forget_preemptions(self) -> None:
         """Drop preemptions of an attempt that is over; a cancellation is for the whole job."""
@@ -76,7 +76,7 @@ class _Orders:
 
 
 def supervise(job_path: Path, job_id: str) -> int:
-    """Run every member of a job to its end; return the first code that is not 0, else 0.
+    """Run every trial of a job to its end; return the first code that is not 0, else 0.
 
     Raises: StoreError if the job's folder cannot be read.
     """
@@ -87,16 +87,16 @@ def supervise(job_path: Path, job_id: str) -> int:
     write_identity(job_path, job_id)
     result = EXIT_DONE
     try:
-        for member in plan.members:
+        for trial in plan.trials:
             code = EXIT_INTERRUPTED
             for number in range(plan.num_past, plan.num_past + plan.max_requeue + 1):
-                if orders.cancelled_by or orders.end_alone(member.index):
+                if orders.cancelled_by or orders.end_alone(trial.index):
                     break
-                code, is_lost = _run_attempt(plan, member, job_path, f"{job_id}-{number}", number, orders)
+                code, is_lost = _run_attempt(plan, trial, job_path, f"{job_id}-{number}", number, orders)
                 if code != EXIT_INTERRUPTED and not is_lost:
                     break
-            if orders.end_alone(member.index):
-                confirm_end(job_path, member.index)
+            if orders.end_alone(trial.index):
+                confirm_end(job_path, trial.index)
             else:
                 result = result or code
             if orders.cancelled_by:
@@ -110,24 +110,24 @@ def supervise(job_path: Path, job_id: str) -> int:
 
 
 def _run_attempt(
-    plan: JobPlan, member: MemberPlan, job_path: Path, attempt: str, number: int, orders: _Orders
+    plan: JobPlan, trial: TrialPlan, job_path: Path, attempt: str, number: int, orders: _Orders
 ) -> tuple[int, bool]:
     """Run one attempt, pass signals on, write its verdict; return code, and whether the agent was killed.
 
     An attempt whose agent was killed has no exit code unless it was the last one.
     """
-    member_path = Path(member.path)
-    attempt_path = member_path / ATTEMPTS_FOLDER / attempt
+    trial_path = Path(trial.path)
+    attempt_path = trial_path / ATTEMPTS_FOLDER / attempt
     started_at = time.time()
     orders.forget_preemptions()
-    argv = [sys.executable, "-m", "strop.launch.node", "--member", str(member_path), "--job", str(job_path)]
+    argv = [sys.executable, "-m", "strop.launch.node", "--trial", str(trial_path), "--job", str(job_path)]
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
     argv += ["--term-grace", str(plan.grace_s)]
-    agent = spawn(argv, attempt_path / "supervisor.log", cwd=member_path)
+    agent = spawn(argv, attempt_path / "supervisor.log", cwd=trial_path)
     # The first one that is passed on to the agent.
     signal_name = ""
     while agent.poll() is None:
-        for order in orders.take(member.index):
+        for order in orders.take(trial.index):
             signal_name = signal_name or order.name
             os.kill(agent.pid, order)
         reap_orphans([agent.pid])
@@ -141,7 +141,7 @@ def _run_attempt(
             sys.stderr.flush()
     else:
         exit_code = combine_exit_files(attempt_path, 1)
-    is_last = number == plan.num_past + plan.max_requeue or orders.end_alone(member.index)
+    is_last = number == plan.num_past + plan.max_requeue or orders.end_alone(trial.index)
     write_verdict(
         attempt_path,
         number=number,

@@ -1,8 +1,8 @@
 """The files between a job's supervisor and the commands about the job, on this machine and in containers.
 
-`supervisor.json` says which process supervises. The members of a sweep run one after the other below it,
+`supervisor.json` says which process supervises. The trials of a sweep run one after the other below it,
 and a signal to it would end all of them: so the order to end one is a file, which the supervisor reads and
-confirms. It skips a member that has not begun, and sends the signal to the agent of one that runs.
+confirms. It skips a trial that has not begun, and sends the signal to the agent of one that runs.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ def read_identity(job_path: Path) -> Supervisor | None:
         return None
 
 
-def order_end(job_path: Path, member: int, *, grace_s: float) -> None:
-    """Ask for the end of a member by TERM; with no grace by KILL. Raises: StoreError."""
+def order_end(job_path: Path, trial: int, *, grace_s: float) -> None:
+    """Ask for the end of a trial by TERM; with no grace by KILL. Raises: StoreError."""
     order = signal.SIGTERM if grace_s > 0.0 else signal.SIGKILL
-    write_bytes_atomically(job_path / f"end-member-{member}-{order.name}", b"")
+    write_bytes_atomically(job_path / f"end-member-{trial}-{order.name}", b"")
 
 
 def read_orders(job_path: Path) -> list[tuple[int, signal.Signals]]:
-    """Return the members that are to end, with the signals."""
+    """Return the trials that are to end, with the signals."""
     return [(int(found[1]), signal.Signals[found[2]]) for found in _find(job_path, _ORDER)]
 
 
-def confirm_end(job_path: Path, member: int) -> None:
-    """Confirm that a member has ended by an order, or will never begin. Raises: StoreError."""
-    write_bytes_atomically(job_path / f"ended-member-{member}", b"")
+def confirm_end(job_path: Path, trial: int) -> None:
+    """Confirm that a trial has ended by an order, or will never begin. Raises: StoreError."""
+    write_bytes_atomically(job_path / f"ended-member-{trial}", b"")
 
 
 def read_confirmed(job_path: Path) -> set[int]:
-    """Return the members that ended by an order, or will never begin."""
+    """Return the trials that ended by an order, or will never begin."""
     return {int(found[1]) for found in _find(job_path, _CONFIRMED)}
 
 
@@ -92,24 +92,24 @@ def forget_orders(job_path: Path) -> None:
         (job_path / found[0]).unlink(missing_ok=True)
 
 
-def answer_members(ref: JobRef, answer: SchedulerStatus) -> dict[tuple[str, int], SchedulerStatus]:
-    """Return the status of each member from that of the whole job, in the form of `Backend.poll`.
+def answer_trials(ref: JobRef, answer: SchedulerStatus) -> dict[tuple[str, int], SchedulerStatus]:
+    """Return the status of each trial from that of the whole job, in the form of `Backend.poll`.
 
-    A cancellation does not apply to members that had succeeded before, nor the end of one member to the
+    A cancellation does not apply to trials that had succeeded before, nor the end of one trial to the
     others. Raises: StoreError.
     """
     job_path = job_path_of(ref.home)
     confirmed = read_confirmed(job_path)
     answers = {}
-    for member in read_plan(job_path).members:
+    for trial in read_plan(job_path).trials:
         mine = answer
-        if member.index in confirmed:
+        if trial.index in confirmed:
             mine = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
         elif answer.state is JobState.CANCELLED:
-            attempts = read_attempts(DirectoryRecord(Path(member.path)))
+            attempts = read_attempts(DirectoryRecord(Path(trial.path)))
             if attempts and attempts[-1].exit_code == EXIT_DONE and not attempts[-1].signal:
                 mine = SchedulerStatus(state=JobState.SUCCEEDED, raw="done", nodes=answer.nodes)
-        answers[ref.job_id, member.index] = mine
+        answers[ref.job_id, trial.index] = mine
     return answers
 
 

@@ -1,4 +1,4 @@
-"""`python -m strop.launch.node --member DIR --job DIR --attempt NAME --number K --node I --num-nodes N`."""
+"""`python -m strop.launch.node --trial DIR --job DIR --attempt NAME --number K --node I --num-nodes N`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.launch.node.environment import TERM_GRACE_S, NodeTask
 def main(arguments: list[str] | None = None) -> int:
     """Run the agent of one node; return its exit code."""
     parser = argparse.ArgumentParser(prog="strop.launch.node", description=__doc__)
-    parser.add_argument("--member", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--trial", type=Path, required=True, help="the run's directory")
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
     parser.add_argument("--attempt", required=True, help="name of the attempt's folder")
     parser.add_argument("--number", type=int, required=True, help="number of earlier attempts of it")
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run_node(
         NodeTask(
             job_path=given.job,
-            member_path=given.member,
+            trial_path=given.trial,
             attempt=given.attempt,
             number=given.number,
             node=node,

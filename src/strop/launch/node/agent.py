@@ -160,14 +160,14 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     wanted = {"cpu"} if task.part == "cpu" else {"all", "others" if task.node else "first"}
     roles = tuple(role for role in plan.roles if role.nodes in wanted)
     awaited = tuple(role for role in roles if role.is_awaited)
-    if awaited and (task.member_path / STATE_NAME).is_file() and RunDir.open(task.member_path).is_finished:
+    if awaited and (task.trial_path / STATE_NAME).is_file() and RunDir.open(task.trial_path).is_finished:
         # An earlier attempt has finished the run.
         roles = awaited
     node = _Node(task=task, plan=plan, roles=roles, log=log)
     become_subreaper()
     if task.node == 0:
-        raise_fence(task.member_path, task.number, task.attempt)
-        point_latest(task.member_path, task.attempt)
+        raise_fence(task.trial_path, task.number, task.attempt)
+        point_latest(task.trial_path, task.attempt)
     for cleared in clear_leftovers():
         node.say(f"a dead run had left something: {cleared}")
     lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
@@ -196,7 +196,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     task, plan = node.task, node.plan
     work_path = lease.make_directory()
     (work_path / "tmp").mkdir()
-    code_path = Path(plan.details.get("project_path") or task.member_path)
+    code_path = Path(plan.details.get("project_path") or task.trial_path)
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
@@ -257,7 +257,7 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
 
 def _fill(word: str, task: NodeTask, code_path: Path) -> str:
     """Replace `{run}`, `{job}` and `{code}`. Not by str.format: a command may contain other braces."""
-    places = {"{run}": task.member_path, "{job}": task.job_path, "{code}": code_path}
+    places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path}
     for name, path in places.items():
         word = word.replace(name, str(path))
     return word
@@ -298,7 +298,7 @@ def check_node(
         names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(num_nodes))
         group = NodeGroup(names=names, index=task.node, attempt_path=task.attempt_path, attempt=task.number)
     request = PreflightRequest(
-        run_path=task.member_path,
+        run_path=task.trial_path,
         allocation=allocation if allocation.roles else None,
         levels=tuple(level for level in levels if group is not None or level is not Level.COLLECT),
         node=host_name(),

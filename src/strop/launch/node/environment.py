@@ -36,16 +36,16 @@ _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeTask:
-    """One node of one attempt of one member."""
+    """One node of one attempt of one trial."""
 
     job_path: Path
     """`<home>/job`."""
-    member_path: Path
+    trial_path: Path
     """The run's directory."""
     attempt: str
     """Name of the attempt's folder."""
     number: int
-    """From 0: the number of earlier attempts of the member."""
+    """From 0: the number of earlier attempts of the trial."""
     node: int
     """From 0, over both parts; node 0 is the first of the main part."""
     num_nodes: int
@@ -60,7 +60,7 @@ class NodeTask:
     @property
     def attempt_path(self) -> Path:
         """The attempt's folder."""
-        return self.member_path / "attempts" / self.attempt
+        return self.trial_path / "attempts" / self.attempt
 
     @property
     def log_path(self) -> Path:

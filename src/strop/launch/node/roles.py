@@ -268,7 +268,7 @@ class PeerWatch:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return None
         self._looked_at = time.monotonic()
-        fence = read_fence(self._task.member_path)
+        fence = read_fence(self._task.trial_path)
         if fence is not None and fence[0] > self._task.number:
             cause = f"attempt {fence[1]} has begun: this one is cut off from the run and ends"
             return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
@@ -329,7 +329,7 @@ class StallWatch:
     def __init__(self, plan: JobPlan, task: NodeTask, roles: list[str]) -> None:
         self._limit_s = plan.max_silence_s
         self._logs = [task.log_path / f"{role}.log" for role in roles]
-        self._paths = [*self._logs, task.member_path / "metrics.jsonl", task.member_path / "events.jsonl"]
+        self._paths = [*self._logs, task.trial_path / "metrics.jsonl", task.trial_path / "events.jsonl"]
         self._paths.append(task.attempt_path / "train.log")
         self._sizes = self._measure()
         self._moved_at = self._looked_at = time.monotonic()

@@ -1,7 +1,7 @@
 """SageMaker training jobs as a backend.
 
 Covered: plan, check, submit with code and config in S3, status by one listing, logs from CloudWatch, records
-from the run's mirror, stop, sweeps as one job per member, finding what a killed submission left. Tried with
+from the run's mirror, stop, sweeps as one job per trial, finding what a killed submission left. Tried with
 moto 5.2.5 and `FakeSageMaker`, never on live AWS. Not covered: deletion of jobs, training plans.
 """
 
@@ -24,7 +24,7 @@ from strop.launch.sagemaker.client import AwsClients, JobObjects, SiteObjects, a
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
 from strop.launch.sagemaker.options import SageMakerSite
-from strop.launch.sagemaker.places import LINK_KEY, MEMBER_TAG, PLAN_TAG, RUN_TAG, suffixed_name
+from strop.launch.sagemaker.places import LINK_KEY, PLAN_TAG, RUN_TAG, TRIAL_TAG, suffixed_name
 from strop.launch.sagemaker.probe import probe_site
 from strop.launch.sagemaker.rendezvous import make_key
 from strop.launch.sagemaker.request import complete_plan, count_hosts, renew_plan, step_of_state
@@ -82,7 +82,7 @@ class SageMakerBackend:
         return prepare_image(request, options, self, say, is_dry_run=is_dry_run)
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the requests of all members. Raises: ConfigError with everything that would be refused."""
+        """Add the requests of all trials. Raises: ConfigError with everything that would be refused."""
         return complete_plan(plan, request)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
@@ -90,7 +90,7 @@ class SageMakerBackend:
         return probe_site(plan, self._profile, self._clients, self._objects)
 
     def submit(self, plan: JobPlan) -> JobRef:
-        """Send code and config, create the jobs of all members, and write the job log.
+        """Send code and config, create the jobs of all trials, and write the job log.
 
         Raises: CheckRefused if AWS refuses one: those that it accepted before are stopped then; StoreError.
         """
@@ -111,8 +111,8 @@ class SageMakerBackend:
                     self._stop(job["name"])
                 except StropError as error:
                     raise CheckRefused(
-                        f"a later member was refused, and {job['name']} could not be stopped ({error})",
-                        allowed="all members of a sweep or none",
+                        f"a later trial was refused, and {job['name']} could not be stopped ({error})",
+                        allowed="all trials of a sweep or none",
                         next_step=f"stop {job['name']} in the console",
                     ) from error
             raise
@@ -121,13 +121,13 @@ class SageMakerBackend:
         earlier = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
         warnings = []
         for job in accepted:
-            member = plan.members[job["member"]]
+            trial = plan.trials[job["trial"]]
             facts = {key: job[key] for key in ("arn", "run_key", "config_uri", "state_uri", "record_uri")}
-            facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "member": job["member"]}
+            facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "trial": job["trial"]}
             row = JobRow(
                 job_name=job["name"],
                 config=plan.details["config"],
-                description=" ".join([plan.details["description"], *member.overrides]).strip(),
+                description=" ".join([plan.details["description"], *trial.overrides]).strip(),
                 submitted=submitted_text(plan.submitted_at),
                 run=plan.name,
                 facts={**facts, "parent": plan.details["parent"] or earlier},
@@ -136,21 +136,21 @@ class SageMakerBackend:
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
     def send_locally(self, plan: JobPlan) -> dict[str, Any]:
-        """Send the first member's files as `submit` does; return its job's request, for local mode."""
+        """Send the first trial's files as `submit` does; return its job's request, for local mode."""
         job = plan.details["jobs"][0]
         self._upload(plan, job)
         return {**_name_image(job["request"], plan.details["image"]), "TrainingJobName": job["name"]}
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
-        """Give all members' jobs new names, and what is kept by a job's name the new places."""
+        """Give all trials' jobs new names, and what is kept by a job's name the new places."""
         return renew_plan(plan, submitted_at)
 
-    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
         """Return the newest state in S3, whichever job of the run it comes from, or what its mirror has."""
-        root = _job_of(ref, member)["state_uri"].rstrip("/")
+        root = _job_of(ref, trial)["state_uri"].rstrip("/")
         names = (stored.uri[len(root) + 1 :] for stored in self._objects.list(root))
         steps = [step for name in names if (step := step_of_state(name)) is not None]
-        return max([*steps, *find_checkpoints(self.open_record(ref, member))], default=None)
+        return max([*steps, *find_checkpoints(self.open_record(ref, trial))], default=None)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""
@@ -169,7 +169,7 @@ class SageMakerBackend:
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """List once, and describe only what has changed since the last question. Raises: StoreError."""
-        wanted = {job["name"]: (ref, job["member"]) for ref in refs for job in ref.details["jobs"]}
+        wanted = {job["name"]: (ref, job["trial"]) for ref in refs for job in ref.details["jobs"]}
         if not wanted:
             return {}
         answers: dict[tuple[str, int], SchedulerStatus] = {}
@@ -190,14 +190,14 @@ class SageMakerBackend:
                 if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
                     # A description may lag behind the listing: then it is read again next time.
                     self._described[name] = (changed, answer)
-            ref, member = wanted[name]
-            answers[ref.job_id, member] = answer
+            ref, trial = wanted[name]
+            answers[ref.job_id, trial] = answer
         # The job log is a convenience: errors are ignored.
         for ref in refs:
             ended = {
                 job["name"]: str(answer.state)
                 for job in ref.details["jobs"]
-                if (answer := answers.get((ref.job_id, job["member"]))) and answer.state.is_terminal
+                if (answer := answers.get((ref.job_id, job["trial"]))) and answer.state.is_terminal
             }
             path = ref.details.get("job_log")
             if not ended or not path or not Path(path).exists():
@@ -208,30 +208,30 @@ class SageMakerBackend:
                 continue
         return answers
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the mirror of the member's run in the store; without network, what the platform copied."""
-        job = _job_of(ref, member)
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the mirror of the trial's run in the store; without network, what the platform copied."""
+        job = _job_of(ref, trial)
         if ref.details.get("has_isolation"):
             return StoreRecord(self._objects, f"{job['state_uri']}/record", run=ref.name, traces="")
         return StoreRecord(self._objects, job["record_uri"], run=ref.name)
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return the job's log streams."""
-        return CloudWatchLogs(self._clients, _job_of(ref, member)["name"])
+        return CloudWatchLogs(self._clients, _job_of(ref, trial)["name"])
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
         """Ask for an end. The platform's own window holds, 120 s, whatever `grace_s` is."""
         for job in ref.details["jobs"]:
-            if member in {None, job["member"]}:
+            if trial in {None, job["trial"]}:
                 self._stop(job["name"])
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Stop the job as a person or a wall time would: the container gets SIGTERM."""
-        self._stop(_job_of(ref, member)["name"])
+        self._stop(_job_of(ref, trial)["name"])
         return "SIGTERM"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of the last 30 days that carry our tags and have not ended, each with one member."""
+        """Yield the jobs of the last 30 days that carry our tags and have not ended, each with one trial."""
         for summary in self._list_since(time.time() - LOOK_BACK_S):
             if summary["TrainingJobStatus"] not in _LIVING:
                 continue  # It has ended, and reading its tags costs a call.
@@ -239,7 +239,7 @@ class SageMakerBackend:
             if PLAN_TAG not in tags:
                 continue
             name = summary["TrainingJobName"]
-            job = {"name": name, "arn": summary["TrainingJobArn"], "member": int(tags.get(MEMBER_TAG, "0"))}
+            job = {"name": name, "arn": summary["TrainingJobArn"], "trial": int(tags.get(TRIAL_TAG, "0"))}
             yield JobRef(
                 name=tags.get(RUN_TAG, name),
                 site="",
@@ -260,10 +260,10 @@ class SageMakerBackend:
         for path in sorted(job_path.iterdir()):
             if path.is_file() and path.name not in _NOT_SENT and not path.name.startswith((".", "code.")):
                 self._send(path, f"{job['config_uri']}/{path.name}")
-        member = plan.members[job["member"]]
-        member_spec = job_path_of(member.path) / "spec.toml"
-        if member.overrides and member_spec.is_file():
-            self._send(member_spec, f"{job['config_uri']}/member-spec.toml")
+        trial = plan.trials[job["trial"]]
+        trial_spec = job_path_of(trial.path) / "spec.toml"
+        if trial.overrides and trial_spec.is_file():
+            self._send(trial_spec, f"{job['config_uri']}/member-spec.toml")
         key_uri = f"{job['config_uri']}/{LINK_KEY}"
         if count_hosts(job["request"]) > 1 and self._objects.find(key_uri) is None:
             # Never replaced: hosts of a job that was accepted unnoticed may be reading it.
@@ -370,15 +370,15 @@ def _name_image(request: Mapping[str, Any], image: str) -> dict[str, Any]:
 
 
 def _accepted(job: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: job[key] for key in ("member", "run_key", "config_uri", "source_uri", "state_uri")}
+    kept = {key: job[key] for key in ("trial", "run_key", "config_uri", "source_uri", "state_uri")}
     name = summary["TrainingJobName"]
     record_uri = f"{job['record_uri'].rpartition('/')[0]}/{name}"
     return {"name": name, "arn": summary["TrainingJobArn"], **kept, "record_uri": record_uri}
 
 
-def _job_of(ref: JobRef, member: int) -> Mapping[str, Any]:
+def _job_of(ref: JobRef, trial: int) -> Mapping[str, Any]:
     job: Mapping[str, Any]
     for job in ref.details["jobs"]:
-        if job["member"] == member:
+        if job["trial"] == trial:
             return job
-    raise StoreError(f"{ref.name} has no trial {member}")
+    raise StoreError(f"{ref.name} has no trial {trial}")

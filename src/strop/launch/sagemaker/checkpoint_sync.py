@@ -69,14 +69,14 @@ class CheckpointSync(_Worker):
 
     def __init__(
         self,
-        member_path: Path,
+        trial_path: Path,
         checkpoint_path: Path,
         host: str,
         staging_path: Path,
         *,
         is_safe: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._member_path = member_path
+        self._trial_path = trial_path
         self._place = checkpoint_path / host
         self._staging_path = staging_path
         self._is_safe = is_safe
@@ -97,7 +97,7 @@ class CheckpointSync(_Worker):
             kept = {path.name for path in _complete_states(self._place)}
             newest = max((_step_of(self._place / name) for name in kept), default=-1)
             try:
-                for path in sorted(_complete_states(self._member_path / "checkpoints")):
+                for path in sorted(_complete_states(self._trial_path / "checkpoints")):
                     if path.name not in kept and _step_of(path) > newest:
                         self._sync_run()
                         staged = self._staging_path / path.name
@@ -121,13 +121,13 @@ class CheckpointSync(_Worker):
 
     def _sync_run(self) -> None:
         """Copy the run's other files that have changed, each atomically."""
-        for source in sorted(self._member_path.rglob("*")):
-            name = source.relative_to(self._member_path)
+        for source in sorted(self._trial_path.rglob("*")):
+            name = source.relative_to(self._trial_path)
             if name.parts[0] in _NOT_STATE or source.is_symlink() or not source.is_file():
                 continue
             if any(part.startswith(".") or ".partial-" in part for part in name.parts):
                 continue
-            if name.suffix == ".lock" or is_complete(self._member_path / name.parts[0]):
+            if name.suffix == ".lock" or is_complete(self._trial_path / name.parts[0]):
                 continue  # A finished model is published by the mirror; no restart needs it.
             target = self._place / "run" / name
             found = source.stat()
@@ -226,7 +226,7 @@ def find_newest_step(checkpoint_path: Path) -> int | None:
     )
 
 
-def restore_state(checkpoint_path: Path, member_path: Path) -> Restored:
+def restore_state(checkpoint_path: Path, trial_path: Path) -> Restored:
     """Restore the newest intact state into a run's directory; damaged ones are skipped with a reason.
 
     Raises: OSError if the disk fails.
@@ -242,10 +242,10 @@ def restore_state(checkpoint_path: Path, member_path: Path) -> Restored:
             reasons.append(str(error))
             continue
         run_path = path.parent / "run"
-        member_path.mkdir(parents=True, exist_ok=True)
+        trial_path.mkdir(parents=True, exist_ok=True)
         if run_path.is_dir():
-            shutil.copytree(run_path, member_path, dirs_exist_ok=True)
-        target = member_path / "checkpoints" / path.name
+            shutil.copytree(run_path, trial_path, dirs_exist_ok=True)
+        target = trial_path / "checkpoints" / path.name
         partial = target.with_name(f".partial-{path.name}")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(path, partial)
@@ -305,8 +305,8 @@ class RecordUploader(_Worker):
     store that fails delays this thread alone.
     """
 
-    def __init__(self, sink: Sink, member_path: Path, attempt: str, *, has_run: bool) -> None:
-        self._sink, self._member_path, self._attempt = sink, member_path, attempt
+    def __init__(self, sink: Sink, trial_path: Path, attempt: str, *, has_run: bool) -> None:
+        self._sink, self._trial_path, self._attempt = sink, trial_path, attempt
         self._has_run = has_run
         """Whether this host is the one that writes the run's own files."""
         self._sent: dict[str, tuple[int, int]] = {}
@@ -321,12 +321,12 @@ class RecordUploader(_Worker):
 
     def send_changed(self) -> None:
         """Send every file that has changed since it was sent last."""
-        attempt_path = self._member_path / "attempts" / self._attempt
+        attempt_path = self._trial_path / "attempts" / self._attempt
         found = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
         if self._has_run:
-            found += [self._member_path / name for name in _RUN_FILES]
+            found += [self._trial_path / name for name in _RUN_FILES]
         for path in found:
-            name = path.relative_to(self._member_path).as_posix()
+            name = path.relative_to(self._trial_path).as_posix()
             try:
                 stat = path.stat()
                 version = (stat.st_mtime_ns, stat.st_size)

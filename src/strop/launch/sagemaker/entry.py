@@ -239,7 +239,7 @@ def _run_agent(
     _set_network(start.hosts)
     task = NodeTask(
         job_path=job_path,
-        member_path=start.home,
+        trial_path=start.home,
         attempt=start.attempt,
         number=start.number,
         node=start.hosts.node,
@@ -312,13 +312,13 @@ def _restore_state(start: _Start) -> None:
     start.attempt_path.mkdir(parents=True)
     if not start.hosts.is_head:
         return
-    is_only = len(start.plan["members"]) == 1
+    is_only = len(start.plan["trials"]) == 1
     found = restore_newest(
         start.tree.checkpoint_path,
         start.home,
         start.job_name,
         reaches_store=_reaches_store(start),
-        # In a sweep it names the first member's job.
+        # In a sweep it names the first trial's job.
         parent=str(start.plan.get("follows", "")) if is_only else "",
     )
     sys.stderr.write(f"state: {found.reason}\n")

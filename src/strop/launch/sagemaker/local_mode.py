@@ -63,7 +63,7 @@ def run_here(
     image: str | None,
     say: Callable[[str], None],
 ) -> int:
-    """Run the first member of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
+    """Run the first trial of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
 
     Raises: CheckRefused; StoreError; ConfigError as a submission.
     """

@@ -26,7 +26,7 @@ from strop.launch.secrets import SECRETS_NAME, redact, write_private
 from strop.store.policy import URI_VARIABLE
 
 CPU_GROUP = "cpu"
-MEMBER_SPEC = "member-spec.toml"
+TRIAL_SPEC = "member-spec.toml"
 _KNOWN = frozenset(
     {"current_host", "hosts", "network_interface_name", "current_group_name", "instance_groups"}
 )
@@ -173,10 +173,10 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
     job_path.mkdir(parents=True, exist_ok=True)
     config_path = tree.channel_path(places.CONFIG_CHANNEL)
     for path in sorted(config_path.iterdir()):
-        if path.is_file() and path.name not in {PLAN_NAME, MEMBER_SPEC, places.LINK_KEY}:
+        if path.is_file() and path.name not in {PLAN_NAME, TRIAL_SPEC, places.LINK_KEY}:
             shutil.copyfile(path, job_path / path.name)
-    if (config_path / MEMBER_SPEC).is_file():
-        shutil.copyfile(config_path / MEMBER_SPEC, job_path / SPEC_NAME)
+    if (config_path / TRIAL_SPEC).is_file():
+        shutil.copyfile(config_path / TRIAL_SPEC, job_path / SPEC_NAME)
     # The plan with this container's interpreter, and without paths of the submitting machine.
     outside = plan["python"]
     roles = [

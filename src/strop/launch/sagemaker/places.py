@@ -36,7 +36,7 @@ RUN_PARAMETER = "strop_run"
 PLAN_PARAMETER = "strop_plan"
 RUN_TAG = "strop-run"
 PLAN_TAG = "strop-plan"
-MEMBER_TAG = "strop-member"
+TRIAL_TAG = "strop-member"
 USER_TAG = "strop-user"
 SCRATCH = "/tmp/strop"
 """Where runs are written in the container: outside what the platform packs or copies."""
@@ -68,9 +68,9 @@ def base_name(prefix: str, submitted_at: float) -> str:
     return f"{prefix}-{stamp}"
 
 
-def member_name(base: str, index: int, num_members: int) -> str:
+def trial_name(base: str, index: int, num_trials: int) -> str:
     """Return the name of one job of a sweep; a job without a sweep has the base alone."""
-    return base if num_members == 1 else _append(base, f"{index:03d}")
+    return base if num_trials == 1 else _append(base, f"{index:03d}")
 
 
 def suffixed_name(name: str, home: str) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from strop.errors import ConfigError
 from strop.io.atomic import MANIFEST_NAME
-from strop.launch.contract import JobPlan, JobRequest, MemberPlan
+from strop.launch.contract import JobPlan, JobRequest, TrialPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.client import INSTALL
 from strop.launch.sagemaker.limits import check_request
@@ -25,9 +25,9 @@ from strop.launch.sagemaker.places import (
     MAX_PREFIX_CHARACTERS,
     base_name,
     find_revealing,
-    member_name,
     require_name,
     run_key,
+    trial_name,
 )
 from strop.launch.sagemaker.settings import SageMakerSettings, list_assets, read_settings, refuse_local
 from strop.spec.display import walk_values
@@ -43,7 +43,7 @@ _STATE = re.compile(rf"[^/]+/step-(\d+)/{MANIFEST_NAME}")
 
 
 def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
-    """Add the requests of all members, their places in S3, and notices.
+    """Add the requests of all trials, their places in S3, and notices.
 
     Raises: ConfigError with everything that the service would refuse.
     """
@@ -70,7 +70,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     base = settings.profile.job_name or base_name(settings.profile.name_prefix, plan.submitted_at)
     require_name(base)
     key = settings.profile.run_key or run_key(plan.name, plan.home)
-    jobs = [_build_job(plan, request, settings, member, base, key) for member in plan.members]
+    jobs = [_build_job(plan, request, settings, trial, base, key) for trial in plan.trials]
     notices = (*plan.notices, *_notices(plan, request, settings, jobs))
     config = _config_name(request)
     details = {
@@ -94,7 +94,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
 
 
 def show_requests(jobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return all members' requests as JSON, for a dry run and for the job's folder."""
+    """Return all trials' requests as JSON, for a dry run and for the job's folder."""
     return json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
 
 
@@ -102,21 +102,21 @@ def _build_job(
     plan: JobPlan,
     request: JobRequest,
     settings: SageMakerSettings,
-    member: MemberPlan,
+    trial: TrialPlan,
     base: str,
     key: str,
 ) -> dict[str, Any]:
-    name = member_name(base, member.index, len(plan.members))
-    member_key = member_name(key, member.index, len(plan.members))
+    name = trial_name(base, trial.index, len(plan.trials))
+    trial_key = trial_name(key, trial.index, len(plan.trials))
     return {
         "name": name,
-        "member": member.index,
-        "run_key": member_key,
+        "trial": trial.index,
+        "run_key": trial_key,
         "config_uri": places.config_uri(settings.root, name),
         "source_uri": places.source_uri(settings.root, name) if plan.code_sha256 else None,
-        "state_uri": places.state_uri(settings.root, member_key),
+        "state_uri": places.state_uri(settings.root, trial_key),
         "record_uri": places.record_uri(settings.store, name),
-        "request": build_request(plan, request, settings, name=name, member=member, run_key=member_key),
+        "request": build_request(plan, request, settings, name=name, trial=trial, run_key=trial_key),
     }
 
 
@@ -126,10 +126,10 @@ def build_request(
     settings: SageMakerSettings,
     *,
     name: str,
-    member: MemberPlan,
+    trial: TrialPlan,
     run_key: str,
 ) -> dict[str, Any]:
-    """Return the request for one member. Pure; equal plans give equal requests."""
+    """Return the request for one trial. Pure; equal plans give equal requests."""
     profile = settings.profile
     # An image of our own is made from this environment: its interpreter has the same path there.
     is_own = profile.base_image is None and not profile.image
@@ -163,7 +163,7 @@ def build_request(
         "EnableNetworkIsolation": settings.has_isolation,
         "EnableInterContainerTrafficEncryption": profile.encrypt_traffic,
         "Environment": dict(plan.environment.variables),
-        "Tags": _tags(plan, settings, member, run_key),
+        "Tags": _tags(plan, settings, trial, run_key),
     }
     subnets, groups = profile.subnets, profile.security_groups
     if subnets or groups:
@@ -242,13 +242,11 @@ def _resources(settings: SageMakerSettings) -> dict[str, Any]:
     return resources
 
 
-def _tags(
-    plan: JobPlan, settings: SageMakerSettings, member: MemberPlan, run_key: str
-) -> list[dict[str, str]]:
+def _tags(plan: JobPlan, settings: SageMakerSettings, trial: TrialPlan, run_key: str) -> list[dict[str, str]]:
     ours = {
         places.RUN_TAG: run_key,
         places.PLAN_TAG: plan.plan_hash,
-        places.MEMBER_TAG: str(member.index),
+        places.TRIAL_TAG: str(trial.index),
         places.USER_TAG: plan.user,
     }
     return [{"Key": key, "Value": value} for key, value in {**settings.profile.tags, **ours}.items()]
@@ -340,7 +338,7 @@ def renew_plan(plan: JobPlan, submitted_at: float) -> JobPlan:
     first = str(plan.details["jobs"][0]["name"])
     prefix = _STAMP.sub("", first)[:MAX_PREFIX_CHARACTERS].rstrip("-")
     base = base_name(prefix, submitted_at)
-    jobs = [_rename(job, member_name(base, job["member"], len(plan.members))) for job in plan.details["jobs"]]
+    jobs = [_rename(job, trial_name(base, job["trial"], len(plan.trials))) for job in plan.details["jobs"]]
     return replace(
         plan,
         details={**plan.details, "jobs": jobs, "parent": plan.follows},

@@ -1,7 +1,7 @@
 """Slurm as a backend: its own programs on a login node, and the checks before a submission.
 
 Covered: submission without what another job left in the environment, one query for many jobs, cancelling and
-preempting single members of an array, requeueing from outside. Not covered: clusters reached by ssh or REST.
+preempting single trials of an array, requeueing from outside. Not covered: clusters reached by ssh or REST.
 """
 
 from __future__ import annotations
@@ -148,53 +148,53 @@ class SlurmBackend:
         return self._ref_of(max(found, key=lambda job: int(job.base_id))) if found else None
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Return the status by job id and member, in one query; forgotten jobs are missing.
+        """Return the status by job id and trial, in one query; forgotten jobs are missing.
 
         Raises: StoreError if it does not answer.
         """
         return answer_for([ref.job_id for ref in refs]) if refs else {}
 
-    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
-        """Return the member's directory, which the cluster's nodes and this one share."""
+    def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
+        """Return the trial's directory, which the cluster's nodes and this one share."""
         home = Path(ref.home)
-        return DirectoryRecord(home / "members" / str(member) if ref.details.get("is_array") else home)
+        return DirectoryRecord(home / "members" / str(trial) if ref.details.get("is_array") else home)
 
-    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+    def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return None: logs are in the record."""
         return None
 
-    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+    def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
         """Cancel: the cluster sends TERM now, and KILL after its own KillWait; with no grace KILL at once.
 
         A job that has ended, or is unknown, is no error. Raises: StoreError if the controller does not
         answer; CheckRefused if it says no.
         """
         how = () if grace_s > 0 else ("--signal=KILL",)
-        argv = ("scancel", *how, _target(ref, member))
+        argv = ("scancel", *how, _target(ref, trial))
         _require(ask_client(argv), shlex.join(argv))
 
-    def preempt(self, ref: JobRef, member: int) -> str:
+    def preempt(self, ref: JobRef, trial: int) -> str:
         """Send the signal that announces a preemption to the steps, as `--signal` does."""
-        target = _target(ref, member)
+        target = _target(ref, trial)
         argv = ("scancel", f"--signal={self.profile.signal}", target)
         _require(ask_client(argv), shlex.join(argv))
         return f"SIG{self.profile.signal}"
 
-    def requeue(self, ref: JobRef, member: int = 0) -> None:
-        """Requeue a failed member from outside: a node that vanished could not do it itself.
+    def requeue(self, ref: JobRef, trial: int = 0) -> None:
+        """Requeue a failed trial from outside: a node that vanished could not do it itself.
 
         Raises: CheckRefused unless it has failed or ran out of time: Slurm itself would run a completed job
         again, and kill a running one. StoreError if the controller does not answer.
         """
-        answer = self.poll([ref]).get((ref.job_id, member))
+        answer = self.poll([ref]).get((ref.job_id, trial))
         if answer is None or answer.state not in (JobState.FAILED, JobState.TIMEOUT):
             found = "unknown to the cluster" if answer is None else f"{answer.state} ({answer.raw})"
             raise CheckRefused(
-                f"job {_target(ref, member)} is {found}",
+                f"job {_target(ref, trial)} is {found}",
                 allowed="requeueing a job that failed or ran out of time, and that Slurm still knows",
                 next_step="submit the run again, and it goes on from its last checkpoint",
             )
-        _require(ask_client(("scontrol", "requeue", _target(ref, member))), "scontrol requeue")
+        _require(ask_client(("scontrol", "requeue", _target(ref, trial))), "scontrol requeue")
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield this user's jobs that carry our tag and are not over.
@@ -210,7 +210,7 @@ class SlurmBackend:
 
     def _ref_of(self, job: SeenJob) -> JobRef:
         plan_hash = plan_hash_in(job.comment) or ""
-        # A job of one member is the only one whose home is the member's own.
+        # A job of one trial is the only one whose home is the trial's own.
         details = {"is_array": (Path(job.work_path) / "members").is_dir()}
         submitted_at = job.submitted_at or time.time()
         return self._ref(job.name, job.work_path, job.base_id, plan_hash, submitted_at, details)
@@ -243,8 +243,8 @@ def _submit_environment(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, 
     return clean_environment(environ, secrets=plan.environment.secrets) | named
 
 
-def _target(ref: JobRef, member: int | None) -> str:
-    return f"{ref.job_id}_{member}" if member is not None and ref.details.get("is_array") else ref.job_id
+def _target(ref: JobRef, trial: int | None) -> str:
+    return f"{ref.job_id}_{trial}" if trial is not None and ref.details.get("is_array") else ref.job_id
 
 
 def _words(reply: ClientReply) -> str:

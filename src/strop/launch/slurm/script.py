@@ -109,18 +109,18 @@ def require_fit(plan: JobPlan) -> None:
 
 
 def is_array(plan: JobPlan) -> bool:
-    """Whether the plan's members are tasks of an array: always, but for a single run in its home."""
-    return [member.path for member in plan.members] != [plan.home]
+    """Whether the plan's trials are tasks of an array: always, but for a single run in its home."""
+    return [trial.path for trial in plan.trials] != [plan.home]
 
 
 def read_array(plan: JobPlan, options: SlurmSite) -> str | None:
     """Return the value of `--array`, None for a single run. Raises: ConfigError without a sweep."""
-    members = [member.index for member in plan.members]
+    trials = [trial.index for trial in plan.trials]
     limit = f"%{options.array}" if options.array else ""
     if is_array(plan):
-        first, last = members[0], members[-1]
-        is_range = len(members) > 1 and members == list(range(first, first + len(members)))
-        return (f"{first}-{last}" if is_range else ",".join(map(str, members))) + limit
+        first, last = trials[0], trials[-1]
+        is_range = len(trials) > 1 and trials == list(range(first, first + len(trials)))
+        return (f"{first}-{last}" if is_range else ",".join(map(str, trials))) + limit
     if limit:
         raise _refusal(
             f"--array {options.array} without a sweep", "a sweep of two or more runs", "leave it out"
@@ -153,7 +153,7 @@ def _read_templates() -> dict[str, str]:
 def write_script(plan: JobPlan, options: SlurmSite) -> str:
     """Return the batch script of a plan.
 
-    Raises: ConfigError if the array asked for is not among the plan's members.
+    Raises: ConfigError if the array asked for is not among the plan's trials.
     """
     from jinja2 import DictLoader, Environment, StrictUndefined
 

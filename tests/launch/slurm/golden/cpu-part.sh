@@ -23,12 +23,12 @@
 #SBATCH --cpus-per-task=16
 set -u
 home=/runs/run-1
-member=$home
+trial=$home
 job=$SLURM_JOB_ID
-cd "$member" || exit 76
+cd "$trial" || exit 76
 number=$((0 + ${SLURM_RESTART_COUNT:-0}))
 attempt=$SLURM_JOB_ID-$number
-record=$member/attempts/$attempt
+record=$trial/attempts/$attempt
 mkdir -p "$record/exit" || exit 76
 export TMPDIR="${SLURM_TMPDIR:-/tmp}/strop-$(id -u)-$SLURM_JOB_ID-$number-$RANDOM"
 mapfile -t nodes < <(for list in SLURM_JOB_NODELIST_HET_GROUP_0 SLURM_JOB_NODELIST_HET_GROUP_1; do scontrol show hostnames "${!list}"; done)
@@ -54,7 +54,7 @@ trap : CONT USR2 USR1  # the agents hear these themselves
 kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
 # One agent on each node. What it is told about the node is worked out there.
 on_node='mkdir -p -m 700 "$TMPDIR"; export STROP_NODE=$(($1 + SLURM_PROCID)); shift; exec "$@"'
-agent=(/env/bin/python -m strop.launch.node --member "$member" --job "$home/job" --attempt "$attempt"
+agent=(/env/bin/python -m strop.launch.node --trial "$trial" --job "$home/job" --attempt "$attempt"
   --number "$number" --node-variable STROP_NODE --num-nodes 3 --address "$address"
   --grace 120 --term-grace "$((${kill_wait:-30} * 4 / 5))")
 step=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none --label)
@@ -67,16 +67,16 @@ use_image() {
   local devices=()
   if srun --help | grep -q -e --container-image; then
     how=pyxis; local IFS=,
-    contain=(--container-image="$image" --container-mounts="${mounts[*]}" --container-workdir="$member")
+    contain=(--container-image="$image" --container-mounts="${mounts[*]}" --container-workdir="$trial")
   elif command -v podman >/dev/null; then
     how=podman; export XDG_RUNTIME_DIR=${XDG_RUNTIME_DIR:-$TMPDIR}
     [ -z "${1:-}" ] || devices+=(--device=nvidia.com/gpu=all)
     [ "$(id -u)" = 0 ] || devices+=(--userns=keep-id)
-    inside=(podman run --rm --network=host --ipc=host --workdir="$member" "${mounts[@]/#/--volume=}"
+    inside=(podman run --rm --network=host --ipc=host --workdir="$trial" "${mounts[@]/#/--volume=}"
       --env='SLURM*' --env='STROP_*' --env=TMPDIR --env=CUDA_VISIBLE_DEVICES "${devices[@]}" "$image")
   elif how=$(command -v apptainer || command -v singularity); then
     [ -z "${1:-}" ] || devices+=(--nv)
-    inside=("$how" exec --pwd "$member" "${mounts[@]/#/--bind=}" "${devices[@]}" "$image")
+    inside=("$how" exec --pwd "$trial" "${mounts[@]/#/--bind=}" "${devices[@]}" "$image")
   else
     echo "no pyxis, podman, apptainer or singularity here to run $image with" >&2
     verdict=76; exit 76
@@ -123,9 +123,9 @@ live_again() {
 }
 if [ "$verdict" = 75 ] && [ -z "$saw" ] && [ "$number" -lt 3 ]; then
   live_again && exit 75
-elif [ "$verdict" = 76 ] && [ -z "$saw" ] && [ ! -e "$member/excluded-nodes" ]; then
+elif [ "$verdict" = 76 ] && [ -z "$saw" ] && [ ! -e "$trial/excluded-nodes" ]; then
   # Once, without the nodes whose preflight failed. While it waits, the job itself can still be changed.
-  echo "${refused#,}" >"$member/excluded-nodes"
+  echo "${refused#,}" >"$trial/excluded-nodes"
   live_again && scontrol update jobid="$job" ExcNodeList="${refused#,}" && exit 76
 fi
 [ -n "$saw" ] || rm -f -- "$home/job/secrets.json"

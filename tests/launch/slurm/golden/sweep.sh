@@ -9,12 +9,12 @@
 #SBATCH --nodes=1 --ntasks-per-node=1
 set -u
 home=/runs/run-1
-member=$home/members/$SLURM_ARRAY_TASK_ID
+trial=$home/members/$SLURM_ARRAY_TASK_ID
 job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # never SLURM_JOB_ID: for the last task that is the whole array
-cd "$member" || exit 76
+cd "$trial" || exit 76
 number=$((0 + ${SLURM_RESTART_COUNT:-0}))
 attempt=$SLURM_JOB_ID-$number
-record=$member/attempts/$attempt
+record=$trial/attempts/$attempt
 mkdir -p "$record/exit" || exit 76
 export TMPDIR="${SLURM_TMPDIR:-/tmp}/strop-$(id -u)-$SLURM_JOB_ID-$number-$RANDOM"
 mapfile -t nodes < <(for list in SLURM_JOB_NODELIST; do scontrol show hostnames "${!list}"; done)
@@ -40,7 +40,7 @@ trap : CONT USR2 USR1  # the agents hear these themselves
 kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
 # One agent on each node. What it is told about the node is worked out there.
 on_node='mkdir -p -m 700 "$TMPDIR"; export STROP_NODE=$(($1 + SLURM_PROCID)); shift; exec "$@"'
-agent=(/env/bin/python -m strop.launch.node --member "$member" --job "$home/job" --attempt "$attempt"
+agent=(/env/bin/python -m strop.launch.node --trial "$trial" --job "$home/job" --attempt "$attempt"
   --number "$number" --node-variable STROP_NODE --num-nodes 1 --address "$address"
   --grace 120 --term-grace "$((${kill_wait:-30} * 4 / 5))")
 step=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none --label)
@@ -80,12 +80,12 @@ live_again() {
 }
 if [ "$verdict" = 75 ] && [ -z "$saw" ] && [ "$number" -lt 3 ]; then
   live_again && exit 75
-elif [ "$verdict" = 76 ] && [ -z "$saw" ] && [ ! -e "$member/excluded-nodes" ]; then
+elif [ "$verdict" = 76 ] && [ -z "$saw" ] && [ ! -e "$trial/excluded-nodes" ]; then
   # Once, without the nodes whose preflight failed. While it waits, the job itself can still be changed.
-  echo "${refused#,}" >"$member/excluded-nodes"
+  echo "${refused#,}" >"$trial/excluded-nodes"
   live_again && scontrol update jobid="$job" ExcNodeList="${refused#,}" && exit 76
 fi
-# The member that ends last takes the secrets along; one that will live again has not ended.
+# The trial that ends last takes the secrets along; one that will live again has not ended.
 for other in "$home"/members/*/; do
   newest=$(ls -t "$other"attempts/*/verdict.json 2>/dev/null | head -n 1)
   if [ -z "$newest" ] || grep -q -e '"exit_code": 75,' -e '"exit_code": null,' "$newest"; then saw=others; fi
