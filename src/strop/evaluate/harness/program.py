@@ -51,12 +51,17 @@ def is_passing(program: str, limit_s: float = LIMIT_S) -> bool:
             start_new_session=True,
         )
         os.close(write_end)
-        # It is left a zombie when it ends: its group can then still be named.
-        deadline, is_ended = time.monotonic() + limit_s, False
-        while not is_ended and time.monotonic() <= deadline:
-            is_ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            if not is_ended:
-                time.sleep(_POLL_S)
+        is_ended = _wait(child.pid, limit_s)
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         return is_ended and mark.read(1) == b"1"
+
+
+def _wait(pid: int, limit_s: float) -> bool:
+    """Wait for a process to end, and leave it a zombie: its group can then still be named."""
+    deadline = time.monotonic() + limit_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
