@@ -296,13 +296,7 @@ class StaticStep:
         sent[:, num_rows : form.num_rows] = 0.0
         sent[:, :num_rows] = (token_ids_n, lengths_n, uniforms_n, temperatures_n)
         self._inputs.copy_(self._sent, non_blocking=True)
-        # The graph of a form is captured when it first occurs; without graphs, the step is computed.
-        if self._captures and form not in self._graphs:
-            self._capture(form)
-        if form in self._graphs:
-            self._graphs[form].replay()
-        else:
-            self._compute(form)
+        self._run(form)
         self._received.copy_(self._outputs, non_blocking=True)
         if self._captures:
             torch.cuda.current_stream().synchronize()
@@ -320,6 +314,15 @@ class StaticStep:
         drawn, logprobs = draw_on_device(logits, uniforms, temperatures.float(), form.kinds)
         self._outputs[0, : form.num_rows] = drawn.double()
         self._outputs[1, : form.num_rows] = logprobs.double()
+
+    def _run(self, form: _Form) -> None:
+        """Replay the graph of a form, captured when it first occurs; without graphs, compute."""
+        if self._captures and form not in self._graphs:
+            self._capture(form)
+        if form in self._graphs:
+            self._graphs[form].replay()
+        else:
+            self._compute(form)
 
     def _capture(self, form: _Form) -> None:
         """Record the step of one form; go without graphs from now on if that fails."""
