@@ -47,7 +47,8 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Five streams side by side: most tests wait, for schedulers, containers and processes, and leave cores to the others.
+# Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
+# Slurm's tests wait most, and come when the fast ones have left a core: jobs have limits in seconds there.
 SLURM := tests/launch/slurm
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
@@ -56,13 +57,13 @@ PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
-	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 & slurm=$$!; \
 	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & jobs=$$!; \
 	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	$(PYTEST) -m slow $(PROGRAMS) >"$$logs/programs" 2>&1 & programs=$$!; \
+	{ $(PYTEST) -m slow $(PROGRAMS); ended=$$?; $(PYTEST) -m slow $(LAST) && exit "$$ended"; } \
+		>"$$logs/programs" 2>&1 & programs=$$!; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
-	$(PYTEST) -m slow $(LAST) >"$$logs/last" 2>&1 || ended=$$?; \
-	for stream in "$$programs" "$$slow" "$$jobs" "$$slurm"; do wait "$$stream" || ended=$$?; done; \
+	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 || ended=$$?; \
+	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
 	cat "$$logs"/*; rm -rf "$$logs"; exit "$$ended"
 
 check: $(READY)
