@@ -22,7 +22,7 @@ from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, hand_over, withdraw
-from strop.spec.judge import role_judges
+from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge.client import endpoint_name
@@ -83,16 +83,7 @@ class JudgeRoles:
         """
         host = _find_host(self._spec) if self._sections else LOOPBACK
         for index, (name, section) in enumerate(self._sections.items()):
-            engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
-            spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
-            devices = section.judge_devices
-            process = EngineProcess(
-                spec,
-                self._models[section.judge_model].path,
-                self._work_dir / f"judge-{index}",
-                host=host,
-                environment={} if devices is None else {VISIBLE_DEVICES: devices},
-            )
+            process = self._make_process(section, self._work_dir / f"judge-{index}", host)
             self._started.append(_Started(model=name, process=process))
             process.launch()
         for one in self._started:
@@ -134,6 +125,18 @@ class JudgeRoles:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+
+    def _make_process(self, section: LlmJudgeSpec, work_dir: Path, host: str) -> EngineProcess:
+        engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
+        spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
+        devices = section.judge_devices
+        return EngineProcess(
+            spec,
+            self._models[section.judge_model].path,
+            work_dir,
+            host=host,
+            environment={} if devices is None else {VISIBLE_DEVICES: devices},
+        )
 
 
 def _find_host(spec: RunSpec) -> str:
