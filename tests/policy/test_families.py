@@ -211,7 +211,7 @@ def test_company_changes_no_reply_of_a_model_with_states(tmp_path: Path, family:
     alone = [asyncio.run(generate_all(NativeEngine(model, tokenizer), [one]))[0] for one in requests]
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=3e-5)
     again = asyncio.run(generate_all(NativeEngine(model, tokenizer, max_num_seqs=4), requests))
     assert_same_bits(together, again)
 
