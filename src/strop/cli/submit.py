@@ -274,8 +274,9 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
         findings = launcher.check(plan)
         if args.json:
             output.give_json([asdict(finding) for finding in findings])
-        for finding in findings if not args.json else ():
-            output.give(f"{finding.severity}: {finding}")
+        else:
+            for finding in findings:
+                output.give(f"{finding.severity}: {finding}")
         require_none(findings)
         if not args.json:
             output.give(

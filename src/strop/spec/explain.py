@@ -66,13 +66,12 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         name = path[0]
         is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserTaskSpec)
         known = settings_of(resolved.spec) if resolved is not None and is_own else settings()
-        inside = [setting.key for setting in known if setting.path[0] == name]
-        keys = tuple(dict.fromkeys(inside))
+        keys = tuple(dict.fromkeys(setting.key for setting in known if setting.path[0] == name))
         return Explanation(
             key=name,
             type="section",
             default="every setting its own",
-            allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
+            allowed="a table of " + ", ".join(one.partition(".")[2] for one in keys),
             description=section_description(name),
             keys=keys,
         )

@@ -155,12 +155,11 @@ class Checkers:
         checker = self._checkers[instruction_id]
         stage, edit = self._edits.get(instruction_id, (Stage.WHOLE, None))
         if instruction_id not in self._forms:
-            check = self._checkers[instruction_id].check
-            hints = get_type_hints(check, include_extras=True)
+            hints = get_type_hints(checker.check, include_extras=True)
             names = [name for name in hints if name not in ("text", "return")]
             self._forms[instruction_id] = {name: TypeAdapter(hints[name]) for name in names}
         forms = self._forms[instruction_id]
-        parameters = inspect.signature(self._checkers[instruction_id].check).parameters
+        parameters = inspect.signature(checker.check).parameters
         given = {key: value for key, value in arguments.items() if value is not None}
         faults = [f"{key} is not known" for key in given if key not in forms]
         values: dict[str, Any] = {}

@@ -233,9 +233,9 @@ class HendrycksMath(BoxedMath):
                     f"{row.place} has level {row.values.get('level')!r}",
                     allowed="'Level 1' to 'Level 5', or 'Level ?'",
                 )
-            level = None if match.group(1) == "?" else int(match.group(1))
-            if level is None:
+            if match.group(1) == "?":
                 return "Level ?"
+            level = int(match.group(1))
             return None if spec.min_level <= level <= spec.max_level else f"Level {level}"
 
         reading = RowReading(
