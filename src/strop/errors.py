@@ -59,6 +59,11 @@ def split_error(message: str) -> tuple[str, str, str]:
     return given, allowed, next_step
 
 
+def given_of(error: Exception) -> str:
+    """Return what an error says was given, to stand in another message."""
+    return split_error(str(error))[0].rstrip(".")
+
+
 def describe_error(error: BaseException) -> str:
     """Say an error in one line, with its place: 'RuntimeError: no such operator (prepacked.py:64)'.
 

@@ -18,8 +18,9 @@ from strop.spec.task import PartedSection, TaskSection
 from strop.store import get_model
 from strop.store.data_files import only_local_data
 from strop.store.hub import find_cached_snapshot
-from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, stored_path
+from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path
 from strop.store.policy import read_policy
+from strop.store.stored_models import stored_path
 from strop.tasks import Task, build_task
 from strop.tasks.traits import require_written
 
@@ -60,7 +61,8 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
         return get_model(uri, cache_dir=cache, offline=True).path
     repo, revision = match["repo"], match["revision"]
     policy = read_policy()
-    fetched = _find_fetched(policy.model_uri(repo, revision), cache)
+    copies = (_find_fetched(place, cache) for place in policy.model_uris(repo, revision))
+    fetched = next(filter(None, copies), None)
     if fetched is not None and policy.asks_store_first:
         return fetched
     found = find_cached_snapshot(repo, revision) if policy.asks_hub else None
@@ -70,10 +72,8 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
     return found
 
 
-def _find_fetched(uri: str | None, cache: Path) -> Path | None:
+def _find_fetched(uri: str, cache: Path) -> Path | None:
     """Return the local copy of a model that a store keeps; whether the store has a newer one is not asked."""
-    if uri is None:
-        return None
     path = stored_path(uri, cache)
     return path if is_complete(path) else None
 

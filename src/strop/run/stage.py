@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import ConfigError, HubUnreachable
-from strop.io.atomic import Manifest
+from strop.io.atomic import Manifest, read_manifest
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
@@ -103,8 +103,12 @@ class _Sender:
         return _describe(kind, name, uri, mine, num_moved=len(sent.moved), moved_bytes=sent.moved_bytes)
 
     def check(self, kind: str, name: str, uri: str) -> Staged:
-        """Verify a record that is in a store and nowhere else that we may look."""
-        return _describe(kind, name, uri, open_record_store(uri).verify(uri))
+        """Verify what is in a store and nowhere else that we may look."""
+        store = open_record_store(uri)
+        if kind == "model" and store.find_manifest(uri) is None:
+            # Of another tool: its listing is proven by fetching it.
+            return _describe(kind, name, uri, read_manifest(get_model(name).path))
+        return _describe(kind, name, uri, store.verify(uri))
 
 
 def _describe(

@@ -50,6 +50,7 @@ from strop.run.mirroring import Mirroring, probe_mirror
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import role_judges
 from strop.store import ModelHandle, follow_store, get_model
+from strop.store.data_files import collect_notices
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
@@ -112,15 +113,17 @@ def _train_resolved(
     model = get_model(resolved.spec.model.uri)
     spec, number_format = _settle(resolved.spec)
     task = build_task(spec.task)
-    require_written(task)
-    demonstrations = read_demonstrations(spec, task, model.path)
-    preferences = _read_preferences(spec, task, model)
+    with collect_notices() as data_notices:
+        require_written(task)
+        demonstrations = read_demonstrations(spec, task, model.path)
+        preferences = _read_preferences(spec, task, model)
+        task_version = task.version
     facts: dict[str, object] = {
         "model_uri": spec.model.uri,
         "model_digest": model.digest,
         "model_source": model.source,
         "task": task.name,
-        "task_version": task.version,
+        "task_version": task_version,
         "num_threads": threads,
         DTYPE_FACT: number_format.dtype,
         REASON_FACT: number_format.reason,
@@ -149,7 +152,7 @@ def _train_resolved(
         ):
             with _note_attempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
-                notices = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
+                notices = (*claim.notices, *data_notices, *filter(None, [model.notice, _kernel_notice()]))
                 notices += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
                 if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
                     notices += (f"model.dtype: {number_format}",)

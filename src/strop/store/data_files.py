@@ -1,7 +1,8 @@
 """Files of data sets: from a store or a hub by the policy, into this machine's cache, verified.
 
-A hub id is looked for under datasets/ID in the store, in the order that the policy says; an
-s3:// URI of a record or of a single file is taken from there and nowhere else.
+A hub id is looked for under datasets/ID in the store, in the order that the policy says; in S3 also under
+datasets/NAME_SPLIT, where other launchers keep what the datasets library saved. An s3:// URI of a record, of
+what a listing proves whole (`listed`), or of a single file is taken from there and nowhere else.
 Not here: which files a task wants, and reading them.
 """
 
@@ -12,17 +13,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from strop.errors import HubUnreachable, RemoteMissing, split_error
+from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of, split_error
+from strop.io.atomic import MANIFEST_NAME
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.store.hub import HubStore, ask_hub, find_cached_file, offline_refusal, probe_hub
+from strop.store.listed import Copied, fetch_listed_data
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
-from strop.store.record_store import RecordStore
-from strop.store.uris import is_remote
+from strop.store.uris import is_remote, normalize_uri
 from strop.user_code import find_moved
 
 Origin = Literal["store", "hub", "disk"]
@@ -44,6 +47,7 @@ class DataFile:
 
 _local_only: ContextVar[list[str] | None] = ContextVar("only local data", default=None)
 _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
+_notices: ContextVar[list[str] | None] = ContextVar("notices on data", default=None)
 
 
 @contextmanager
@@ -66,6 +70,25 @@ def note_data_file(file: DataFile) -> Path:
 
 
 @contextmanager
+def collect_notices() -> Iterator[list[str]]:
+    """Yield a list that gets, once each, what users must know of data read in the block, in this thread."""
+    notices: list[str] = []
+    token = _notices.set(notices)
+    try:
+        yield notices
+    finally:
+        _notices.reset(token)
+
+
+def _tell(copy: Copied) -> Path:
+    """Add a copy's notice to the list of `collect_notices`, and return its path."""
+    notices = _notices.get()
+    if notices is not None and copy.notice is not None and copy.notice not in notices:
+        notices.append(copy.notice)
+    return copy.path
+
+
+@contextmanager
 def only_local_data() -> Iterator[list[str]]:
     """Inside the block, in this thread, data that is not on this disk is missing: nothing is asked for it.
 
@@ -79,36 +102,71 @@ def only_local_data() -> Iterator[list[str]]:
         _local_only.reset(token)
 
 
-def fetch_data_file(source: str, file: str) -> Path:
+def fetch_data_file(source: str, file: str, saved_as: Sequence[str] = ()) -> Path:
     """Return the local copy of a file of a hub's data set.
 
+    `saved_as`: folders below datasets/ in which the store may have the file's split, as the datasets library
+    saves it; then the local copy of that folder is returned.
     Raises: RemoteMissing if no source that may be asked has it; HubUnreachable if the hub was asked and
         gave nothing; RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
     """
     missing = _local_only.get()
     if missing is not None:
-        return _require_local(missing, source, file)
+        return _require_local(missing, source, file, saved_as)
     policy = read_policy()
     if policy.asks_store_first:
         try:
-            return _from_store(policy, source, file)
+            return _from_store(policy, source, file, saved_as)
         except RemoteMissing as first_error:
             if not policy.asks_hub:
                 raise
             try:
                 return _from_hub(source, file)
             except (RemoteMissing, HubUnreachable) as error:
-                raise type(error)(
-                    f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
-                    allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
-                    next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
-                ) from error
+                raise _in_neither(f"{file} of {source}", first_error, error) from error
     try:
         return _from_hub(source, file)
-    except (RemoteMissing, HubUnreachable):
+    except (RemoteMissing, HubUnreachable) as first_error:
         if policy.root is None:
             raise
-    return _from_store(policy, source, file)
+        try:
+            return _from_store(policy, source, file, saved_as)
+        except RemoteMissing as error:
+            raise _in_neither(f"{file} of {source}", error, first_error, RemoteMissing) from error
+
+
+def _in_neither(
+    name: str,
+    in_store: Exception,
+    on_hub: RemoteMissing | HubUnreachable,
+    kind: type[StoreError] | None = None,
+) -> StoreError:
+    """Build the error that names the store's key beside what the hub said; by default of the hub's kind."""
+    return (kind or type(on_hub))(
+        f"{name} is in neither place: {given_of(in_store)}; {given_of(on_hub)}",
+        allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
+        next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
+    )
+
+
+def fetch_saved_split(source: str, saved_as: Sequence[str]) -> Path | None:
+    """Return the local copy of a split that the store has under one of these names, and under no hub id.
+
+    None: it has none, or is not the first to be asked.
+    Raises: StoreErrors as `Store.get`.
+    """
+    policy = read_policy()
+    uri = policy.dataset_uri(source)
+    if uri is None or not uri.startswith("s3://") or not policy.asks_store_first:
+        return None
+    if _local_only.get() is not None:
+        return next(_find_saved(policy, saved_as), None)
+    if next(iter(open_record_store(uri).list(uri)), None) is not None:
+        return None
+    try:
+        return _from_saved(policy, saved_as, RemoteMissing(uri))
+    except RemoteMissing:
+        return None
 
 
 def list_data_files(source: str) -> tuple[str, ...]:
@@ -127,13 +185,20 @@ def list_data_files(source: str) -> tuple[str, ...]:
     manifest = open_record_store(uri).find_manifest(uri) if uri is not None else None
     if manifest is not None and (policy.asks_store_first or not policy.asks_hub):
         return tuple(sorted(manifest.files))
+    if uri is not None and manifest is None and uri.startswith("s3://") and policy.asks_store_first:
+        root = normalize_uri(uri)
+        listed = tuple(one.uri.removeprefix(f"{root}/") for one in open_record_store(uri).list(uri))
+        if listed:
+            return tuple(sorted(listed))
     try:
         cached = _find_in_hub_cache(source) if is_offline() else None
         if cached is not None:
             return tuple(sorted(_names_in(cached)))
         address = f"hf://datasets/{source}"
         return tuple(one.uri.removeprefix(f"{address}/") for one in HubStore().list(address))
-    except (RemoteMissing, HubUnreachable):
+    except (RemoteMissing, HubUnreachable) as error:
+        if manifest is None and uri is not None:
+            raise _in_neither(source, RemoteMissing(f"{uri} is not in the store"), error) from error
         if manifest is None:
             raise
     return tuple(sorted(manifest.files))
@@ -157,29 +222,18 @@ def fetch_data_source(uri: str) -> Path:
     if store.find_manifest(uri) is not None:
         store.get(uri, path, replace=True)
         return path
-    below = [one.uri for one in store.list(uri)] if uri.endswith("/") else []
-    if below:
-        return _fetch_all(store, uri, below, path.with_name(f"{path.name}{_PREFIX_SUFFIX}"))
+    if next(iter(store.list(uri)), None) is not None:
+        # A slash at the end asks for what is there, finished or not.
+        copy = fetch_listed_data(
+            uri, path.with_name(f"{path.name}{_PREFIX_SUFFIX}"), is_checked=not uri.endswith("/")
+        )
+        return _tell(copy)
     # A single file keeps its name: the suffix says how it is read.
     path.parent.mkdir(parents=True, exist_ok=True)
     file_path = path.with_name(f"{path.name}-{name}")
     with FileLock(file_path.with_name(f"{file_path.name}.lock")):
         store.get(uri, file_path, replace=True)
     return file_path
-
-
-def _fetch_all(store: RecordStore, prefix: str, uris: Sequence[str], folder: Path) -> Path:
-    """Fetch the objects below a prefix that is no record; files removed there are removed here too."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        wanted = {folder / uri.removeprefix(prefix): uri for uri in uris}
-        for path, uri in wanted.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            store.get(uri, path, replace=True)
-        for name in list(_names_in(folder)):
-            if folder / name not in wanted:
-                (folder / name).unlink()
-    return folder
 
 
 def locate_named(source: str) -> Path:
@@ -209,7 +263,9 @@ def find_data(source: str) -> Path | None:
     return None if "://" in source else _find_in_hub_cache(source)
 
 
-def _require_local(missing: list[str], source: str, file: str | None = None) -> Path:
+def _require_local(
+    missing: list[str], source: str, file: str | None = None, saved_as: Sequence[str] = ()
+) -> Path:
     """Return what is on this disk of a source, in the order in which it would be asked for.
 
     Raises: RemoteMissing if nothing is, which is noted.
@@ -219,8 +275,10 @@ def _require_local(missing: list[str], source: str, file: str | None = None) -> 
     in_hub: Path | None = None
     if file is None:
         in_store = find_data(source)
-    elif (uri := policy.dataset_uri(source)) is not None and (path := _cache_dir(uri) / file).is_file():
-        in_store = path
+    elif (uri := policy.dataset_uri(source)) is not None:
+        copies = [_cache_dir(uri) / file, _listed_copy(uri, file) / file]
+        found_here = (path for path in copies if path.exists())
+        in_store = next(chain(found_here, _find_saved(policy, saved_as)), None)
     if file is not None and (policy.asks_hub or policy.root is None):
         in_hub = find_cached_file(source, file, None, is_dataset=True)
     found = in_store or in_hub if policy.asks_store_first or file is None else in_hub or in_store
@@ -235,14 +293,53 @@ def _require_local(missing: list[str], source: str, file: str | None = None) -> 
     )
 
 
-def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:
+def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence[str]) -> Path:
     uri = policy.dataset_uri(source)
     assert uri is not None
     folder = _cache_dir(uri)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        open_record_store(uri).get_file(uri, file, folder / file)
-    return note_data_file(DataFile(source=source, name=file, path=folder / file, origin="store"))
+    path = folder / file
+    try:
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            open_record_store(uri).get_file(uri, file, path)
+    except RemoteMissing as lack:
+        if not uri.startswith("s3://") or open_record_store(uri).find_manifest(uri) is not None:
+            raise
+        try:
+            path = _tell(fetch_listed_data(uri, _listed_copy(uri, file), name=file)) / file
+        except RemoteMissing as error:
+            # What has begun to be there tells more than what is not there at all.
+            return _from_saved(policy, saved_as, error if "proven" in str(error) else lack)
+    return note_data_file(DataFile(source=source, name=file, path=path, origin="store"))
+
+
+def _from_saved(policy: SourcePolicy, saved_as: Sequence[str], lack: RemoteMissing) -> Path:
+    """Return the first of a data set's folders NAME_SPLIT that the store has.
+
+    Raises: RemoteMissing with what lacked before, and these keys.
+    """
+    lacks = [lack]
+    for place in filter(None, map(policy.dataset_uri, saved_as)):
+        try:
+            path = fetch_data_source(place)
+        except RemoteMissing as error:
+            lacks.append(error)
+            continue
+        for file in sorted(set(_names_in(path)) - {MANIFEST_NAME}):
+            note_data_file(DataFile(source=place, name=file, path=path / file, origin="store"))
+        return path
+    _, allowed, next_step = split_error(str(lack))
+    raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
+
+
+def _find_saved(policy: SourcePolicy, saved_as: Sequence[str]) -> Iterator[Path]:
+    """Yield the copies of such folders that are on this disk."""
+    return filter(None, map(find_data, filter(None, map(policy.dataset_uri, saved_as))))
+
+
+def _listed_copy(uri: str, file: str) -> Path:
+    """Return the folder for the copy of one file of a directory without a record."""
+    return _cache_dir(f"{uri}/{file}")
 
 
 def _from_hub(source: str, file: str) -> Path:
@@ -274,7 +371,3 @@ def _cache_dir(uri: str) -> Path:
     name = "--".join(uri.rstrip("/").split("/")[-2:]).replace(":", "")
     key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
     return user_cache_dir() / "datasets" / f"{name}-{key}"
-
-
-def _given(error: Exception) -> str:
-    return split_error(str(error))[0]

@@ -43,14 +43,7 @@ def check_model_dir(path: Path) -> None:
         missing.append("tokenizer.json")
     index_path = path / WEIGHTS_INDEX
     if index_path.is_file():
-        try:
-            shards = sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptRecord(
-                f"{index_path} is not an index of weights ({error})",
-                allowed='a JSON object whose "weight_map" names the file of each tensor',
-                next_step="fetch or export the model again",
-            ) from error
+        shards = sorted(set(read_weights_index(index_path.read_bytes(), str(index_path)).values()))
         missing += [name for name in shards if not (path / name).is_file()]
     elif not any(path.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
@@ -61,6 +54,18 @@ def check_model_dir(path: Path) -> None:
             allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
             next_step="point to the directory that holds config.json, or export the model again",
         )
+
+
+def read_weights_index(data: bytes, place: str) -> dict[str, str]:
+    """Return the file of each tensor. Raises: CorruptRecord naming `place` if it is no index."""
+    try:
+        return {str(tensor): str(file) for tensor, file in json.loads(data)["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CorruptRecord(
+            f"{place} is not an index of weights ({error})",
+            allowed='a JSON object whose "weight_map" names the file of each tensor',
+            next_step="fetch or export the model again",
+        ) from error
 
 
 def digest_model(path: Path, digest_dir: Path) -> str:

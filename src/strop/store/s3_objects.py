@@ -39,6 +39,9 @@ _SHA256_KEY = "strop-sha256"
 _GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
 """How often an object is moved whose digest is wrong although every step went well."""
+_READ_BYTES = 8 << 20
+_USUAL_PART_BYTES = tuple(size << 20 for size in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512, 1024))
+"""Sizes in which tools send parts: AWS's own 8 MiB, others' defaults and settings."""
 ORPHAN_AGE_S = 86_400.0
 """An upload in parts that began longer ago was left by a kill; its parts cost money until it is aborted."""
 
@@ -215,6 +218,34 @@ class S3Objects:
         path.unlink(missing_ok=True)
         raise _altered(stored.uri, "fetched")
 
+    def read_part(self, stored: StoredObject, first: int, num_bytes: int) -> bytes:
+        """Return some bytes of an object, in the version that is known of it."""
+        from botocore.exceptions import ClientError
+
+        if not num_bytes:
+            return b""
+        wanted = {"Range": f"bytes={first}-{first + num_bytes - 1}", "IfMatch": stored.version}
+        with self._explained(stored.uri, "read"):
+            try:
+                data: bytes = self._client.get_object(**_target(stored.uri), **wanted)["Body"].read()
+            except ClientError as error:
+                if is_status(error, "InvalidRange", "416"):
+                    return b""
+                raise
+        return data
+
+    def is_proven(self, stored: StoredObject, path: Path) -> bool:
+        """Whether the ETag of an object is made of the MD5s of a local file, parts of any usual size.
+
+        False says nothing: an encrypted object, or one in unusual parts, has another ETag.
+        """
+        digest, _, num_parts = stored.version.strip('"').partition("-")
+        if not num_parts:
+            return bool(_md5_of(path, None) == digest)
+        size = stored.size_bytes
+        fitting = [part for part in _USUAL_PART_BYTES if -(-size // part) == int(num_parts)]
+        return any(_md5_of(path, part) == digest for part in fitting)
+
     def digest(self, uri: str) -> str | None:
         """Return the digest that strop left with the object."""
         found = self.find(uri)
@@ -263,15 +294,11 @@ class S3Objects:
         from s3transfer.utils import ChunksizeAdjuster
 
         part_bytes = self._settings.part_bytes
-        with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size_bytes < part_bytes:
-                return hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
-            step = ChunksizeAdjuster().adjust_chunksize(part_bytes, size_bytes)
-            parts = iter(lambda: file.read(step), b"")
-            md5s = [hashlib.md5(part, usedforsecurity=False).digest() for part in parts]
-        return f"{hashlib.md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
+        size_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
+        if size_bytes < part_bytes:
+            return _md5_of(content, None)
+        step = ChunksizeAdjuster().adjust_chunksize(part_bytes, size_bytes)
+        return f"{_md5_of(content, step)}-{-(-size_bytes // step)}"
 
     def _abort_uploads(self, uri: str, prefix: str, is_meant: Callable[[dict[str, Any]], bool]) -> None:
         from botocore.exceptions import ClientError
@@ -301,6 +328,15 @@ class S3Objects:
             except FlexibleChecksumError:
                 return None
         return target.sha256.hexdigest()
+
+
+def _md5_of(content: Path | bytes, part_bytes: int | None) -> str:
+    """Return the MD5, or with a part size that of the MD5s of its parts."""
+    whole = hashlib.md5(usedforsecurity=False)
+    with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+        for part in iter(lambda: file.read(part_bytes or _READ_BYTES), b""):
+            whole.update(part if part_bytes is None else hashlib.md5(part, usedforsecurity=False).digest())
+    return whole.hexdigest()
 
 
 def _target(uri: str) -> dict[str, str]:

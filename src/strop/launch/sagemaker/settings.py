@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop import __version__
-from strop.errors import ConfigError
+from strop.errors import ConfigError, RemoteMissing
 from strop.hardware.findings import Finding, Severity
 from strop.launch.contract import JobRequest
 from strop.launch.dotenv import is_variable_name
@@ -208,6 +208,13 @@ def find_unstaged(
             uri = f"{store}/{asset['place']}"
         if uri is None or objects.find(uri) or objects.find(f"{uri.rstrip('/')}/COMPLETE"):
             continue
+        # What another tool sent, without digests of ours: the job proves it whole.
+        places = [uri.rstrip("/")]
+        if asset["place"] is not None and "@" not in asset["place"]:
+            kind, name = asset["place"].partition("/")[0], uri.rpartition("/")[2]
+            places.append(f"{store}/{kind}/{name}" + ("" if kind == "models" else "_train"))
+        if any(_is_of_another_tool(objects, place) for place in places):
+            continue
         is_error = offline or asset["value"].startswith("s3://")
         findings.append(
             Finding(
@@ -219,6 +226,14 @@ def find_unstaged(
             )
         )
     return findings
+
+
+def _is_of_another_tool(objects: JobObjects, place: str) -> bool:
+    try:
+        first = next(iter(objects.list(place)), None)
+    except RemoteMissing:
+        return False  # There is not even a bucket, which has a finding of its own.
+    return first is not None and objects.digest(first.uri) is None
 
 
 def _inside(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

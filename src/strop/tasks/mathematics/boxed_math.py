@@ -242,6 +242,7 @@ class HendrycksMath(BoxedMath):
             layout=DataLayout(
                 train=tuple(f"{subject}/train-00000-of-00001.parquet" for subject in _SUBJECTS),
                 held_out=tuple(f"{subject}/test-00000-of-00001.parquet" for subject in _SUBJECTS),
+                saved_as="math",
             ),
             to_example=_read_math,
             question=problem_text,

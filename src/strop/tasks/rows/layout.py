@@ -5,7 +5,8 @@ has the same files, or files named train* and test* (or validation*), in itself 
 `data/`. A single file, and a data set that its makers did not split, is split by the content of its
 rows, so their order does not matter. A data set for evaluation only has no training rows. A path is
 never looked up on a hub, and a hub id never on disk (but in the caches of the hub and the store).
-A URI such as s3://bucket/gsm8k/ is fetched whole and read as the folder or the file that it is.
+A URI such as s3://bucket/gsm8k/ is fetched whole and read as the folder or the file that it is. A folder that
+`save_to_disk` of the datasets library wrote (`arrow`) stands for a file, or for one file of each split.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from strop.errors import DataError, HubUnreachable, RemoteMissing, split_error
 from strop.store.data_files import (
     DataFile,
     fetch_data_file,
+    fetch_saved_split,
     list_data_files,
     locate_named,
     note_data_file,
 )
 from strop.store.uris import is_remote
+from strop.tasks.rows.arrow import SPLITS_NAME, find_saved_split, is_saved, read_saved
 
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _FOLDERS = ("", "main", "data")
@@ -50,6 +53,14 @@ class DataLayout:
     """Whether the files are unknown: on a hub, too, they are found by their names."""
     shots: tuple[str, ...] = ()
     """Files of a split of its own whose rows are shown as solved examples, such as dev or prompt."""
+    saved_as: str | None = None
+    """What stores of other launchers call it, in folders NAME_SPLIT. None: the end of its hub id."""
+
+    def saved_names(self, source: str, stems: Sequence[str]) -> tuple[str, ...]:
+        """Return the folders of a split in such a store, such as gsm8k_train."""
+        name = source.rpartition("/")[2]
+        short = self.saved_as or name.lower()
+        return tuple(dict.fromkeys(f"{one}_{stem}" for stem in stems for one in (short, name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +128,7 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
             )
         files = _note(source, path, _split_files(path, layout.shots, _SHOT_STEMS))
     else:
-        files = [_fetch(source, file) for file in layout.shots]
+        files = [_fetch(source, file, layout.saved_names(source, _SHOT_STEMS)) for file in layout.shots]
     rows = [row for file in files for row in read_rows(file)]
     _require_rows(source, "few-shot", rows)
     return tuple(rows)
@@ -128,26 +139,12 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
 
     Raises: DataError if there are none; StoreError if the store fails.
     """
-    if not is_path(source) and not is_remote(source) and layout.is_unknown:
-        with _telling_what_is_missing(source, "its list of files"):
-            names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
-        train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
-        if not train and len(names) == 1:
-            return [_fetch(source, names[0])], []
-        if not train:
-            raise DataError(
-                f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
-                f" {', '.join(names[:5]) or 'none'}",
-                allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
-                next_step="download the data set, and name the file that you mean in task.source",
-            )
-        return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
     if not is_path(source) and not is_remote(source):
-        return [_fetch(source, file) for file in layout.train], [
-            _fetch(source, file) for file in layout.held_out
-        ]
+        return _find_by_id(source, layout)
     path = locate_named(source)
-    if path.is_file():
+    if path.is_file() or is_saved(path):
+        if path.is_dir():
+            _note(source, path, [path])
         return ([path], []) if layout.train else ([], [path])
     if not path.is_dir():
         raise DataError(
@@ -157,6 +154,34 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         )
     train_files = _note(source, path, _split_files(path, layout.train, _TRAIN_STEMS))
     return train_files, _note(source, path, _split_files(path, layout.held_out, _HELD_OUT_STEMS))
+
+
+def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]]:
+    """Return the files of both splits of a hub's data set. Raises: like `_find_files`."""
+    saved = {stems: layout.saved_names(source, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS)}
+    if not layout.is_unknown:
+        found = (
+            # A folder that was saved has all files of a split.
+            list(dict.fromkeys(_fetch(source, file, saved[stems]) for file in files))
+            for files, stems in ((layout.train, _TRAIN_STEMS), (layout.held_out, _HELD_OUT_STEMS))
+        )
+        return next(found), next(found)
+    with _telling_what_is_missing(source, "its list of files"):
+        if (kept := fetch_saved_split(source, saved[_TRAIN_STEMS])) is not None:
+            held_out_path = fetch_saved_split(source, saved[_HELD_OUT_STEMS])
+            return [kept], [held_out_path] if held_out_path is not None else []
+        names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
+    train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
+    if not train and len(names) == 1:
+        return [_fetch(source, names[0])], []
+    if not train:
+        raise DataError(
+            f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
+            f" {', '.join(names[:5]) or 'none'}",
+            allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
+            next_step="download the data set, and name the file that you mean in task.source",
+        )
+    return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
 
 
 def _named(names: Sequence[str], stems: Sequence[str]) -> list[str]:
@@ -175,20 +200,22 @@ def _folder_and_stem(name: str, stem: str) -> str | None:
 
 
 def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
-    """Record data files for collectors, and return them."""
-    for file in files:
-        name = file.relative_to(folder).as_posix()
-        note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
+    """Record data files for collectors, those of saved folders one by one, and return what was given."""
+    saved = [folder / SPLITS_NAME] if (folder / SPLITS_NAME).is_file() else []
+    for path in (*saved, *files):
+        for file in [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()):
+            name = file.relative_to(folder).as_posix()
+            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
     return files
 
 
-def _fetch(source: str, file: str) -> Path:
-    """Return the local copy of a file of a hub's data set.
+def _fetch(source: str, file: str, saved_as: Sequence[str] = ()) -> Path:
+    """Return the local copy of a file of a hub's data set, or of the folder that has its split.
 
     Raises: DataError if neither store nor hub has it; StoreError if the store fails.
     """
     with _telling_what_is_missing(source, file):
-        return fetch_data_file(source, file)
+        return fetch_data_file(source, file, saved_as)
 
 
 @contextmanager
@@ -220,6 +247,8 @@ def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> li
 
     Raises: DataError if there is none.
     """
+    if saved := find_saved_split(folder, stems):
+        return saved
     mirrored = [folder / file for file in files]
     if all(path.is_file() for path in mirrored):
         return mirrored
@@ -254,10 +283,13 @@ def _split_by_content(
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order. Values of CSV are texts.
+    """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order, or of a folder of Arrow files.
 
+    Values of CSV are texts.
     Raises: DataError if it cannot be read.
     """
+    if path.is_dir():
+        return [Row(values=values, place=place) for values, place in read_saved(path)]
     read = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)
     values = list(read(path))
     return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]

@@ -1,0 +1,106 @@
+"""Folders that `save_to_disk` of the datasets library writes, read without that library.
+
+A folder of one split has `state.json`, which names its Arrow files in order; a folder of several has
+`dataset_dict.json`, which names the folders of the splits. The columns are those that were chosen with
+`set_format`, where some were. Old versions of the library left a choice of rows beside the rows: that is
+refused, because the order would be another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.errors import DataError
+from strop.store.listed import ARROW_END
+
+STATE_NAME = "state.json"
+SPLITS_NAME = "dataset_dict.json"
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a folder is one split that the library saved."""
+    return (path / STATE_NAME).is_file()
+
+
+def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
+    """Return the folder of the split that is named first; empty where it is no folder of splits.
+
+    Raises: DataError if it is one, and has no such split.
+    """
+    if not (folder / SPLITS_NAME).is_file():
+        return []
+    names = _read_json(folder / SPLITS_NAME).get("splits")
+    splits = names if isinstance(names, list) else []
+    for stem in stems:
+        if stem in splits and is_saved(folder / stem):
+            return [folder / stem]
+    raise DataError(
+        f"{folder} has no split {' or '.join(stems)}; its splits are {', '.join(map(str, splits)) or 'none'}",
+        allowed="splits train and test or validation",
+        next_step="save it with splits of these names, or name one split's folder, which is then divided",
+    )
+
+
+def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of one split in order, each with its place for messages.
+
+    Raises: DataError if a file is missing or cut, or the rows were chosen by a file beside them.
+    """
+    import pyarrow as pa
+
+    state = _read_json(path / STATE_NAME)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise _unreadable(
+            path,
+            "its rows are a choice, in an order of its own, as old versions of the library saved it",
+            "load it once with that library, and save it with `flatten_indices().save_to_disk(...)`",
+        )
+    names = [
+        str(entry.get("filename")) for entry in state.get("_data_files") or () if isinstance(entry, dict)
+    ]
+    columns = state.get("_format_columns")
+    number = 0
+    for name in names:
+        try:
+            _require_end(path / name)
+            with pa.memory_map(str(path / name)) as source:
+                table = pa.ipc.open_stream(source).read_all()
+            if columns is not None and not state.get("_output_all_columns"):
+                table = table.select(columns)
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise _unreadable(path / name, str(error), _AGAIN) from error
+        for values in table.to_pylist():
+            number += 1
+            yield values, f"{path}, row {number}"
+
+
+_AGAIN = "save or fetch it again; an interrupted copy looks like this"
+
+
+def _require_end(path: Path) -> None:
+    """Refuse a stream that was cut between two batches, which a reader takes for its end. Raises: OSError."""
+    with path.open("rb") as file:
+        file.seek(-min(len(ARROW_END), path.stat().st_size), 2)
+        if file.read() != ARROW_END:
+            raise OSError("it ends before its last row")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error), _AGAIN) from error
+    if not isinstance(content, dict):
+        raise _unreadable(path, f"it holds a {type(content).__name__}", _AGAIN)
+    return content
+
+
+def _unreadable(path: Path, cause: str, next_step: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({cause})",
+        allowed="a folder as `save_to_disk` of the datasets library writes it",
+        next_step=next_step,
+    )
