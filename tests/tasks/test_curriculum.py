@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from strop.cli import main
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.spec import load_spec
+from strop.spec.task import TaskSection
 from strop.tasks import build_task, epoch_order_of
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.generated.arithmetic import ArithmeticSpec
@@ -154,3 +156,87 @@ def test_bounds_that_cannot_work_are_refused_when_the_run_file_is_read(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_spec(None, ["name=x", "task.name=arithmetic", *settings])
+
+
+# Files of other launchers: one id, one row number or one value of a column a line.
+
+
+@pytest.fixture
+def rows_task(tmp_path: Path) -> TaskSection:
+    """Eight training rows with a column of names; the sixth asks what the second asks."""
+    rows = [{"id": f"q-{n}", "question": f"{n % 5} + 1?", "answer": f"#### {n % 5 + 1}"} for n in range(6)]
+    rows[5] |= {"question": "1 + 1?", "answer": "#### 2"}
+    for name, split in (("train", rows), ("test", [{"id": "t", "question": "9 + 9?", "answer": "#### 18"}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split))
+    return load_spec(None, ["name=x", "task.name=gsm8k", f"task.source={tmp_path}"]).spec.task
+
+
+def ask_order(section: TaskSection, path: Path) -> list[str]:
+    task = build_task(section.model_copy(update={"order_file": str(path)}))
+    return [str(example.fields["question"]) for example in task.examples(Split.TRAIN)]
+
+
+def test_row_numbers_are_read_as_they_are(rows_task: TaskSection, tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text("3\n0\n\n005\n")
+    assert ask_order(rows_task, order) == ["3 + 1?", "0 + 1?", "1 + 1?"]
+    order.write_text("3\n6\n")
+    with pytest.raises(DataError, match=r"1 of 2 ids .*: row 6"):
+        ask_order(rows_task, order)
+    order.write_text("5\n1\n")
+    task = build_task(rows_task.model_copy(update={"order_file": str(order)}))
+    assert len(task.examples(Split.TRAIN)) == 1
+    assert describe_counts(task) == "of the order file, rows that ask what another row asks: 1"
+
+
+def test_ids_one_a_line_are_read_as_they_are(tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text(f"{TRAIN[4].example_id}\n{TRAIN[1].example_id}\n")
+    task = build_task(SUMS.model_copy(update={"order_file": str(order)}))
+    assert list(task.examples(Split.TRAIN)) == [TRAIN[4], TRAIN[1]]
+    order.write_text("3\n")
+    with pytest.raises(DataError, match="task arithmetic has no rows of data that could be numbered"):
+        build_task(SUMS.model_copy(update={"order_file": str(order)})).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("text", ["a b\n", "a\na\n", '7\n{"example_id": "x"}\n'])
+def test_a_malformed_plain_file_is_refused(rows_task: TaskSection, tmp_path: Path, text: str) -> None:
+    (tmp_path / "order.txt").write_text(text)
+    with pytest.raises(DataError, match=r"line [12] of order file .* one id or one row number a line"):
+        ask_order(rows_task, tmp_path / "order.txt")
+
+
+def test_convert_writes_ids_that_train_alike(
+    rows_task: TaskSection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = tmp_path / "order.txt"
+    words = ["tasks", "order", "convert", str(order), "gsm8k", f"source={tmp_path}"]
+    order.write_text("q-2\nq-0\n")
+    assert main(words) == 2
+    assert "2 of 2 lines of" in capsys.readouterr().err
+    assert main([*words, "--column", "id"]) == 0
+    assert f"{tmp_path}/order.jsonl: 2 examples of 2 lines, 0 without" in capsys.readouterr().out
+    assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?", "0 + 1?"]
+    order.write_text("1\n4\n99\n")
+    out = tmp_path / "from-one.jsonl"
+    assert main([*words, "--first", "1", "--max-unmatched", "1", "--out", str(out)]) == 0
+    assert ask_order(rows_task, out) == ["0 + 1?", "3 + 1?"]
+    assert main([*words, "--first", "1", "--max-unmatched", "1", "--out", str(out)]) == 2
+    assert main([*words, "--column", "idea"]) == 2
+    assert "has no column 'idea'" in capsys.readouterr().err
+
+
+def test_convert_takes_a_part_of_a_mixture(
+    rows_task: TaskSection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        'name = "x"\ntask.name = "mixture"\n[task.parts.sums]\nname = "arithmetic"\n'
+        f'[task.parts.words]\nname = "gsm8k"\nsource = "{tmp_path}"\n'
+    )
+    (tmp_path / "order.txt").write_text("2\n")
+    words = ["tasks", "order", "convert", str(tmp_path / "order.txt"), str(run)]
+    assert main(words) == 2
+    assert "--part with one of sums, words" in capsys.readouterr().err
+    assert main([*words, "--part", "words"]) == 0
+    assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?"]

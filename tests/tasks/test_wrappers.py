@@ -18,6 +18,8 @@ from strop.tasks.traits import OPTIONAL, has
 NOT_PASSED_ON = {
     # A mixture is no single task of many, and says which part an example is of instead.
     ("mixture", "variant"),
+    # Rows are numbered within the data of one part.
+    ("mixture", "row_keys"),
     # The parts are asked in the run's own words, and a task that is made of them is not.
     ("mixture", "prompt_fields"),
     ("blend", "prompt_fields"),

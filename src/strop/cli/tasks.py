@@ -1,14 +1,15 @@
-"""`strop tasks ls|new|check|check-judge` and `strop audit TASK [key=value ...]`."""
+"""`strop tasks ls|new|check|check-judge|order convert` and `strop audit TASK [key=value ...]`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile
+from strop.cli.arguments import Json, Overrides, RunFile, takes
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -90,6 +91,53 @@ def check_task(
             allowed="a task that pays for right replies and for nothing else",
             next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
         )
+
+
+order_commands = typer.Typer(
+    help="Order files: which examples are trained on, and when.", no_args_is_help=True
+)
+task_commands.add_typer(order_commands, name="order")
+
+
+@order_commands.callback()
+def _order_group() -> None:
+    """Order files: which examples are trained on, and when."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertArguments:
+    """Arguments of `strop tasks order convert`."""
+
+    order: Annotated[Path, typer.Argument(metavar="ORDER", help="One id, row number or value a line.")]
+    target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or the name of a task.")]
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="Settings of the task.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: ORDER with .jsonl.")] = None
+    column: Annotated[
+        str | None, typer.Option(help="Column of the data whose values the lines are. Default: ids or rows.")
+    ] = None
+    first: Annotated[int, typer.Option(min=0, max=1, help="Number of the first row: 0 or 1.")] = 0
+    part: Annotated[str | None, typer.Option(help="Part of a mixture that the file is for.")] = None
+    max_unmatched: Annotated[int, typer.Option(min=0, help="Lines that may be no training example.")] = 0
+
+
+@order_commands.command("convert")
+@takes(ConvertArguments)
+def convert_order_file(context: typer.Context, args: ConvertArguments) -> None:
+    """Rewrite an order file of row numbers, or of a column's values, as one of example ids."""
+    from strop.run.audit import find_task_section
+    from strop.tasks.curriculum import convert_order, write_converted
+
+    output: Output = context.obj
+    section = find_task_section(args.target, args.settings or ())
+    converted = convert_order(args.order, section, part=args.part, column=args.column, first=args.first)
+    path = write_converted(converted, args.order, args.out, max_unmatched=args.max_unmatched)
+    output.give(
+        f"{path}: {converted.num_examples} examples of {converted.num_lines} lines,"
+        f" {len(converted.unmatched)} without an example"
+    )
+    output.give(f'next: task.order_file = "{path}"')
 
 
 @task_commands.command("check-judge")

@@ -90,9 +90,10 @@ class TaskSection(Section):
     order_file: str | None = Field(
         default=None,
         min_length=1,
-        description="JSONL file of example ids: the run trains on these examples only, in this order, and"
-        " again from the first line in each epoch. `strop eval --write-order` makes one. none = all"
-        " examples, shuffled anew in each epoch.",
+        description="JSONL file of example ids, or a text with one id, or one row number from 0, a line: the"
+        " run trains on these examples only, in this order, and again from the first line in each epoch."
+        " `strop eval --write-order` makes one, `strop tasks order convert` makes one of another kind of"
+        " ids. none = all examples, shuffled anew in each epoch.",
         json_schema_extra=expert("a curriculum is an order of examples"),
     )
     min_solved_frac: float = Field(

@@ -36,6 +36,7 @@ from strop.tasks.traits import (
     limits_of,
     problem_of,
     program_form_of,
+    row_keys_of,
     variant_of,
 )
 from strop.tasks.version import hashed_limits
@@ -301,6 +302,10 @@ class Blend:
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the example has in its own task, with marks and time of all parts."""
         return self._blend_limits(limits_of(self._data.task, example))
+
+    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
+        """Return which example each row of the part with the data became."""
+        return row_keys_of(self._data.task, column)
 
     def problem_of(self, example: Example) -> str | None:
         """Return the problem that the part with the data counts the example to."""

@@ -2,8 +2,9 @@
 
 An order file is JSONL: one object per line with an `example_id`, and `solved_frac` where the file was
 made from measured pass rates; a first line with `task` and `task_version` says what it was made for.
-Ids are hashes of content, so a file that was made with other settings or data does not match, and is
-refused rather than thinned out in silence (DAT-1).
+Or it is plain text: one id, or one row number from 0, a line. Ids are hashes of content, so a file that was
+made with other settings or data does not match, and is refused rather than thinned out in silence (DAT-1).
+`convert_order` makes the first form of a plain one, whose lines may also be values of a column.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError
+from strop.errors import ConfigError, DataError
+from strop.io.atomic import write_bytes_atomically
 from strop.rollout import Example, Split
-from strop.spec.task import TaskSpec
+from strop.spec.task import PartedSection, TaskSection, TaskSpec
 from strop.store.data_files import locate_named
 from strop.tasks.contract import Task
-from strop.tasks.traits import TaskWrapper, counts_of
+from strop.tasks.registry import build_task
+from strop.tasks.traits import TaskWrapper, counts_of, row_keys_of
 
 _MAX_SHOWN = 3
 
@@ -79,6 +82,14 @@ class Curriculum(TaskWrapper):
         spec = self._spec
         entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
+        num_repeated = 0
+        if _are_numbers(entries, by_id):
+            # Rows that ask the same became one example, which is trained on once an epoch.
+            keys = row_keys_of(self._task, None)
+            numbers = [int(entry.example_id) for entry in entries]
+            found = [keys.get(str(number)) or f"row {number}" for number in numbers]
+            num_repeated = len(found) - len(set(found))
+            entries = [OrderEntry(example_id=one, solved_frac=None) for one in dict.fromkeys(found)]
         _refuse_unmatched(spec, entries, by_id)
         known = [entry for entry in entries if entry.example_id in by_id]
         kept = [entry for entry in known if self._is_within(entry)]
@@ -92,6 +103,7 @@ class Curriculum(TaskWrapper):
         left_out = {
             "of the order file, without an example": len(entries) - len(known),
             "of the order file, outside the bounds": len(known) - len(kept),
+            "of the order file, rows that ask what another row asks": num_repeated,
         }
         return tuple(by_id[entry.example_id] for entry in kept), left_out
 
@@ -119,9 +131,12 @@ def read_order_file(path: Path) -> list[OrderEntry]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"order file {path} cannot be read ({error})",
-            allowed="a JSONL file with one example_id a line",
+            allowed="a JSONL file with one example_id a line, or a text with one id or row number a line",
             next_step="correct task.order_file",
         ) from error
+    first = next((line.strip() for line in lines if line.strip()), "")
+    if first and first[0] not in "{[":
+        return [OrderEntry(example_id=line, solved_frac=None) for line in _read_plain(path, lines)]
     entries: dict[str, OrderEntry] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -135,6 +150,110 @@ def read_order_file(path: Path) -> list[OrderEntry]:
     if not entries:
         raise _malformed(path, len(lines), "the end of the file and no example before it")
     return list(entries.values())
+
+
+def _read_plain(path: Path, lines: Sequence[str]) -> list[str]:
+    """Return the ids or row numbers of a plain order file, in order.
+
+    Raises: DataError if a line holds more than one, or one stands there twice.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        word = line.strip().strip('"')
+        if not word:
+            continue
+        if word in found or len(word.split()) > 1 or word[0] in "{[":
+            given = f"{word!r} a second time, after line {found[word]}" if word in found else repr(word[:80])
+            raise DataError(
+                f"line {number} of order file {path} is {given}",
+                allowed="one id or one row number a line, each once",
+                next_step="mend or remove the line",
+            )
+        found[word] = number
+    return list(found)
+
+
+def _are_numbers(entries: Sequence[OrderEntry], by_id: Mapping[str, Example]) -> bool:
+    return all(one.example_id.isdecimal() and one.example_id not in by_id for one in entries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertedOrder:
+    """An order file of ids, made of a plain one."""
+
+    text: str
+    num_lines: int
+    num_examples: int
+    unmatched: tuple[str, ...]
+    """Lines that are no training example, as they were written."""
+
+
+def convert_order(
+    path: Path, section: TaskSection, *, part: str | None = None, column: str | None = None, first: int = 0
+) -> ConvertedOrder:
+    """Return the order file of ids that a plain one means for a task, or for a part of a mixture.
+
+    Its lines are ids, or row numbers of which the first row has the number `first`; or values of a column.
+    Raises: ConfigError if there is no such part; DataError if the file is malformed or the task has no rows
+        to look into.
+    """
+    task = build_task(_choose_part(section, part).model_copy(update={"order_file": None}))
+    lines = [entry.example_id for entry in read_order_file(path)]
+    ids = {example.example_id for example in task.examples(Split.TRAIN)}
+    if column is not None:
+        keys = row_keys_of(task, column)
+        found = [keys.get(line) for line in lines]
+    elif ids.isdisjoint(lines) and all(line.isdecimal() for line in lines):
+        keys = row_keys_of(task, None)
+        found = [keys.get(str(int(line) - first)) for line in lines]
+    else:
+        found = [line if line in ids else None for line in lines]
+    kept = list(dict.fromkeys(one for one in found if one is not None))
+    header = {"task": task.name, "task_version": task.version}
+    rows = [header, *({"example_id": one} for one in kept)]
+    return ConvertedOrder(
+        text="".join(json.dumps(row) + "\n" for row in rows),
+        num_lines=len(lines),
+        num_examples=len(kept),
+        unmatched=tuple(line for line, one in zip(lines, found, strict=True) if one is None),
+    )
+
+
+def write_converted(
+    converted: ConvertedOrder, order_path: Path, out: Path | None, *, max_unmatched: int
+) -> Path:
+    """Write a converted file, by default beside its source with the ending .jsonl, and return its path.
+
+    Raises: DataError if more lines than that are no training example; ConfigError if a file is there.
+    """
+    path = out or order_path.with_suffix(".jsonl")
+    unmatched = converted.unmatched
+    if len(unmatched) > max_unmatched:
+        raise DataError(
+            f"{len(unmatched)} of {converted.num_lines} lines of {order_path} are no training examples of the"
+            f" task: {', '.join(unmatched[:_MAX_SHOWN])}",
+            allowed=f"at most --max-unmatched {max_unmatched}",
+            next_step="name the column that holds these values with --column, count rows from 1 with"
+            " --first 1, or allow that number",
+        )
+    if path.exists():
+        raise ConfigError(f"{path} exists already", allowed="a new file", next_step="name one with --out")
+    write_bytes_atomically(path, converted.text.encode())
+    return path
+
+
+def _choose_part(section: TaskSection, part: str | None) -> TaskSection:
+    parts = section.posed_parts() if isinstance(section, PartedSection) else {}
+    # Of a blend, one part poses the problems, and the order is the blend's.
+    if part is None and len(parts) <= 1:
+        return section
+    if part is not None and part in parts:
+        return parts[part].task
+    raise ConfigError(
+        f"task {section.name} has {f'no part {part}' if part else 'parts, and each has an order of its own'}",
+        allowed=f"--part with one of {', '.join(parts)}" if parts else "no --part: it has none",
+        next_step="name the part that the file is for" if parts else "leave --part out",
+    )
 
 
 def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
 
@@ -31,6 +31,8 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
         "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
         " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
+        "row_keys": "(column) -> id of the training example that each row became, by the row's number from 0"
+        " (None) or by its value in a column; None where the row is no training example.",
         "variant": "Which of the tasks that share its name a task is, in a word.",
     }
 )
@@ -165,6 +167,22 @@ def variant_of(task: Task) -> str | None:
     return variant
 
 
+def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
+    """Return which example each training row became, by number (None) or by a column's value.
+
+    Raises: DataError if the task has no rows, or as the task does.
+    """
+    find = _member(task, "row_keys")
+    if find is None:
+        raise DataError(
+            f"task {task.name} has no rows of data that could be numbered",
+            allowed="ids of its training examples",
+            next_step="write ids, as `strop eval --write-order` does; in a mixture, give the file to a part",
+        )
+    keys: Mapping[str, str | None] = find(column)
+    return keys
+
+
 def every_form(examples: Sequence[Example]) -> Sequence[Example]:
     """Return examples that cover every form: all of them, or the first where they are generated on demand."""
     return examples if isinstance(examples, tuple | list) else examples[:1]
@@ -217,6 +235,10 @@ class TaskWrapper:
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
         """Return what the task's prompts may name of the example."""
         return prompt_fields_of(self._task, example)
+
+    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
+        """Return which example each of the task's rows became. Raises: DataError as the task does."""
+        return row_keys_of(self._task, column)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as the task does."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Row:
     values: Mapping[str, Any]
     place: str
     """For messages: file and row number, from 1."""
+    index: int = 0
+    """Which row of its split's files it is, from 0; of the whole data where that has no splits."""
 
 
 def bad_row(given: str, allowed: str) -> DataError:
@@ -103,14 +105,18 @@ def read_split_rows(
     Raises: DataError if a file is missing, unreadable or empty; whatever `split_key` raises.
     """
     train_files, held_out_files = _find_files(source, layout)
-    train = [row for file in train_files for row in read_rows(file)]
-    held_out = [row for file in held_out_files for row in read_rows(file)]
+    train, held_out = _read_all(train_files), _read_all(held_out_files)
     if not held_out_files:
         train, held_out = _split_by_content(train, num_held_out, split_key)
     if layout.train:
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
     return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
+
+
+def _read_all(files: Sequence[Path]) -> list[Row]:
+    rows = (row for file in files for row in read_rows(file))
+    return [replace(row, index=index) for index, row in enumerate(rows)]
 
 
 def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:

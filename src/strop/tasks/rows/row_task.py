@@ -71,6 +71,13 @@ class RowTask(ABC):
         """How many rows are left out, by reason; reads the data."""
         return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
 
+    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
+        """Return the example that each training row became, by the row's number or by a column's value.
+
+        Raises: DataError like `examples`, or if a row has no such column, or two rows have one value there.
+        """
+        return key_rows(self._reading, self._source, self._splits.train, column)
+
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
 
@@ -236,6 +243,30 @@ def read_examples(
     )
 
 
+def key_rows(
+    reading: RowReading, source: str, train: Sequence[Example], column: str | None
+) -> dict[str, str | None]:
+    """Return the ids of the training examples that rows became; see `RowTask.row_keys`.
+
+    A row that asks what an earlier one asks became that one's example.
+    """
+    ids = {_question(reading, example): example.example_id for example in train}
+    found: dict[str, str | None] = {}
+    for row in read_split_rows(source, reading.layout, split_key=reading.split_key).train:
+        if column is not None and column not in row.values:
+            raise bad_row(f"{row.place} has no column {column!r}", f"one of {', '.join(row.values)}")
+        key = str(row.index if column is None else row.values[column])
+        if key in found:
+            raise bad_row(f"{row.place} has {column}={key!r}, as another row has", "a column that names rows")
+        is_left_out = reading.why_left_out(row, Split.TRAIN) is not None
+        found[key] = None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
+    return found
+
+
+def _question(reading: RowReading, example: Example) -> str:
+    return " ".join(reading.question(example).split())
+
+
 def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     """Return the values of columns that must hold text.
 
@@ -287,7 +318,7 @@ def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
     by_question: dict[str, Example] = {}
     for row in rows:
         example = reading.to_example(row)
-        by_question.setdefault(" ".join(reading.question(example).split()), example)
+        by_question.setdefault(_question(reading, example), example)
     return by_question
 
 
