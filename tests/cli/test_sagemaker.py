@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ from strop import __version__
 from strop.cli.output import Output
 from strop.cli.submit import sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
+from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage, ImagePlan
 from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.prepare import push_for
+from strop.rollout import Split
+from strop.run.stage import stage_run
+from strop.spec import load_spec
+from strop.store import get_model
+from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
 from tests.launch.sagemaker.aws import prepare_account
 from tests.launch.sagemaker.building import PROFILE, make_request
+from tests.run.test_stage import write_data
+from tests.store.test_models import write_model
 
 SITES = """[sites.cloud]
 backend = "sagemaker"
@@ -69,6 +78,40 @@ def test_a_dry_run_prints_the_exact_request_and_writes_nothing(
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400}
     assert "qwen3" not in json.dumps(request)
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("away_from_home")
+def test_after_stage_the_unedited_run_file_is_submitted(
+    folder: Path, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = write_model(tmp_path / "model"), write_data(tmp_path / "data")
+    run_file = folder / "qwen3-1.7B.toml"
+    run_file.write_text(
+        f'name = "small"\nmodel.uri = "{model}"\nstore.uri = "{s3_root}"\n[task]\nname = "mixture"\n'
+        f'[task.parts.words]\nname = "gsm8k"\nsource = "{data}"\n[task.parts.sums]\nname = "arithmetic"\n'
+    )
+    with pytest.raises(ConfigError, match="a path of this machine, which no training job can reach"):
+        submit("--dry-run")
+    staged = {one.kind: one for one in stage_run(load_spec(str(run_file)))}
+    assert submit("--dry-run") == 0
+    said = capsys.readouterr().err
+    for key, kind, path in (("model.uri", "model", model), ("task.parts.words.source", "data", data)):
+        assert f"{key}: {staged[kind].uri}, which `strop stage` sent, stands for {path}" in said
+    request = read_request(
+        str(run_file), SubmitOptions(site="cloud", has_snapshot=False), environ=os.environ, now=0.0
+    )
+    resolved = request.resolved
+    assert resolved.spec.model.uri == staged["model"].uri
+    assert get_model(resolved.spec.model.uri).digest == get_model(str(model)).digest
+    assert [len(build_task(resolved.spec.task).examples(split)) > 0 for split in Split] == [True, True]
+    assert resolved.origins["model.uri"] == f"staged copy of {model} ({run_file}:2)"
+    # Where the paths are seen, they stay.
+    local = SubmitOptions(site="local", has_snapshot=False)
+    here = read_request(str(run_file), local, environ=os.environ, now=0.0)
+    assert here.resolved.spec.model.uri == str(model)
+    (data / "train.jsonl").write_text((data / "train.jsonl").read_text() + "\n")
+    with pytest.raises(CheckRefused, match=r"train\.jsonl has changed since it was staged"):
+        submit("--dry-run")
 
 
 def test_the_rights_are_printed_as_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,10 @@ def read_request(
     flags, given = site.profile.read_flags(options.flags)
     profile = site.profile.with_options(given)
     resolved = load_spec(run_file, options.overrides, flags)
+    if not profile.has_shared_disk and not getattr(profile, "local", False):
+        from strop.run.staged_copies import use_copies
+
+        resolved = use_copies(resolved)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
     # Of every trial, so that a mistake shows before anything is written.

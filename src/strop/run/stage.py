@@ -3,19 +3,20 @@
 What is sent: the model, and those of the reference and the teacher; the files that the task reads (data,
 order, what a judge goes by); and what the run imitates or prefers. They are found as training would find
 them, but the hub is asked before the store: staging is how the store gets what it lacks. What a local path
-names is sent too, under its name and digest; the answer says which URI to write into the run file for
-machines that lack the path.
+names is sent too, under its name and digest; that copy is noted (`staged_copies`), so that a submission uses
+it where the path is not seen, and the answer says which URI names it on other machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from strop.errors import ConfigError, HubUnreachable
 from strop.io.atomic import Manifest, read_manifest
 from strop.rollout import Split
+from strop.run.staged_copies import note_copies
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
 from strop.spec.judge import judge_sections, role_judges
@@ -51,6 +52,8 @@ class Staged:
     num_moved: int
     moved_bytes: int
     """What this call sent, or would send; 0 where all was there with the right digests."""
+    stands_for: str | None = None
+    """The copy's URI as a run file names it, where its own name does not lead there."""
     advice: str | None = None
     """What to write into the run file; None: nothing, the name leads there by itself."""
 
@@ -77,7 +80,10 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             is_check=is_check,
             may_replace=may_replace,
         )
-        return [*_stage_models(spec, sender), *_stage_data(spec, sender)]
+        staged = [*_stage_models(spec, sender), *_stage_data(spec, sender)]
+    if not is_check:
+        note_copies({one.name: one.stands_for for one in staged if one.stands_for is not None}, sender.files)
+    return staged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +92,12 @@ class _Sender:
     policy: SourcePolicy
     is_check: bool
     may_replace: bool
+    files: dict[str, Mapping[str, Path]] = field(default_factory=dict)
+    """What was sent, by the name in the run file."""
 
     def send(self, kind: str, name: str, uri: str, paths: Mapping[str, Path]) -> Staged:
         """Send files: a model as a record of its own, data as a part of the record that is there."""
+        self.files[name] = paths
         if self.is_check:
             sent = self.store.plan_put(paths, uri)
         else:
@@ -165,7 +174,8 @@ def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
     own_name = name.removeprefix("pypi:") if handle.source == "package" else handle.path.name
     own_place = sender.policy.model_uri(f"{own_name}-{handle.digest[:_DIGEST_CHARACTERS]}")
     assert own_place is not None
-    return replace(sender.send("model", name, own_place, paths), advice=_advise(settings, own_place))
+    sent = sender.send("model", name, own_place, paths)
+    return replace(sent, stands_for=own_place, advice=_advise(settings, own_place))
 
 
 def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
@@ -199,7 +209,8 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
             new_source = join_uri(place, path.name) if path.is_file() else place
             sent = sender.send("data", source, place, paths)
-            yield replace(sent, advice=_advise(_list_settings(spec, source), new_source))
+            advice = _advise(_list_settings(spec, source), new_source)
+            yield replace(sent, stands_for=new_source, advice=advice)
         else:
             place = sender.policy.dataset_uri(source)
             assert place is not None

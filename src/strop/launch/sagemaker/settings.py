@@ -188,7 +188,7 @@ def refuse_local(assets: list[NamedAsset]) -> None:
         raise ConfigError(
             f"{', '.join(local)}: a path of this machine, which no training job can reach",
             allowed="a hub id, s3://, or what the store has",
-            next_step="set store.uri, run `strop stage RUN.toml`, and write what it advises",
+            next_step="set store.uri to a place in S3, run `strop stage RUN.toml`, and submit it as it is",
         )
 
 

@@ -1,0 +1,100 @@
+"""Copies in a store that stand for the paths of a run file: noted by `strop stage`, used by a submission.
+
+So the run file that was staged is submitted as it is to a site whose machines do not see these paths. Noted
+per user, in the cache: which copy a path has, and the files that it was made of with their sizes and times.
+A path whose files have changed since is refused, because the copy is of other bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused
+from strop.io.atomic import write_bytes_atomically
+from strop.io.lock import FileLock
+from strop.io.variables import user_cache_dir
+from strop.spec import ResolvedSpec, RunSpec
+from strop.spec.base import DEFAULT
+from strop.spec.display import KeyPath, dotted, walk_values
+
+SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")
+"""Sections in which models and data are named."""
+
+
+def note_copies(copies: Mapping[str, str], files: Mapping[str, Mapping[str, Path]]) -> None:
+    """Note the URI of each name's copy, and the files that it was made of. Earlier notes on others stay.
+
+    Raises: StoreError if the cache cannot be written.
+    """
+    path = _notes_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        notes = _read_notes()
+        for name, uri in copies.items():
+            notes[name] = {
+                "uri": uri,
+                "files": {str(one.absolute()): _mark(one) for one in files[name].values()},
+            }
+        write_bytes_atomically(path, json.dumps(notes, indent=1).encode())
+
+
+def use_copies(resolved: ResolvedSpec) -> ResolvedSpec:
+    """Return the spec with the copies in S3 in place of the paths that have one, and a notice for each.
+
+    Raises: CheckRefused naming a path whose files have changed since it was staged.
+    """
+    notes = _read_notes()
+    values = resolved.spec.model_dump(mode="json")
+    named = [(path, value) for path, value in walk_values({one: values[one] for one in SECTIONS})]
+    found = {path: notes[value] for path, value in named if isinstance(value, str) and value in notes}
+    found = {path: note for path, note in found.items() if str(note["uri"]).startswith("s3://")}
+    if not found:
+        return resolved
+    origins, notices = dict(resolved.origins), list(resolved.notices)
+    for path, note in found.items():
+        key, name = dotted(path), _exchange(values, path, note["uri"])
+        changed = [file for file, mark in note["files"].items() if _mark(Path(file)) != mark]
+        if changed:
+            raise CheckRefused(
+                f"{key}={name}: {changed[0]} has changed since it was staged as {note['uri']}",
+                allowed="the files that were staged: the job would read other bytes than this machine has",
+                next_step="run `strop stage RUN.toml` again",
+            )
+        origins[key] = f"staged copy of {name} ({origins.get(key, DEFAULT)})"
+        notices.append(f"{key}: {note['uri']}, which `strop stage` sent, stands for {name}")
+    return replace(resolved, spec=RunSpec.model_validate(values), origins=origins, notices=tuple(notices))
+
+
+def _exchange(values: dict[str, Any], path: KeyPath, new: str) -> str:
+    """Set a leaf of a tree, and return what it was."""
+    node = values
+    for part in path[:-1]:
+        node = node[part]
+    old = str(node[path[-1]])
+    node[path[-1]] = new
+    return old
+
+
+def _notes_path() -> Path:
+    return user_cache_dir() / "staged.json"
+
+
+def _read_notes() -> dict[str, Any]:
+    try:
+        notes = json.loads(_notes_path().read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
+
+
+def _mark(path: Path) -> list[int] | None:
+    """Return what changes when a file does; None where it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns]
