@@ -358,8 +358,13 @@ def test_a_run_on_pairs_is_planned_by_their_lengths(
 
 def test_pairs_that_are_elsewhere_are_unknown(plan_it: PlanIt) -> None:
     planned = plan_it("train.terms=dpo", "dpo.source=/nowhere", "dpo.pairs_per_step=4")
-    assert planned.time is None
-    assert planned.unknown == ("pairs and time: dpo.source=/nowhere is not on this machine",)
+    assert planned.unknown == ("pairs: dpo.source=/nowhere is not on this machine",)
+    # Both replies of a pair are as long as the run's own, three quarters of the limit, behind its prompts.
+    assert planned.time is not None
+    (given,) = (one for one in planned.assumptions if one.name == "given_tokens_mean")
+    assert planned.prompt is not None
+    (reply,) = (one for one in planned.assumptions if one.name == "reply_tokens_mean")
+    assert given.value == pytest.approx(2 * (planned.prompt.tokens_mean + reply.value), abs=1)
     # A full micro-batch, where nobody knows how long they are.
     assert any("activations (1280 positions)" in part.name for part in planned.memory.parts)  # type: ignore[union-attr]
 

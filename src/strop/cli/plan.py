@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile, brief
+from strop.cli.arguments import Json, Overrides, RunFile, brief, takes
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -17,44 +17,57 @@ if TYPE_CHECKING:
     from strop.spec import ResolvedSpec
 
 
-@brief
-def plan(
-    context: typer.Context,
-    run_file: RunFile,
-    overrides: Overrides = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanArguments:
+    """Arguments of `strop plan`: the run, what it is planned for, what is shown."""
+
+    run_file: RunFile
+    overrides: Overrides = None
     on: Annotated[
         str | None, typer.Option(metavar="SITE", help="Also show what would be submitted to this site.")
-    ] = None,
+    ] = None
     hardware: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Plan for these accelerators: h100, l4, ... or a TOML file."),
-    ] = None,
+    ] = None
     measure: Annotated[
         bool, typer.Option("--measure", help="First measure the speed of this model here; about 20 s, once.")
-    ] = False,
+    ] = False
+    fetch: Annotated[
+        bool,
+        typer.Option(
+            "--fetch", help="First fetch config.json and tokenizer of models that are elsewhere; no weights."
+        ),
+    ] = False
     everything: Annotated[
         bool, typer.Option("--all", help="Also show expert settings that have their default.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Show what a run would do and cost: prompt, limits, memory, time. Read-only, no network."""
+    ] = False
+    json: Json = False
+
+
+@takes(PlanArguments)
+@brief
+def plan(context: typer.Context, args: PlanArguments) -> None:
+    """Show what a run would do and cost: prompt, limits, memory, time. No network without --fetch."""
     from strop.plan.planning import make_plan
     from strop.spec import expert_keys, load_spec
 
     output: Output = context.obj
-    resolved = load_spec(run_file, overrides or ())
-    if measure:
+    resolved = load_spec(args.run_file, args.overrides or ())
+    if args.fetch:
+        _fetch(output, resolved)
+    if args.measure:
         _measure(output, resolved)
     accelerator = None
-    if hardware is not None:
+    if args.hardware is not None:
         from strop.hardware.accelerators import find_accelerator
 
-        accelerator = find_accelerator(hardware)
+        accelerator = find_accelerator(args.hardware)
     planned = make_plan(resolved, accelerator=accelerator)
-    if json:
+    if args.json:
         output.give_json(asdict(planned))
     else:
-        hidden: frozenset[str] = frozenset() if everything else expert_keys(resolved.spec)
+        hidden: frozenset[str] = frozenset() if args.everything else expert_keys(resolved.spec)
         show_plan(output, planned, hidden=hidden)
     for notice in planned.notices:
         output.say(f"notice: {notice}")
@@ -62,10 +75,31 @@ def plan(
         output.say(f"unknown: {unknown}")
     for warning in planned.warnings:
         output.say(f"warning: training would be refused: {warning}")
-    if on is not None:
+    if args.on is not None:
         from strop.cli.submit import SubmitArguments, send
 
-        send(output, SubmitArguments(run_file=run_file, overrides=overrides, on=on, dry_run=True, json=json))
+        send(
+            output,
+            SubmitArguments(
+                run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True, json=args.json
+            ),
+        )
+
+
+def _fetch(output: Output, resolved: ResolvedSpec) -> None:
+    """Fetch what describes the run's models, where their tokenizers are not on this machine."""
+    from strop.plan.locate import describe_model
+    from strop.spec.judge import role_judges
+    from strop.store import follow_store
+    from strop.store.descriptions import fetch_description
+
+    spec = resolved.spec
+    judges = [one.judge_model for one in role_judges(spec.task)]
+    with follow_store(spec.store):
+        for uri in dict.fromkeys([spec.model.uri, *spec.frozen_models.values(), *judges]):
+            known = None if uri is None else describe_model(uri)
+            if uri is not None and (known is None or not known.has_tokenizer):
+                output.say(f"fetched what describes {uri} into {fetch_description(uri)}")
 
 
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
@@ -118,7 +152,7 @@ def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozens
             ("evaluations", f"{schedule.num_evals} on {schedule.num_eval_examples or 'all'} examples"),
             ("checkpoints", str(schedule.num_checkpoints)),
         ],
-        title=f"{planned.name}: {planned.model_path or planned.model_uri}",
+        title=_describe_model(planned),
     )
     for title, values in (
         ("limit", planned.limits),
@@ -134,6 +168,12 @@ def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozens
         _show_room(output, "disk", planned.disk)
     if planned.time is not None:
         _show_time(output, planned, planned.time)
+
+
+def _describe_model(planned: Plan) -> str:
+    size = "" if planned.num_params is None else f", {planned.num_params / 1e9:.3g} billion parameters"
+    source = "" if planned.model_path or planned.model_source is None else f" ({planned.model_source})"
+    return f"{planned.name}: {planned.model_path or planned.model_uri}{size}{source}"
 
 
 def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:

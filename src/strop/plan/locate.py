@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import DataError, RemoteMissing, StoreError
+from strop.errors import ConfigError, DataError, RemoteMissing, StoreError, split_error
 from strop.io import is_complete, user_cache_dir
+from strop.policy.footprint import ModelSize, read_model_size, size_of_config
+from strop.policy.known_models import TABLE, find_known_config
 from strop.record import RunDir
 from strop.record.run_dir import STATE_NAME, step_of
 from strop.rollout import Example, Split
 from strop.spec.task import PartedSection, TaskSection
 from strop.store import get_model
 from strop.store.data_files import only_local_data
+from strop.store.descriptions import CONFIG, find_description
 from strop.store.hub import find_cached_snapshot
+from strop.store.model_files import check_model_dir
 from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path
 from strop.store.policy import read_policy
 from strop.store.stored_models import stored_path
@@ -40,6 +44,55 @@ class Checkpoint:
     def model_path(self) -> Path:
         """The Hugging Face directory inside."""
         return self.path / "model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownModel:
+    """What is known of a model without asking anybody."""
+
+    size: ModelSize
+    source: str
+    """Where the sizes are from, for people."""
+    path: Path | None = None
+    """A folder here with its config.json; None: only its sizes are known."""
+    is_whole: bool = False
+    """Whether its weights and tokenizer are there."""
+    lacks: str = ""
+    """What is missing in the directory that names the model, so that nothing could load it."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts can be rendered."""
+        return self.path is not None and (self.path / "tokenizer.json").is_file()
+
+
+def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None:
+    """Return the sizes of a model by its files here, its config.json alone, or the table of known models.
+
+    None: nothing is known of it. Uses no network.
+    Raises: ConfigError if the name cannot mean a model, or its directory has no config.json.
+    """
+    path = find_model(uri, cache_dir)
+    if path is not None:
+        lacks = ""
+        try:
+            check_model_dir(path)
+        except ConfigError as error:
+            if not (path / CONFIG).is_file():
+                raise
+            lacks = split_error(str(error))[0]
+        source = f"{CONFIG} in {path}" if lacks else "its files"
+        return KnownModel(
+            path=path, size=read_model_size(path), source=source, is_whole=not lacks, lacks=lacks
+        )
+    path = find_description(uri, cache_dir)
+    if path is not None:
+        return KnownModel(path=path, size=read_model_size(path), source=f"its {CONFIG} in {path}")
+    # A package stands for the hub's model; a store keeps a hub's models under their names.
+    name = next((hub for hub, package in SUBSTITUTES.items() if package == uri), uri)
+    name = "/".join(name.rstrip("/").split("/")[-2:]).partition("@")[0]
+    config = find_known_config(name)
+    return None if config is None else KnownModel(size=size_of_config(config), source=f"{name} in {TABLE}")
 
 
 def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
@@ -126,8 +179,8 @@ def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
 
 
 def _read_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
-    task = build_task(section)
     with only_local_data() as missing:
+        task = build_task(section)
         try:
             task.examples(Split.HELD_OUT)
         except (DataError, RemoteMissing):
@@ -145,7 +198,7 @@ def require_trainable_here(task: Task) -> None:
 def training_examples_here(task: Task) -> Sequence[Example]:
     """Return the training examples of a run that trains on its own replies to them.
 
-    Raises: DataError if the task is for evaluation only.
+    Raises: DataError if the task is for evaluation only; RemoteMissing for what is not on this disk.
     """
     with only_local_data():
         found = task.examples(Split.TRAIN)

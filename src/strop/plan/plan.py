@@ -9,8 +9,9 @@ from strop.algorithm import Aggregation, build_algorithm
 from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
 from strop.plan.estimate import Assumption, TimeEstimate
+from strop.plan.locate import KnownModel
 from strop.plan.roles import Part, RoleMemory, count_rows
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.policy.objective import lr_at
 from strop.spec import ResolvedSpec
 from strop.spec.base import DEFAULT
@@ -90,6 +91,9 @@ class Plan:
     name: str
     model_uri: str
     model_path: str | None
+    """The folder that its files are read from here."""
+    model_source: str | None
+    """Where its sizes are from, for people."""
     num_params: int | None
     prompt: PlannedPrompt | None
     limits: tuple[PlannedValue, ...]
@@ -104,6 +108,7 @@ class Plan:
     """What it is planned for."""
     disk: Room | None
     time: TimeEstimate | None
+    """None where the model is not known."""
     assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...]
     """What the gate would refuse."""
@@ -123,7 +128,7 @@ _NORMALIZERS = {
 
 
 def list_limits(
-    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine, *, is_gpu: bool
+    resolved: ResolvedSpec, task: Task, model: KnownModel | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[PlannedValue, ...]:
     """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
     spec = resolved.spec
@@ -150,12 +155,13 @@ def list_limits(
             "cores of this machine",
         ),
     ]
-    if size is not None:
+    if model is not None:
+        size, source = model.size, model.source if model.path is None else "config.json"
         because = size.alone_because
         layout = "packed, prompts shared" if because is None else f"each by itself: {because}"
         values += [
-            PlannedValue(name="positions of the model", value=size.max_positions, origin="config.json"),
-            PlannedValue(name="sequences", value=layout, origin="config.json; proven when it is loaded"),
+            PlannedValue(name="positions of the model", value=size.max_positions, origin=source),
+            PlannedValue(name="sequences", value=layout, origin=f"{source}; proven when it is loaded"),
         ]
     return tuple(values)
 

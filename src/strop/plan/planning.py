@@ -1,12 +1,13 @@
 """What a run would do and cost, said before anything happens.
 
-Pure: no torch, no network, no writes. What is not on this disk is named as unknown, never fetched
-and never guessed. Every value has its origin, and every number that is not measured says so.
+Pure: no torch, no network, no writes. What is not on this disk is named and never fetched; lengths that
+follow from it are assumed (`known`). Every value has its origin, and every number that is not measured says
+so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,8 @@ from strop.plan.estimate import (
     list_disk_parts,
     signal_frac,
 )
-from strop.plan.locate import find_model, read_task_offline, require_trainable_here, training_examples_here
+from strop.plan.known import NUM_MEASURED_PROMPTS, Known, Lengths, find_frozen, look, settle_lengths
+from strop.plan.locate import KnownModel, training_examples_here
 from strop.plan.plan import (
     Plan,
     PlannedPrompt,
@@ -37,14 +39,12 @@ from strop.plan.plan import (
 )
 from strop.plan.roles import Part, RoleMemory, list_roles, read_layout, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
-from strop.policy.footprint import ModelSize, read_model_size
+from strop.policy.footprint import read_model_size
 from strop.record.prediction import Prediction
-from strop.rollout import Example, Split
+from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
-from strop.spec.judge import role_judges
 from strop.store import follow_store
-from strop.store.model_files import check_model_dir
 from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
@@ -55,28 +55,7 @@ from strop.tasks import (
     resolve_prompt_format,
 )
 from strop.tokenizer import Tokenizer
-from strop.train.data.offline import (
-    OfflineData,
-    count_offline_positions,
-    find_offline_source,
-    read_offline_data,
-)
-
-NUM_MEASURED_PROMPTS = 200
-"""Training prompts that are rendered for their length, from the first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
-    """What this disk says about the run."""
-
-    model_path: Path | None
-    size: ModelSize | None
-    train: Sequence[Example] | None
-    held_out: Sequence[Example] | None
-    given: OfflineData | None
-    unknown: tuple[str, ...]
-    frozen: Mapping[str, ModelSize]
+from strop.train.data.offline import OfflineData, count_offline_positions, find_offline_source
 
 
 def make_plan(
@@ -95,7 +74,7 @@ def make_plan(
         resolved.spec, machine, _device(machine, accelerator), calibration=read_calibration(cache_dir)
     )
     with follow_store(spec.store):
-        task, known = _look(spec, cache_dir)
+        task, known = look(spec, cache_dir)
         is_mirrored = find_mirror_root(spec.store) is not None
     prompt = _plan_prompt(spec, task, known)
     speeds = choose_speeds(
@@ -105,18 +84,18 @@ def make_plan(
     limit = task.limits.max_reply_tokens
     memory = disk = time = None
     roles: tuple[RoleMemory, ...] = ()
+    lengths = settle_lengths(spec, task, known, prompt)
     if known.size is not None:
-        max_prompt, given = prompt.tokens_max if prompt else None, count_offline_positions(spec, known.given)
-        roles = _plan_roles(spec, known, speeds, limit, max_prompt, given)
+        given = count_offline_positions(spec, known.given)
+        roles = _plan_roles(spec, known, speeds, limit, lengths.prompt_max, given)
         if speeds.is_processor:
             parts = split_memory(
-                spec, known.size, limit, max_prompt, given_positions=given, frozen=known.frozen
+                spec, known.size, limit, lengths.prompt_max, given_positions=given, frozen=known.frozen
             )
             memory = _room(parts, machine.memory_bytes)
         checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
         disk = _room(checkpoints, free_disk_bytes(Path(spec.output.dir or spec.output.root)))
-    if known.size is not None and prompt is not None and bool(schedule.given_per_step) == bool(known.given):
-        time = estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
+        time = estimate_time(_plan_work(spec, lengths, known, schedule, limit), speeds)
     is_open = resolved.spec.model.dtype == AUTO
     dtype = PlannedValue(
         name="model.dtype",
@@ -127,10 +106,11 @@ def make_plan(
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
-        model_path=str(known.model_path) if known.model_path else None,
+        model_path=str(known.model.path) if known.model and known.model.path else None,
+        model_source=known.model.source if known.model else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=(*list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor), dtype),
+        limits=(*list_limits(resolved, task, known.model, machine, is_gpu=not speeds.is_processor), dtype),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
         optimizer=list_optimizer(resolved),
@@ -139,8 +119,8 @@ def make_plan(
         hardware=speeds.device,
         disk=disk,
         time=time,
-        assumptions=list_assumptions(spec, limit, speeds),
-        warnings=tuple(_list_warnings(spec, prompt, known.size, limit, rooms, roles, speeds)),
+        assumptions=(*lengths.assumed, *list_assumptions(spec, limit, speeds)),
+        warnings=tuple(_list_warnings(spec, prompt, known.model, limit, rooms, roles, speeds)),
         unknown=known.unknown,
         notices=(
             *resolved.notices,
@@ -168,14 +148,13 @@ def predict_run(
 
     `given`: the demonstrations or pairs that it learns from.
     """
-    known = _Known(
-        model_path=model_dir,
-        size=read_model_size(model_dir),
+    known = Known(
+        model=KnownModel(path=model_dir, size=read_model_size(model_dir), source="its files", is_whole=True),
         train=training_examples_here(task) if spec.train.has_rl else None,
         held_out=task.examples(Split.HELD_OUT),
         given=given,
         unknown=(),
-        frozen=_find_frozen(spec, cache_dir)[0],
+        frozen=find_frozen(spec, cache_dir)[0],
     )
     assert known.size is not None
     prompt = _plan_prompt(spec, task, known)
@@ -185,7 +164,8 @@ def predict_run(
         spec, machine or describe_machine(), read_calibration(cache_dir), read_efficiency(cache_dir)
     )
     limit = task.limits.max_reply_tokens
-    time = estimate_time(_plan_work(spec, prompt, known, _plan_schedule(spec, known), limit), speeds)
+    lengths = settle_lengths(spec, task, known, prompt)
+    time = estimate_time(_plan_work(spec, lengths, known, _plan_schedule(spec, known), limit), speeds)
     positions = count_offline_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.placement.kind == "ray"
@@ -205,78 +185,16 @@ def predict_run(
     )
 
 
-def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
-    """Read what is on this disk of the model and the data."""
-    unknown = []
-    model_path = find_model(spec.model.uri, cache_dir)
-    size = None
-    if model_path is None:
-        unknown.append(
-            f"prompt, memory, disk and time: model {spec.model.uri} is not on this machine;"
-            f" `strop model get {spec.model.uri}` fetches it"
-        )
-    else:
-        check_model_dir(model_path)
-        size = read_model_size(model_path)
-    task, missing = read_task_offline(spec.task)
-    train = held_out = None
-    if missing:
-        unknown.append(
-            f"prompt and time: the data of task {spec.task.name} is not on this machine; training fetches"
-            f" {' and '.join(missing)}, or task.source names a local copy"
-        )
-    else:
-        require_trainable_here(task)
-        train = training_examples_here(task) if spec.train.has_rl else None
-        held_out = task.examples(Split.HELD_OUT)
-    wanted, given = find_offline_source(spec), None
-    if wanted is not None and wanted.source is not None and model_path is not None:
-        if Path(wanted.source).exists():
-            given = read_offline_data(spec, task, model_path)
-        else:
-            what = f"{wanted.setting}={wanted.source}"
-            unknown.append(f"{wanted.kind} and time: {what} is not on this machine")
-    frozen, lacking = _find_frozen(spec, cache_dir)
-    return task, _Known(
-        model_path=model_path,
-        size=size,
-        train=train,
-        held_out=held_out,
-        given=given,
-        unknown=(*unknown, *lacking),
-        frozen=frozen,
-    )
-
-
-def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, ModelSize], list[str]]:
-    """Return the sizes of the named reference and teacher by role, and of judges that the run starts by name.
-
-    Also returns what is said of absent ones.
-    """
-    sizes, lacking = {}, []
-    judges = {one.judge_model: one.judge_model for one in role_judges(spec.task)}
-    for role, named in {**spec.frozen_models, **judges}.items():
-        path = None if named is None else find_model(named, cache_dir)
-        if path is not None:
-            sizes[role] = read_model_size(path)
-        elif named is not None:
-            lacking.append(
-                f"memory and time of the {role}, which counts like the policy: {named} is not on this"
-                f" machine; `strop model get {named}` fetches it"
-            )
-    return sizes, lacking
-
-
 def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
     return Room(parts=parts, needed_bytes=sum(part.amount for part in parts), available_bytes=available_bytes)
 
 
-def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | None:
+def _plan_prompt(spec: RunSpec, task: Task, known: Known) -> PlannedPrompt | None:
     """Render the first training prompt, and measure some more."""
     asked = known.train if spec.train.has_rl else known.held_out
-    if known.model_path is None or not asked:
+    if known.tokenizer_path is None or not asked:
         return None
-    tokenizer = Tokenizer.load(known.model_path)
+    tokenizer = Tokenizer.load(known.tokenizer_path)
     prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
     measured = asked[:NUM_MEASURED_PROMPTS]
     rendered = [render_prompt(tokenizer, task.render(example), prompt_format) for example in measured]
@@ -304,7 +222,7 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
     )
 
 
-def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
+def _plan_schedule(spec: RunSpec, known: Known) -> Schedule:
     train, every, found = spec.train, spec.eval.every, known.given
     num_prompts = train.prompts_per_step if train.has_rl else 0
     sampling_frac, given_frac = _step_shares(spec)
@@ -336,7 +254,7 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
 
 
 def _plan_roles(
-    spec: RunSpec, known: _Known, speeds: Speeds, limit: int, max_prompt: int | None, given_positions: int
+    spec: RunSpec, known: Known, speeds: Speeds, limit: int, max_prompt: int | None, given_positions: int
 ) -> tuple[RoleMemory, ...]:
     assert known.size is not None
     return list_roles(
@@ -351,19 +269,19 @@ def _plan_roles(
     )
 
 
-def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
+def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, schedule: Schedule, limit: int) -> Work:
     assert known.size is not None
     sampling_frac, given_frac = _step_shares(spec)
-    given, given_rows = known.given, given_frac * schedule.given_per_step
+    given_rows = given_frac * schedule.given_per_step
     return Work(
         spec=spec,
         size=known.size,
-        prompt_tokens_mean=prompt.tokens_mean,
+        prompt_tokens_mean=lengths.prompt_mean,
         max_reply_tokens=limit,
-        num_eval_examples=schedule.num_eval_examples or 0,
+        num_eval_examples=lengths.num_eval_examples,
         num_evals=schedule.num_evals,
-        given_tokens=given_rows * fmean(given.lengths) if given else 0.0,
-        given_scored=given_rows * given.num_scored / len(given.lengths) if given else 0.0,
+        given_tokens=given_rows * lengths.given_mean,
+        given_scored=given_rows * lengths.given_scored,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
         frozen=known.frozen,
@@ -394,9 +312,9 @@ def plan_work(
     machine = machine or describe_machine()
     spec, _ = settle_format(resolved.spec, machine, _device(machine, accelerator))
     with follow_store(spec.store):
-        task, known = _look(spec, cache_dir)
+        task, known = look(spec, cache_dir)
     prompt = _plan_prompt(spec, task, known)
-    if prompt is None or known.model_path is None:
+    if prompt is None or known.model is None or known.model.path is None or not known.model.is_whole:
         given, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
         raise ConfigError(
             given,
@@ -406,8 +324,9 @@ def plan_work(
     speeds = choose_speeds(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
     )
-    work = _plan_work(spec, prompt, known, _plan_schedule(spec, known), task.limits.max_reply_tokens)
-    return Planned(work=work, speeds=speeds, task=task, model_path=known.model_path)
+    lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
+    work = _plan_work(spec, lengths, known, _plan_schedule(spec, known), limit)
+    return Planned(work=work, speeds=speeds, task=task, model_path=known.model.path)
 
 
 def _step_shares(spec: RunSpec) -> tuple[float, float]:
@@ -420,14 +339,16 @@ def _step_shares(spec: RunSpec) -> tuple[float, float]:
 def _list_warnings(
     spec: RunSpec,
     prompt: PlannedPrompt | None,
-    size: ModelSize | None,
+    model: KnownModel | None,
     limit: int,
     rooms: Mapping[str, Room | None],
     roles: tuple[RoleMemory, ...],
     speeds: Speeds,
 ) -> Iterator[str]:
     """Yield what the gate would refuse, and for what there is no room, as far as it can be known now."""
-    too_long = prompt.num_too_long if prompt is not None else None
+    if model is not None and model.lacks:
+        yield model.lacks
+    size, too_long = model.size if model else None, prompt.num_too_long if prompt is not None else None
     if prompt and size and too_long and too_long > spec.task.max_too_long_frac * prompt.num_measured:
         yield (
             f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"

@@ -61,7 +61,8 @@ class ModelSize:
     max_positions: int
     is_tied: bool
     other_params: int = 0
-    """Parameters of the layers that these sizes do not explain: experts, states, narrower projections."""
+    """Parameters of the layers that a token does not pass through, or that these sizes do not explain:
+    experts that are not chosen, states, narrower projections."""
     alone_because: str | None = None
     """Why each sequence is computed by itself, as far as the config tells; None where rows are packed."""
 
@@ -102,12 +103,13 @@ def size_of_config(config: Mapping[str, Any]) -> ModelSize:
     text = config.get("text_config") or config
     num_heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads", default=1)
     hidden_width = _first(text, "hidden_size", "n_embd", "d_model")
+    num_layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    mlp_width, idle_width = _mlp_widths(text, hidden_width, num_layers)
     return ModelSize(
-        num_layers=_first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_layers=num_layers,
         hidden_width=hidden_width,
-        mlp_width=_first(
-            text, "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", default=4 * hidden_width
-        ),
+        mlp_width=mlp_width,
+        other_params=3 * hidden_width * idle_width,
         num_heads=num_heads,
         num_kv_heads=_first(text, "num_key_value_heads", default=num_heads),
         head_width=_first(text, "head_dim", default=hidden_width // num_heads),
@@ -116,6 +118,28 @@ def size_of_config(config: Mapping[str, Any]) -> ModelSize:
         is_tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         alone_because=why_alone(config),
     )
+
+
+def _mlp_widths(text: Mapping[str, Any], hidden_width: int, num_layers: int) -> tuple[int, int]:
+    """Return the MLP's width for one token and that of all experts that it does not pass through.
+
+    The first is the mean of the layers, the second their sum. Routers are too small to count.
+    """
+    dense = _first(
+        text, "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", default=4 * hidden_width
+    )
+    num_experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    chosen = _first(text, "num_experts_per_tok", "num_experts_per_token", default=0)
+    if not num_experts or not 0 < chosen <= num_experts:
+        return dense, 0
+    width = _first(text, "moe_intermediate_size", default=dense)
+    shared = _first(text, "shared_expert_intermediate_size", default=0)
+    shared = shared or width * _first(text, "n_shared_experts", default=0)
+    plain = text.get("mlp_only_layers") or ()
+    num_dense = min(_first(text, "first_k_dense_replace", default=len(plain)), num_layers)
+    num_sparse = num_layers - num_dense
+    mean = (num_sparse * (chosen * width + shared) + num_dense * dense) // num_layers
+    return mean, num_sparse * (num_experts - chosen) * width
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -127,7 +151,7 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 
 def read_model_size(model_dir: Path) -> ModelSize:
-    """Read sizes from a model directory's config.json, and how many parameters there are from its weights.
+    """Read sizes from a model directory's config.json, and from weights that are there, how many parameters.
 
     Raises: ConfigError if the file is missing or lacks a size.
     """
@@ -136,7 +160,7 @@ def read_model_size(model_dir: Path) -> ModelSize:
         num_stored = _count_stored(model_dir)
         if num_stored is None or abs(num_stored - size.num_params) <= _EXPLAINED_FRAC * num_stored:
             return size
-        return replace(size, other_params=num_stored - size.num_params)
+        return replace(size, other_params=size.other_params + num_stored - size.num_params)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the sizes of the model in {model_dir} cannot be read ({type(error).__name__}: {error})",

@@ -92,9 +92,11 @@ def _tell(copy: Copied) -> Path:
 def only_local_data() -> Iterator[list[str]]:
     """Inside the block, in this thread, data that is not on this disk is missing: nothing is asked for it.
 
-    Yields a list that gets the name of all that was missing. Copies here are taken as they are.
+    Yields a list that gets the name of all that was missing; of a block in a block it is one list. Copies
+    here are taken as they are.
     """
-    missing: list[str] = []
+    outer = _local_only.get()
+    missing: list[str] = [] if outer is None else outer
     token = _local_only.set(missing)
     try:
         yield missing

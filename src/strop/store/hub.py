@@ -176,8 +176,8 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED_FILES = ["*/*"]
 
 
-def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:
-    """Return the complete snapshot in the hub client's cache, or None. Uses no network."""
+def has_cached(repo: str, *, hub_dir: Path | None = None) -> bool:
+    """Whether the hub client's cache has anything of a model. Uses no network, and not the client."""
     # Looked at first: the client takes 0.2 s to import, which a plan has no time for.
     # Source of its places: documentation of huggingface_hub, 'Environment variables'.
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -185,7 +185,12 @@ def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | Non
         shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         named = os.path.join(os.environ.get("HF_HOME") or os.path.join(shared, "huggingface"), "hub")
     root = hub_dir or Path(os.path.expandvars(str(named))).expanduser()
-    if not (root / f"models--{repo.replace('/', '--')}").is_dir():
+    return (root / f"models--{repo.replace('/', '--')}").is_dir()
+
+
+def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:
+    """Return the complete snapshot in the hub client's cache, or None. Uses no network."""
+    if not has_cached(repo, hub_dir=hub_dir):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -1,0 +1,128 @@
+"""What a model says of itself without its weights: config.json, tokenizer, chat template.
+
+A plan needs no more. `fetch_description` brings these files alone from the store or the hub, in the order of
+the policy, into a folder of their own in the user's cache: a hub client's cache with half a model in it
+would look like a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError
+from strop.io.variables import user_cache_dir
+from strop.store.hub import ask_hub, find_cached_file, has_cached, offline_refusal, probe_hub
+from strop.store.model_files import WEIGHTS_INDEX
+from strop.store.models import HUB_PATTERN
+from strop.store.opening import open_record_store
+from strop.store.policy import is_offline, read_policy
+from strop.store.uris import join_uri
+
+CONFIG = "config.json"
+_OTHERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+DESCRIPTION_FILES = (CONFIG, *_OTHERS, "generation_config.json", WEIGHTS_INDEX)
+
+
+def find_description(uri: str, cache_dir: Path | None = None) -> Path | None:
+    """Return a folder here that has a model's config.json, fetched before or by the hub's client, or None.
+
+    Uses no network.
+    """
+    path = _place(uri, cache_dir or user_cache_dir())
+    if (path / CONFIG).is_file():
+        return path
+    match = HUB_PATTERN.match(uri)
+    if match is None or not read_policy().asks_hub or not has_cached(match["repo"]):
+        return None
+    found = find_cached_file(match["repo"], CONFIG, match["revision"], is_dataset=False)
+    return None if found is None else found.parent
+
+
+def fetch_description(uri: str, cache_dir: Path | None = None) -> Path:
+    """Bring the files of a model that describe it, without its weights, and return their folder.
+
+    Raises: ConfigError for a name that neither a store nor a hub can have; RemoteMissing if no source that
+        may be asked has config.json; HubUnreachable and other StoreErrors if one fails.
+    """
+    path = _place(uri, cache_dir or user_cache_dir())
+    policy, match = read_policy(), HUB_PATTERN.match(uri)
+    if uri.startswith("s3://"):
+        return _fetch(path, lambda name, target: _from_store(uri, name, target))
+    if match is None:
+        raise ConfigError(
+            f"{uri} is no model of a store or a hub, so there is nothing to fetch",
+            allowed="a hub id org/name[@revision] or s3://bucket/path",
+            next_step="leave --fetch out",
+        )
+    repo, revision = match["repo"], match["revision"]
+    place = policy.model_uri(repo, revision)
+    sources: list[Callable[[str, Path], None]] = []
+    if place is not None:
+        sources.append(lambda name, target: _from_store(place, name, target))
+    if policy.asks_hub:
+        sources.insert(
+            len(sources) if policy.asks_store_first else 0,
+            lambda name, target: _from_hub(repo, revision, name, target),
+        )
+    for fetch in sources[:-1]:
+        try:
+            return _fetch(path, fetch)
+        except (RemoteMissing, HubUnreachable):
+            continue
+    return _fetch(path, sources[-1])
+
+
+def _fetch(path: Path, fetch: Callable[[str, Path], None]) -> Path:
+    """Fetch config.json last: a folder that has it is complete."""
+    path.mkdir(parents=True, exist_ok=True)
+    incoming = path / f"{CONFIG}.incoming"
+    fetch(CONFIG, incoming)
+    for name in DESCRIPTION_FILES[1:]:
+        try:
+            fetch(name, path / name)
+        except RemoteMissing:
+            continue
+    incoming.replace(path / CONFIG)
+    return path
+
+
+def _from_store(uri: str, name: str, target: Path) -> None:
+    store = open_record_store(uri)
+    if store.find_manifest(uri) is not None:
+        store.get_file(uri, name, target)
+    else:
+        store.get(join_uri(uri, name), target, replace=True)
+
+
+def _from_hub(repo: str, revision: str | None, name: str, target: Path) -> None:
+    if is_offline():
+        raise offline_refusal(f"{repo}/{name}")
+    from huggingface_hub import constants, hf_hub_download
+
+    if name == CONFIG:
+        probe_hub(constants.ENDPOINT, repo)
+    with_client = target.parent / "hub"
+    found = Path(
+        ask_hub(
+            f"{repo}/{name}", lambda: hf_hub_download(repo, name, revision=revision, local_dir=with_client)
+        )
+    )
+    try:
+        found.replace(target)
+    except OSError as error:
+        raise StoreError(
+            f"{target} cannot be written ({error.strerror})",
+            allowed="a cache directory that this user may write to",
+            next_step="set STROP_CACHE to one",
+        ) from error
+
+
+def _place(uri: str, cache: Path) -> Path:
+    """Return where the files are kept; each source of one name has its own."""
+    match = HUB_PATTERN.match(uri)
+    name = uri.rstrip("/").rpartition("/")[2].partition("@")[0]
+    root = read_policy().root if match is not None else None
+    key = hashlib.sha256(f"{root or ''} {uri.rstrip('/')}".encode()).hexdigest()[:8]
+    return cache / "descriptions" / f"{name}-{key}"

