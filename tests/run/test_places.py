@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.io import AtomicDirectory
 from strop.plan.locate import find_checkpoint, find_model
 from strop.record import RunDir
 from strop.rollout import Split
+from strop.run.export import export_checkpoint as export_model
+from strop.run.export import prove_loading
 from strop.run.inference import read_asking
-from strop.run.runs import RunPhase, compare_runs, export_checkpoint, summarize_runs
-from strop.store.models import SUBSTITUTES, converted_path
+from strop.run.runs import RunPhase, compare_runs, summarize_runs
+from strop.spec import load_spec
+from strop.store.models import SUBSTITUTES, converted_path, get_model
+from tests.conftest import require_system_part
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 DEFAULT_URI = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def export_checkpoint(source: Path, target: Path) -> None:
+    """Export a model whose files are no real ones."""
+    export_model(source, target, load=lambda path: ())
 
 
 def make_run(root: Path, steps: tuple[int, ...] = (1, 2)) -> RunDir:
@@ -72,6 +83,33 @@ def test_a_checkpoint_is_found_from_its_run_itself_and_its_model(tmp_path: Path)
     assert find_checkpoint(tmp_path) is None
 
 
+def test_every_place_that_takes_a_model_takes_a_run_and_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cache = make_run(tmp_path / "runs"), tmp_path / "cache"
+    newest, first = run.checkpoint_path(2) / "model", run.checkpoint_path(1) / "model"
+    assert get_model(str(run.path), cache_dir=cache).path == find_model(str(run.path), cache) == newest
+    assert get_model(str(run.checkpoint_path(1)), cache_dir=cache).path == first
+    assert get_model(str(first), cache_dir=cache).path == find_model(str(first), cache) == first
+    export_checkpoint(run.path, tmp_path / "out")
+    assert get_model(str(tmp_path / "out"), cache_dir=cache).path == tmp_path / "out"
+    # A run file says it with a path that looks like a hub's id; jobs start in other folders.
+    monkeypatch.chdir(tmp_path)
+    name = f"runs/{run.path.name}"
+    words = ["name=next", "task.name=arithmetic", f"model.uri={name}", f"reference.model={name}"]
+    words += ["reference.kl_beta=0.1"]
+    spec = load_spec(None, words).spec
+    assert (spec.model.uri, spec.reference.model) == (str(run.path), str(run.path))
+    assert load_spec(None, [*words[:2], "model.uri=no/such"]).spec.model.uri == "no/such"
+    run.checkpoint_path(2).joinpath("model", "model.safetensors").write_bytes(b"other")
+    with pytest.raises(CorruptRecord):
+        get_model(str(run.path), cache_dir=cache)
+    empty = make_run(tmp_path / "empty", steps=())
+    for find in (get_model, find_model):
+        with pytest.raises(StoreError, match="holds no complete checkpoint"):
+            find(str(empty.path))
+
+
 def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=())
     with pytest.raises(StoreError, match="holds no complete checkpoint"):
@@ -91,6 +129,30 @@ def test_an_export_has_the_checkpoints_bytes(tmp_path: Path) -> None:
         export_checkpoint(run.path, tmp_path / "out")
     with pytest.raises(ConfigError, match="is no run and no checkpoint"):
         export_checkpoint(tmp_path / "out", tmp_path / "again")
+
+
+def test_an_export_that_does_not_load_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(CorruptRecord, match=r"transformers does not load .* --no-load-test exports it"):
+        export_model(run.path, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+@pytest.mark.slow
+def test_an_export_is_loaded_by_transformers_and_by_vllm(tmp_path: Path, smollm2_dir: Path) -> None:
+    said = prove_loading(smollm2_dir)
+    assert said[0].startswith("loaded by transformers: ")
+    require_system_part("vLLM (make vllm-deps)", "not installed" not in said[-1])
+    assert said[1].startswith("loaded by vLLM: scores within ")
+    # One name in the index that no file has: loaded with weights made up, it would be another model.
+    broken = tmp_path / "broken"
+    shutil.copytree(smollm2_dir, broken)
+    tensors = load_file(broken / "model.safetensors")
+    first = next(name for name in sorted(tensors) if "layers.0" in name)
+    tensors[f"other.{first}"] = tensors.pop(first)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptRecord, match="the names of tensors are not those"):
+        prove_loading(broken)
 
 
 def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:

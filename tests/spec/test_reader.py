@@ -66,6 +66,41 @@ def test_the_later_source_wins_setting_by_setting() -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_of_several_parents_the_later_one_wins() -> None:
+    write("base.toml", SMALL + "[train]\nsteps = 1\nprompts_per_step = 1\nkeep_checkpoints = 1\n")
+    write("long.toml", 'extends = "base.toml"\n[train]\nsteps = 20\n')
+    write("sub/wide.toml", 'extends = "../base.toml"\n[train]\nprompts_per_step = 20\nkeep_checkpoints = 2\n')
+    path = write("run.toml", 'extends = ["long.toml", "sub/wide.toml"]\n[train]\nkeep_checkpoints = 3\n')
+    resolved = load_spec(path)
+    # base.toml, which both extend, is below both: its one step does not undo the twenty.
+    assert (resolved.spec.train.steps, resolved.origins["train.steps"]) == (20, "long.toml:3")
+    assert (resolved.spec.train.prompts_per_step, resolved.spec.train.keep_checkpoints) == (20, 3)
+    assert resolved.origins["train.prompts_per_step"] == "sub/wide.toml:3"
+    turned = write("turned.toml", 'extends = ["sub/wide.toml", "long.toml", "small.toml"]\n')
+    write("small.toml", "train.prompts_per_step = 2\n")
+    assert load_spec(turned).spec.train.prompts_per_step == 2
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "extends = []",
+            "extends=a list of 0 values (run.toml:1) is not the name of a file. Allowed: one run file or",
+        ),
+        ('extends = ["a.toml", 3]', "extends=a list of 2 values (run.toml:1) is not the name of a file"),
+        ('extends = ["a.toml", "b.toml"]', "extends='b.toml' (run.toml:1) does not exist: looked for b.toml"),
+        ('extends = ["a.toml", "./a.toml"]', "names 'a.toml' twice"),
+        ('extends = ["a.toml", "run.toml"]', "extends='run.toml' (run.toml:1) leads back to a file"),
+    ],
+)
+def test_a_list_of_parents_is_checked(line: str, words: str) -> None:
+    write("a.toml", SMALL)
+    assert words in refusal(write("run.toml", line + "\n"))
+
+
+@pytest.mark.usefixtures("folder")
 def test_an_override_of_none_beats_a_number() -> None:
     path = write("run.toml", SMALL + "[tripwires]\nmax_stall_s = 5.0\n")
     assert load_spec(path, ["tripwires.max_stall_s=none"]).spec.tripwires.max_stall_s is None

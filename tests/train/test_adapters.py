@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record import RunDir
-from strop.run.runs import export_checkpoint
+from strop.run.export import export_checkpoint
 from strop.store.model_files import digest_model
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 

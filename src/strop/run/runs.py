@@ -1,8 +1,7 @@
-"""The runs below a folder, what two of them have in common, and a copy of the model of one."""
+"""The runs below a folder, and what two of them have in common."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
-from strop.io import AtomicDirectory, FileLock, verify_directory
+from strop.errors import CheckRefused, CorruptRecord, StoreError
+from strop.io import FileLock
 from strop.io.leftovers import is_process_alive
 from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
@@ -22,7 +21,6 @@ from strop.spec.eval_file import is_of_file
 
 if TYPE_CHECKING:
     from strop.evaluate import Comparison, Difference, EvalResult
-    from strop.plan.locate import Checkpoint
 
 
 class RunPhase(StrEnum):
@@ -158,35 +156,3 @@ def _last_result(path: Path) -> EvalResult:
             next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
         )
     return results[-1]
-
-
-def export_checkpoint(source: Path, target: Path) -> Checkpoint:
-    """Copy the model of a run's newest checkpoint, or of a given one, to a new directory.
-
-    The bytes are verified first; the copy appears complete or not at all.
-    Raises: ConfigError if the source is no run and no checkpoint; CheckRefused if the target exists;
-        CorruptRecord if the checkpoint is damaged; StoreError if the disk fails.
-    """
-    from strop.plan.locate import find_checkpoint
-    from strop.store.model_files import check_model_dir
-
-    checkpoint = find_checkpoint(source)
-    if checkpoint is None:
-        raise ConfigError(
-            f"{source} is no run and no checkpoint",
-            allowed="a run directory, or checkpoints/step-NNNNNN inside one",
-            next_step="`strop ls` lists the runs here",
-        )
-    if target.exists():
-        raise CheckRefused(
-            f"{target} exists",
-            allowed="a directory that does not exist yet",
-            next_step="choose another name, or remove it",
-        )
-    verify_directory(checkpoint.path)
-    check_model_dir(checkpoint.model_path)
-    facts = {"run": checkpoint.run_path.name, "step": checkpoint.step}
-    with AtomicDirectory(target, facts=facts) as partial:
-        # With the adapters in it, where those were trained.
-        shutil.copytree(checkpoint.model_path, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    return checkpoint

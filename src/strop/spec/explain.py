@@ -60,7 +60,7 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         raise _unknown((key,)) from None
     if path == (EXTENDS,):
         return Explanation(
-            key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
+            key=EXTENDS, type="text", default='"none"', allowed="run files", description=EXTENDS_HELP
         )
     if len(path) == 1 and path[0] in section_names():
         name = path[0]

