@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.hardware.accelerators import ACCELERATORS, find_accelerator, match_gpu
+from strop.hardware.accelerators import ACCELERATORS, find_accelerator, match_gpu, match_gpu_type
 
 FILE = """name = "mine"
 bf16_tflops = 100.0
@@ -72,6 +72,7 @@ def test_a_file_that_describes_none_is_refused(tmp_path: Path, text: str, said: 
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
         ("NVIDIA GeForce RTX 4090", "4090"),
     ],
 )
@@ -81,6 +82,22 @@ def test_the_drivers_names_are_known(driver: str, name: str) -> None:
     assert found.name == name
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA A10G", "Tesla T4", ""])
+@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA A10M", "Tesla T4", ""])
 def test_one_that_is_only_alike_is_not_taken_for_it(driver: str) -> None:
     assert match_gpu(driver) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("h100", "h100"), ("H200", "h200"), ("nvidia_h100_80gb_hbm3", "h100"), ("h100-pcie", "h100-pcie")),
+        *(("nvidia_a100-sxm4-80gb", "a100-80"), ("a100_40gb", "a100-40"), ("a100-80", "a100-80")),
+        *(("l40s", "l40s"), ("nvidia_l4", "l4"), ("rtx_4090", "4090")),
+        # Two of the table, slices, and others.
+        *(("a100", None), ("1g.10gb", None), ("a100_1g.5gb", None), ("h100_mig_1g.10gb", None)),
+        *(("v100", None), ("gpu", None), ("l40", None), ("", None)),
+    ],
+)
+def test_a_schedulers_name_of_a_gpu(name: str, expected: str | None) -> None:
+    found = match_gpu_type(name)
+    assert (None if found is None else found.name) == expected

@@ -9,9 +9,11 @@ import pytest
 
 from strop.errors import CorruptRecord
 from strop.record.prediction import (
+    PRICE_VARIABLE,
     Prediction,
     compare_prediction,
     read_prediction,
+    read_usd_per_hour,
     scale_to_work,
     write_prediction,
 )
@@ -64,6 +66,24 @@ def test_medians_behind_the_first_step_are_compared() -> None:
     assert found["sync"].ratio is None
     assert "verify" not in found
     assert compare_prediction(PLANNED, steps[:1]) == []
+
+
+def test_a_price_by_the_hour_prices_a_step() -> None:
+    priced = replace(PLANNED, usd_per_hour=36.0)
+    found = {one.name: one for one in compare_prediction(priced, [step(9.0, 9.0), step(3.0, 5.0)])}
+    # 36 USD an hour are a cent a second.
+    assert found["price of a step"].unit == "USD"
+    assert found["price of a step"].planned == pytest.approx(0.065)
+    assert found["price of a step"].measured == pytest.approx(0.08)
+    assert "price of a step" not in {one.name for one in compare_prediction(PLANNED, [step(1.0, 1.0)] * 2)}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("20", 20.0), ("0.5", 0.5), ("", None), ("much", None), ("nan", None), ("-1", None), (None, None)],
+)
+def test_only_a_price_is_a_price(said: str | None, expected: float | None) -> None:
+    assert read_usd_per_hour({} if said is None else {PRICE_VARIABLE: said}) == expected
 
 
 def test_of_stages_that_overlap_the_wait_is_compared() -> None:

@@ -19,6 +19,7 @@ from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
 from strop.view.report import describe_amount, render_report, write_report
 from strop.view.run_record import choose_rollouts, compare_ends, count_alarms, read_run_record, sum_stages
+from strop.view.terminal import describe_usd
 from tests.conftest import require_system_part
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm
@@ -184,6 +185,19 @@ def test_results_of_another_protocol_are_not_mixed_in(tmp_path: Path) -> None:
     other = make_result(60, num_solved=200).model_copy(update={"task_version": "a2"})
     write_result(other, run.path / "eval" / result_name(other))
     assert [result.step for result in read_run_record(run.path).evals] == [0, 20, 40]
+
+
+def test_the_price_stands_in_the_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_prediction(run.path, PLANNED)
+    assert "USD" not in text_of(page_of(run.path))
+    write_prediction(run.path, replace(PLANNED, usd_per_hour=36.0, total_s=1000.0))
+    text = text_of(page_of(run.path))
+    seconds = sum(line["seconds_step"] for line in run.metrics.read())
+    # A cent a second; ten dollars were planned for a thousand.
+    assert "Price of the steps" in text
+    assert f"{describe_usd(seconds / 100)} at 36.00 USD an hour; planned 10.00 USD" in text
+    assert "price of a step" in text
 
 
 def test_what_was_planned_stands_beside_what_was_measured(tmp_path: Path) -> None:

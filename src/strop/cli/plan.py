@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,11 @@ from strop.cli.arguments import Json, Overrides, RunFile, brief, takes
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
+    from strop.cli.submit import SubmitArguments
+    from strop.launch.contract import JobRequest
     from strop.plan.estimate import TimeEstimate
     from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room
+    from strop.plan.target import Price
     from strop.spec import ResolvedSpec
 
 
@@ -49,6 +52,7 @@ class PlanArguments:
 @brief
 def plan(context: typer.Context, args: PlanArguments) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. No network without --fetch."""
+    from strop.cli.submit import SubmitArguments, prepare, read_arguments, submit_request
     from strop.plan.planning import make_plan
     from strop.spec import expert_keys, load_spec
 
@@ -63,9 +67,17 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
         from strop.hardware.accelerators import find_accelerator
 
         accelerator = find_accelerator(args.hardware)
-    planned = make_plan(resolved, accelerator=accelerator)
+    request = target = None
+    if args.on is not None:
+        from strop.launch.target import describe_target
+
+        asked = SubmitArguments(run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True)
+        request = read_arguments(asked)
+        target = describe_target(request, accelerator)
+    planned = make_plan(resolved, accelerator=accelerator, target=target)
     if args.json:
-        output.give_json(asdict(planned))
+        job = {} if request is None else {"job": _plan_job(output, request, asked)}
+        output.give_json(asdict(planned) | job)
     else:
         hidden: frozenset[str] = frozenset() if args.everything else expert_keys(resolved.spec)
         show_plan(output, planned, hidden=hidden)
@@ -75,15 +87,20 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
         output.say(f"unknown: {unknown}")
     for warning in planned.warnings:
         output.say(f"warning: training would be refused: {warning}")
-    if args.on is not None:
-        from strop.cli.submit import SubmitArguments, send
+    if request is not None and not args.json:
+        launcher, request = prepare(output, request, asked)
+        submit_request(output, launcher, request, asked)
 
-        send(
-            output,
-            SubmitArguments(
-                run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True, json=args.json
-            ),
-        )
+
+def _plan_job(output: Output, request: JobRequest, asked: SubmitArguments) -> Any:
+    """Return what would be submitted, as the dry run's JSON has it."""
+    from json import loads
+
+    from strop.cli.submit import prepare
+    from strop.launch.job_dir import plan_to_json
+
+    launcher, request = prepare(output, request, asked)
+    return loads(plan_to_json(launcher.plan(request)))
 
 
 def _fetch(output: Output, resolved: ResolvedSpec) -> None:
@@ -168,6 +185,8 @@ def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozens
         _show_room(output, "disk", planned.disk)
     if planned.time is not None:
         _show_time(output, planned, planned.time)
+    if planned.price is not None:
+        _show_price(output, planned.price)
 
 
 def _describe_model(planned: Plan) -> str:
@@ -242,6 +261,19 @@ def _show_time(output: Output, planned: Plan, time: TimeEstimate) -> None:
     ]
     assumed += [(f"{one.name} (assumed)", f"{one.value:g}", one.why) for one in planned.assumptions]
     output.give_table(("the estimate rests on", "value", "because"), assumed)
+
+
+def _show_price(output: Output, price: Price) -> None:
+    from strop.view.terminal import describe_usd
+
+    amounts = (
+        ("one step", price.step_usd),
+        ("the whole run", price.run_usd),
+        ("at most, by the job's time limit", price.limit_usd),
+    )
+    title = f"price of {price.num_gpus} GPUs at {price.usd_per_gpu_hour:g} USD an hour each"
+    rows = [(name, "unknown" if usd is None else describe_usd(usd)) for name, usd in amounts]
+    output.give_table((title, "estimate"), rows)
 
 
 def explain(

@@ -226,22 +226,34 @@ def send(output: Output, args: SubmitArguments, flags: Sequence[Flag] = ()) -> N
 
     Raises: as `read_request`, `Preparing.prepare` and `Launcher.submit` do.
     """
+    request = read_arguments(args, flags)
+    launcher, request = prepare(output, request, args)
+    submit_request(output, launcher, request, args)
+
+
+def read_arguments(args: SubmitArguments, flags: Sequence[Flag] = ()) -> JobRequest:
+    """Read what the arguments name: run file, profile, code, variables. Raises: as `read_request`."""
     import os
     import time
 
-    from strop.launch.backends import open_backend
     from strop.launch.build_request import read_request
+
+    return read_request(args.run_file, to_options(args, flags), environ=os.environ, now=time.time())
+
+
+def prepare(output: Output, request: JobRequest, args: SubmitArguments) -> tuple[Launcher, JobRequest]:
+    """Open the site's backend, and let it complete the request. Raises: as `Preparing.prepare`."""
+    from strop.launch.backends import open_backend
     from strop.launch.contract import Preparing
     from strop.launch.launcher import Launcher
 
-    request = read_request(args.run_file, to_options(args, flags), environ=os.environ, now=time.time())
     backend = open_backend(request.site)
     if isinstance(backend, Preparing):
         prepared = backend.prepare(request, output.say, is_dry_run=args.dry_run, is_awaited=args.wait)
         if isinstance(prepared, int):
             raise typer.Exit(prepared)
         request = prepared
-    submit_request(output, Launcher(backend), request, args)
+    return Launcher(backend), request
 
 
 def submit_request(output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments) -> None:
@@ -358,7 +370,17 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
         output.give(content.rstrip("\n"))
     if plan.argv:
         output.give(f"--- command: {shlex.join(plan.argv)}")
+    if price := _describe_price(plan):
+        output.say(price)
     output.say("nothing was submitted")
+
+
+def _describe_price(plan: JobPlan) -> str:
+    """Say what a job costs at most; '' where it has no GPU or no time limit."""
+    if not plan.gpu_hours:
+        return ""
+    price = ", no price in the site's profile" if plan.cost_usd is None else f", {plan.cost_usd:.2f} USD"
+    return f"at most {plan.gpu_hours:.1f} GPU hours{price}"
 
 
 def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> None:
@@ -376,9 +398,8 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
         )
     word = "submitted" if submitted.is_new else "was submitted before:"
     output.give(f"{ref.name} {word} to {ref.site} as job {ref.job_id}")
-    if submitted.plan.gpu_hours:
-        price = "" if submitted.plan.cost_usd is None else f", {submitted.plan.cost_usd:.2f} USD"
-        output.give(f"at most {submitted.plan.gpu_hours:.1f} GPU hours{price}")
+    if price := _describe_price(submitted.plan):
+        output.give(price)
     # Without its line in the list of jobs, only its directory finds it from everywhere.
     name = shlex.quote(ref.home) if submitted.notice else ref.job_id
     output.give(f"  directory      {ref.home}")

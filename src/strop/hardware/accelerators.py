@@ -6,6 +6,7 @@ The link is what one device sends in one direction to its neighbours in the same
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -67,8 +68,10 @@ ACCELERATORS = (
     _device("l40s", (362.0, 91.6), (48.0, 864.0), 32.0, "NVIDIA L40S data sheet"),
     _device("l4", (121.0, 30.3), (24.0, 300.0), 32.0, "NVIDIA L4 data sheet"),
     _device("a10", (125.0, 31.2), (24.0, 600.0), 32.0, "NVIDIA A10 data sheet"),
+    _device("a10g", (70.0, 31.5), (24.0, 600.0), 32.0, "NVIDIA A10G data sheet"),
     _device("4090", (165.2, 82.6), (24.0, 1008.0), 32.0, "NVIDIA Ada GPU architecture paper, RTX 4090"),
 )
+_SLICE = re.compile(r"\d+g\.\d+gb|mig")
 _NAMES_OF_DRIVER = (
     *(("H200", "h200"), ("H100 PCIe", "h100-pcie"), ("H100", "h100"), ("L40S", "l40s"), ("RTX 4090", "4090")),
     *(
@@ -76,13 +79,14 @@ _NAMES_OF_DRIVER = (
         ("A100-SXM4-40GB", "a100-40"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
     ),
 )
 """How nvidia-smi names them; the first that a name begins with, 'NVIDIA ' left out, or is."""
 
 
-def find_accelerator(given: str) -> Accelerator:
-    """Return the accelerator of a name in the table, or of a TOML file.
+def find_accelerator(given: str, *, setting: str = "--hardware") -> Accelerator:
+    """Return the accelerator of a name in the table, or of a TOML file. `setting`: what named it.
 
     Raises: ConfigError if there is no such name and no such file, or the file does not describe one.
     """
@@ -93,7 +97,7 @@ def find_accelerator(given: str) -> Accelerator:
     path = Path(given)
     if not path.is_file():
         raise ConfigError(
-            f"--hardware {given} is no accelerator that strop knows, and no file",
+            f"{setting} {given} is no accelerator that strop knows, and no file",
             allowed=f"{known}, or a TOML file that describes one",
             next_step="name one of these, or write its numbers into a file",
         )
@@ -120,6 +124,26 @@ def match_gpu(driver_name: str) -> Accelerator | None:
         if bare == wanted or (not beginning.startswith("NVIDIA ") and bare.startswith(wanted)):
             return find_accelerator(name)
     return None
+
+
+def match_gpu_type(name: str) -> Accelerator | None:
+    """Return the accelerator that a scheduler calls so, as h100 or nvidia_a100-sxm4-80gb; None for another.
+
+    A slice of a GPU, and a name that two of the table could have (a100), is none.
+    """
+    words = name.lower().replace("_", "-").removeprefix("nvidia-").removeprefix("tesla-")
+    by_name = {device.name: device for device in ACCELERATORS}
+    if words in by_name:
+        return by_name[words]
+    if _SLICE.search(words):
+        return None
+    kind = words.removeprefix("rtx-").partition("-")[0]
+    if kind == "h100" and "pcie" in words:
+        return by_name["h100-pcie"]
+    if kind == "a100":
+        sizes = [size for size in ("40", "80") if f"{size}gb" in words or words.endswith(f"-{size}")]
+        return by_name[f"a100-{sizes[0]}"] if sizes else None
+    return by_name.get(kind)
 
 
 def _refuse_file(path: Path, what: str, allowed: str) -> ConfigError:

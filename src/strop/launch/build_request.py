@@ -12,18 +12,29 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError
 from strop.hardware.identity import find_user_name
-from strop.launch.contract import Backend, CodeSnapshot, JobPlan, JobRequest, Resources, RolePlan, TrialPlan
+from strop.launch.contract import (
+    Backend,
+    CodeSnapshot,
+    JobEnvironment,
+    JobPlan,
+    JobRequest,
+    Resources,
+    RolePlan,
+    TrialPlan,
+    VariableSource,
+)
 from strop.launch.environment import EnvironmentFlags, gather_environment
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
+from strop.record.prediction import PRICE_VARIABLE
 from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, read_eval_file
@@ -98,15 +109,16 @@ def read_request(
         site, project_path, options.variables, options.env_file, options.environment, environ
     )
     conflicts = (*map(str, resolved.conflicts), *conflicts)
+    resources = _count_resources(resolved, site.name, profile)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
     python = site.profile.python or sys.executable
     return JobRequest(
         resolved=resolved,
         site=site,
         command=options.command,
-        resources=_count_resources(resolved, site.name, profile),
+        resources=resources,
         roles=tuple(_list_roles(options.command, resolved, python, site)),
-        environment=environment,
+        environment=_say_price(environment, site, given, resources),
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
         home=home,
@@ -318,6 +330,25 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
     )
 
 
+def _count_paid_gpus(site: Site, options: Mapping[str, Any], resources: Resources) -> int:
+    profile = site.profile.with_options(options)
+    return profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
+
+
+def _say_price(
+    environment: JobEnvironment, site: Site, options: Mapping[str, Any], resources: Resources
+) -> JobEnvironment:
+    """Let a run know what an hour of its job costs, for its report."""
+    price = site.profile.usd_per_gpu_hour
+    if price is None or not (num_gpus := _count_paid_gpus(site, options, resources)):
+        return environment
+    return replace(
+        environment,
+        variables={**environment.variables, PRICE_VARIABLE: f"{num_gpus * price:g}"},
+        sources={**environment.sources, PRICE_VARIABLE: VariableSource.LAUNCHER.value},
+    )
+
+
 def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
     """Return what would be submitted. No disk, network, clock or random.
 
@@ -337,7 +368,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
     resources, price = request.resources, request.site.profile.usd_per_gpu_hour
     gpu_hours: float | None = None
     if resources.time_limit_s is not None:
-        num_gpus = resources.num_nodes * resources.gpus_per_node * (len(trials) or 1)
+        num_gpus = _count_paid_gpus(request.site, request.options, resources) * (len(trials) or 1)
         gpu_hours = num_gpus * resources.time_limit_s / 3600.0
     plan = JobPlan(
         name=spec.name,

@@ -50,6 +50,18 @@ class CliFlag:
     """Whether a bool can only be switched on: `--build`, without `--no-build`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeHardware:
+    """What a node of a site has, as far as its profile tells; None: it does not."""
+
+    gpu: str | None = None
+    """As --hardware takes it, or as the scheduler calls it."""
+    num_cores: int | None = None
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    """For the run, where it is the node's own."""
+
+
 class SiteOptions(Section):
     """The options that every kind of site has."""
 
@@ -79,8 +91,16 @@ class SiteOptions(Section):
     )
     offline: bool = Field(default=False, description="Whether jobs may not ask a model hub.")
     gpus_per_node: int = Field(default=8, ge=0, le=64, description="GPUs that one node has.")
+    accelerator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="GPU of its nodes, for `strop plan --on`, as --hardware takes it: h100, l4, ... or a TOML"
+        " file. none = by gpu_type or instance_type, where strop knows it.",
+    )
     usd_per_gpu_hour: float | None = Field(
-        default=None, ge=0.0, description="Price, for the plan's estimate."
+        default=None,
+        ge=0.0,
+        description="Price, for plan, dry run and report. none = no price is said.",
     )
 
     has_shared_disk: ClassVar[bool] = True
@@ -168,6 +188,14 @@ class SiteOptions(Section):
     def resource_defaults(self) -> Mapping[str, Any]:
         """Return `time_limit`, `cpus_per_gpu`, `memory` of jobs that name none, and `gpu_type`."""
         return {}
+
+    def describe_node(self) -> NodeHardware:
+        """Return the hardware of a node, as far as the profile tells."""
+        return NodeHardware(gpu=self.accelerator)
+
+    def count_paid_gpus(self, num_nodes: int, gpus_per_node: int) -> int:
+        """Return how many GPUs a job pays for that asks for so many."""
+        return num_nodes * gpus_per_node
 
     def files_written(self, project_path: Path) -> list[Path]:
         """Return files that a submission writes into the project; as code they would change every plan."""

@@ -11,6 +11,7 @@ from strop.hardware import Machine
 from strop.plan.estimate import Assumption, TimeEstimate
 from strop.plan.locate import KnownModel
 from strop.plan.roles import Part, RoleMemory, count_rows
+from strop.plan.target import Price
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.policy.objective import lr_at
 from strop.spec import ResolvedSpec
@@ -108,7 +109,9 @@ class Plan:
     """What it is planned for."""
     disk: Room | None
     time: TimeEstimate | None
-    """None where the model is not known."""
+    """None where the model or the hardware is not known."""
+    price: Price | None
+    """None where it is planned for no site, or the site's profile has no price."""
     assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...]
     """What the gate would refuse."""

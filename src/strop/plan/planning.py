@@ -7,6 +7,7 @@ so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
 from strop.hardware.number_format import AUTO, settle_format
 from strop.plan.estimate import (
+    TimeEstimate,
     Work,
     estimate_time,
     list_assumptions,
@@ -39,8 +41,9 @@ from strop.plan.plan import (
 )
 from strop.plan.roles import Part, RoleMemory, list_roles, read_layout, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
+from strop.plan.target import Target, price_run
 from strop.policy.footprint import read_model_size
-from strop.record.prediction import Prediction
+from strop.record.prediction import Prediction, read_usd_per_hour
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
@@ -64,45 +67,44 @@ def make_plan(
     cache_dir: Path | None = None,
     machine: Machine | None = None,
     accelerator: Accelerator | None = None,
+    target: Target | None = None,
 ) -> Plan:
     """Plan a run on this machine, or with one `accelerator` for each learner rank and engine replica.
 
+    `target`: for a job on a site, whose hardware outranks `machine` and `accelerator`.
     Raises: ConfigError or DataError for what is here and cannot work, as training would.
     """
+    calibration, efficiency = read_calibration(cache_dir), read_efficiency(cache_dir)
+    if target is not None:
+        machine, accelerator = target.machine, target.accelerator
+        if not target.is_here:
+            # What was measured on this machine.
+            calibration = efficiency = None
     machine = machine or describe_machine()
     spec, number_format = settle_format(
-        resolved.spec, machine, _device(machine, accelerator), calibration=read_calibration(cache_dir)
+        resolved.spec, machine, _device(machine, accelerator), calibration=calibration
     )
     with follow_store(spec.store):
         task, known = look(spec, cache_dir)
         is_mirrored = find_mirror_root(spec.store) is not None
     prompt = _plan_prompt(spec, task, known)
-    speeds = choose_speeds(
-        spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
-    )
-    schedule = _plan_schedule(spec, known)
-    limit = task.limits.max_reply_tokens
-    memory = disk = time = None
-    roles: tuple[RoleMemory, ...] = ()
-    lengths = settle_lengths(spec, task, known, prompt)
-    if known.size is not None:
-        given = count_offline_positions(spec, known.given)
-        roles = _plan_roles(spec, known, speeds, limit, lengths.prompt_max, given)
-        if speeds.is_processor:
-            parts = split_memory(
-                spec, known.size, limit, lengths.prompt_max, given_positions=given, frozen=known.frozen
-            )
-            memory = _room(parts, machine.memory_bytes)
-        checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
-        disk = _room(checkpoints, free_disk_bytes(Path(spec.output.dir or spec.output.root)))
-        time = estimate_time(_plan_work(spec, lengths, known, schedule, limit), speeds)
+    speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
+    lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
+    needs = _estimate_needs(spec, known, lengths, limit, speeds, target)
+    rooms = {
+        "memory": _room(needs.memory, machine.memory_bytes) if needs.memory else None,
+        "disk": _room(
+            list_disk_parts(spec, known.size, is_mirrored=is_mirrored), _free_disk_bytes(spec, target)
+        )
+        if known.size
+        else None,
+    }
     is_open = resolved.spec.model.dtype == AUTO
     dtype = PlannedValue(
         name="model.dtype",
         value=number_format.dtype,
         origin=number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT),
     )
-    rooms = {"memory": memory, "disk": disk}
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
@@ -111,23 +113,66 @@ def make_plan(
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
         limits=(*list_limits(resolved, task, known.model, machine, is_gpu=not speeds.is_processor), dtype),
-        schedule=schedule,
+        schedule=_plan_schedule(spec, known),
         algorithm=list_terms(resolved, limit),
         optimizer=list_optimizer(resolved),
-        memory=memory,
-        roles=roles,
+        memory=rooms["memory"],
+        roles=needs.roles,
         hardware=speeds.device,
-        disk=disk,
-        time=time,
+        disk=rooms["disk"],
+        time=needs.time,
+        price=price_run(target.rate, needs.time) if target else None,
         assumptions=(*lengths.assumed, *list_assumptions(spec, limit, speeds)),
-        warnings=tuple(_list_warnings(spec, prompt, known.model, limit, rooms, roles, speeds)),
-        unknown=known.unknown,
+        warnings=tuple(_list_warnings(spec, prompt, known.model, limit, rooms, needs.roles, speeds)),
+        unknown=(*known.unknown, *(_list_unknown(target) if target else ())),
         notices=(
             *resolved.notices,
             *filter(None, [find_idle_settings(spec)]),
             *([f"model.dtype: {number_format}"] if number_format.cost else []),
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Needs:
+    """Memory and time; empty where model or hardware are not known."""
+
+    memory: tuple[Part, ...] = ()
+    """Of a machine whose memory all roles share."""
+    roles: tuple[RoleMemory, ...] = ()
+    time: TimeEstimate | None = None
+
+
+def _estimate_needs(
+    spec: RunSpec, known: Known, lengths: Lengths, limit: int, speeds: Speeds, target: Target | None
+) -> _Needs:
+    if known.size is None or (target is not None and target.unknown):
+        return _Needs()
+    given, longest = count_offline_positions(spec, known.given), lengths.prompt_max
+    memory: tuple[Part, ...] = ()
+    if speeds.is_processor:
+        memory = split_memory(spec, known.size, limit, longest, given_positions=given, frozen=known.frozen)
+    return _Needs(
+        memory=memory,
+        roles=_plan_roles(spec, known, speeds, limit, longest, given),
+        time=estimate_time(_plan_work(spec, lengths, known, _plan_schedule(spec, known), limit), speeds),
+    )
+
+
+def _free_disk_bytes(spec: RunSpec, target: Target | None) -> int | None:
+    return (
+        free_disk_bytes(Path(spec.output.dir or spec.output.root))
+        if target is None
+        else target.free_disk_bytes
+    )
+
+
+def _list_unknown(target: Target) -> Iterator[str]:
+    """Yield what a site's profile does not tell."""
+    if target.unknown:
+        yield target.unknown
+    if target.rate.num_gpus and target.rate.usd_per_gpu_hour is None:
+        yield f"price: set `usd_per_gpu_hour` in the profile of site {target.site}"
 
 
 def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelerator | None:
@@ -182,6 +227,8 @@ def predict_run(
         # What an accelerator or another process holds is not seen from the loop's own memory.
         memory_bytes=roles[0].needed_bytes if speeds.is_processor and not is_elsewhere else 0.0,
         bottleneck=time.bottleneck,
+        total_s=time.total_s,
+        usd_per_hour=read_usd_per_hour(os.environ),
     )
 
 

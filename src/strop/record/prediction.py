@@ -7,6 +7,7 @@ planned, and by the report. Numbers of stages are seconds of one step, under the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ from strop.errors import CorruptRecord
 from strop.io.atomic import write_bytes_atomically
 
 PREDICTION_NAME = "plan.json"
+PRICE_VARIABLE = "STROP_USD_PER_HOUR"
+"""What an hour of the whole job costs; the launcher sets it where the site's profile says."""
 NUM_WARM_UP = 1
 """Steps of a process that are no measure: caches fill, kernels are compiled."""
 
@@ -41,6 +44,10 @@ class Prediction:
     memory_bytes: float
     """Of the run's own process at its peak."""
     bottleneck: str
+    total_s: float = 0.0
+    """All steps and evaluations; 0 in files of older versions."""
+    usd_per_hour: float | None = None
+    """Of the whole job, None where nobody said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +56,7 @@ class Comparison:
 
     name: str
     unit: str
-    """'s', 'bytes' or 'tokens/s'."""
+    """'s', 'bytes', 'tokens/s' or 'USD'."""
     planned: float
     measured: float
 
@@ -57,6 +64,15 @@ class Comparison:
     def ratio(self) -> float | None:
         """Measured by planned; None where nothing was planned."""
         return self.measured / self.planned if self.planned else None
+
+
+def read_usd_per_hour(environ: Mapping[str, str]) -> float | None:
+    """Return what an hour of this job costs, None where nobody said so or it is no price."""
+    try:
+        found = float(environ.get(PRICE_VARIABLE, ""))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and found >= 0.0 else None
 
 
 def write_prediction(run_path: Path, prediction: Prediction) -> None:
@@ -106,6 +122,17 @@ def compare_prediction(prediction: Prediction, metrics: Sequence[Mapping[str, fl
         values = [line[key] for line in steps if key in line]
         if values:
             found.append(Comparison(name=name, unit=unit, planned=planned, measured=median(values)))
+    if prediction.usd_per_hour is not None:
+        found += [
+            Comparison(
+                name=f"price of a {one.name}",
+                unit="USD",
+                planned=prediction.usd_per_hour * one.planned / 3600.0,
+                measured=prediction.usd_per_hour * one.measured / 3600.0,
+            )
+            for one in found
+            if one.name == "step"
+        ]
     peaks = [line["peak_memory_bytes"] for line in steps if "peak_memory_bytes" in line]
     if peaks and prediction.memory_bytes:
         peak = Comparison(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError
@@ -49,7 +50,7 @@ def fetch_description(uri: str, cache_dir: Path | None = None) -> Path:
     path = _place(uri, cache_dir or user_cache_dir())
     policy, match = read_policy(), HUB_PATTERN.match(uri)
     if uri.startswith("s3://"):
-        return _fetch(path, lambda name, target: _from_store(uri, name, target))
+        return _fetch(path, partial(_from_store, uri))
     if match is None:
         raise ConfigError(
             f"{uri} is no model of a store or a hub, so there is nothing to fetch",
@@ -57,14 +58,13 @@ def fetch_description(uri: str, cache_dir: Path | None = None) -> Path:
             next_step="leave --fetch out",
         )
     repo, revision = match["repo"], match["revision"]
-    place = policy.model_uri(repo, revision)
-    sources: list[Callable[[str, Path], None]] = []
-    if place is not None:
-        sources.append(lambda name, target: _from_store(place, name, target))
+    sources: list[Callable[[str, Path], None]] = [
+        partial(_from_store, place) for place in policy.model_uris(repo, revision)
+    ]
     if policy.asks_hub:
         sources.insert(
             len(sources) if policy.asks_store_first else 0,
-            lambda name, target: _from_hub(repo, revision, name, target),
+            partial(_from_hub, repo, revision),
         )
     for fetch in sources[:-1]:
         try:

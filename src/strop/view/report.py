@@ -33,7 +33,7 @@ from strop.view.run_record import (
     read_run_record,
     sum_stages,
 )
-from strop.view.terminal import describe_duration, make_harmless
+from strop.view.terminal import describe_duration, describe_usd, make_harmless
 
 REPORT_NAME = "report.html"
 MAX_TEXT_CHARACTERS = 4000
@@ -267,6 +267,8 @@ def describe_amount(amount: float, unit: str) -> str:
     """Return a number of a plan as a person says it; `unit` is 's', 'bytes' or a rate."""
     if unit == "s":
         return f"{1e3 * amount:.0f} ms" if amount < 0.1 else describe_duration(amount)
+    if unit == "USD":
+        return describe_usd(amount)
     return f"{amount / 1e9:.2f} GB" if unit == "bytes" else f"{amount:,.0f} {unit}"
 
 
@@ -307,6 +309,7 @@ def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     if seconds:
         facts.append(("Training time", describe_duration(sum(seconds))))
         facts.append(("Median step", describe_duration(statistics.median(seconds))))
+    facts += _describe_price(record, sum(seconds))
     tokens = sum(line.get("num_scored_tokens", 0) for line in record.metrics)
     if tokens:
         facts.append(("Scored tokens", f"{tokens:,.0f}"))
@@ -314,6 +317,17 @@ def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     if peak_bytes:
         facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
     return facts
+
+
+def _describe_price(record: RunRecord, seconds: float) -> list[tuple[str, str]]:
+    """Return what the steps cost, beside what the whole run was planned to; [] where no price is known."""
+    planned = record.prediction
+    if planned is None or planned.usd_per_hour is None:
+        return []
+    rate = planned.usd_per_hour
+    price = describe_amount(rate * seconds / 3600.0, "USD")
+    wanted = f"; planned {describe_amount(rate * planned.total_s / 3600.0, 'USD')}" if planned.total_s else ""
+    return [("Price of the steps", f"{price} at {describe_amount(rate, 'USD')} an hour{wanted}")]
 
 
 def _plain(value: Any) -> str:

@@ -131,6 +131,11 @@ class Progress(Protocol):
         ...
 
 
+def describe_usd(amount: float) -> str:
+    """Return a price as a person says it: cents, and two digits of what is less than a dollar."""
+    return f"{amount:,.2f} USD" if amount >= 1.0 else f"{amount:.2g} USD"
+
+
 def describe_duration(seconds: float) -> str:
     """Return a duration as a person says it: '8.4 s', '3 min 05 s', '2 h 10 min'."""
     if seconds < 59.95:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from strop.errors import ConfigError
-from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, DeviceGrant, SiteOptions, split_at_commas
+from strop.launch.options import (
+    IMAGE_FLAGS,
+    KIND_HELP,
+    CliFlag,
+    DeviceGrant,
+    NodeHardware,
+    SiteOptions,
+    split_at_commas,
+)
+from strop.launch.sagemaker.instances import find_instance
 from strop.spec.display import show_value
 from strop.spec.job import DURATION_HELP, DURATION_PATTERN, MAX_SPLIT_GPUS
 from strop.spec.reader import Flag
@@ -210,6 +219,24 @@ class SageMakerSite(SiteOptions):
     def resource_defaults(self) -> Mapping[str, Any]:
         """Return the wall time."""
         return {"time_limit": self.max_runtime}
+
+    def describe_node(self) -> NodeHardware:
+        """Return what an instance has, by its type."""
+        found, disk_bytes = find_instance(self.instance_type), self.volume_gb * 10**9
+        if found is None:
+            return NodeHardware(gpu=self.accelerator or self.instance_type, disk_bytes=disk_bytes)
+        return NodeHardware(
+            gpu=self.accelerator or found.gpu,
+            num_cores=found.num_cores,
+            memory_bytes=found.memory_gib << 30,
+            disk_bytes=disk_bytes,
+        )
+
+    def count_paid_gpus(self, num_nodes: int, gpus_per_node: int) -> int:
+        """Return the GPUs of all instances, used or not; of an unknown type those that the profile says."""
+        found = find_instance(self.instance_type)
+        each = self.gpus_per_node if found is None else found.num_gpus
+        return each * (num_nodes if num_nodes > 1 else self.instance_count)
 
     def files_written(self, project_path: Path) -> list[Path]:
         """Return the job log with its twin and its lock."""

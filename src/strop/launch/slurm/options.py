@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, DeviceGrant, SiteOptions
+from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, DeviceGrant, NodeHardware, SiteOptions
 from strop.spec.job import DURATION_HELP, DURATION_PATTERN
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class SlurmSite(SiteOptions):
             "cpus_per_gpu": self.cpus_per_gpu,
             "memory": self.memory,
         }
+
+    def describe_node(self) -> NodeHardware:
+        """Return the GPU of a node."""
+        return NodeHardware(gpu=self.accelerator or self.gpu_type)
 
     def open(self, site: str) -> Backend:
         """Return the backend."""

@@ -1,0 +1,90 @@
+"""The hardware that a plan for a site reckons with: what its profile says, never this machine's instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from strop.hardware import Machine, describe_machine, free_disk_bytes
+from strop.hardware.accelerators import Accelerator, find_accelerator, match_gpu_type
+from strop.launch.container.command import parse_memory_bytes
+from strop.launch.contract import JobRequest
+from strop.launch.options import NodeHardware, SiteOptions
+from strop.plan.target import Rate, Target
+
+
+def describe_target(request: JobRequest, accelerator: Accelerator | None = None) -> Target:
+    """Return what a job would run on. `accelerator`: the user's own word for its GPUs.
+
+    Raises: ConfigError for an `accelerator` in the profile that strop does not know.
+    """
+    site, resources = request.site, request.resources
+    profile = site.profile.with_options(request.options)
+    node = profile.describe_node()
+    is_here = profile.is_here and node.gpu is None and accelerator is None
+    machine, unknown = describe_machine() if profile.is_here else _describe_node(request, node), ""
+    if accelerator is None and resources.gpus_per_node and not is_here:
+        accelerator, unknown = _find_gpu(site.name, profile, node)
+    return Target(
+        site=site.name,
+        machine=machine,
+        accelerator=accelerator,
+        unknown=unknown,
+        free_disk_bytes=node.disk_bytes
+        if node.disk_bytes is not None
+        else _free_bytes(Path(request.home), profile),
+        is_here=is_here,
+        rate=Rate(
+            num_gpus=profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node),
+            usd_per_gpu_hour=profile.usd_per_gpu_hour,
+            time_limit_s=resources.time_limit_s,
+        ),
+    )
+
+
+def _find_gpu(site: str, profile: SiteOptions, node: NodeHardware) -> tuple[Accelerator, str]:
+    """Return the GPU of a site's nodes, and what is said where it is not known."""
+    if profile.accelerator is not None:
+        return find_accelerator(profile.accelerator, setting=f"site {site}: accelerator"), ""
+    found = None if node.gpu is None else match_gpu_type(node.gpu)
+    if found is not None:
+        return found, ""
+    said = f"names {node.gpu}, which strop knows no numbers of" if node.gpu else "does not say"
+    # Its name and that it is a GPU hold; its numbers are not used.
+    stand_in = find_accelerator("h100").model_copy(update={"name": f"GPU of {site}"})
+    return stand_in, (
+        f"memory and time: site {site} {said}, and a plan needs the GPU of its nodes; set `accelerator` in"
+        " its profile, or name it with --hardware"
+    )
+
+
+def _describe_node(request: JobRequest, node: NodeHardware) -> Machine:
+    """Return a node of a site as far as profile and request tell; it has no GPU of this machine."""
+    resources = request.resources
+    cores = resources.cpus or resources.gpus_per_node * (resources.cpus_per_gpu or 0)
+    # A scheduler gives one core to a job that asks for none.
+    cores = node.num_cores or cores or 1
+    memory = parse_memory_bytes(resources.memory) if resources.memory else node.memory_bytes
+    word = "core" if cores == 1 else "cores"
+    return replace(
+        describe_machine(),
+        host=request.site.name,
+        cpu_name=f"{cores} {word} of {request.site.name}",
+        num_physical_cores=cores,
+        num_logical_cpus=cores,
+        memory_bytes=memory,
+        free_memory_bytes=None,
+        load_average=None,
+        cpu_flags=(),
+        gpus=(),
+    )
+
+
+def _free_bytes(home: Path, profile: SiteOptions) -> int | None:
+    """Return the room where the run's directory will be, as far as this machine sees that disk."""
+    if not (profile.has_shared_disk or profile.is_here):
+        return None
+    there = next((path for path in (home, *home.parents) if path.is_dir()), None)
+    # A profile may name a folder that only the site has.
+    is_seen = there is not None and (profile.is_here or profile.run_root is None or home.parent.is_dir())
+    return free_disk_bytes(there) if is_seen and there is not None else None

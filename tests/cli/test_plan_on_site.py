@@ -1,0 +1,175 @@
+"""`strop plan --on SITE`: the site's hardware, its price, and one JSON document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.launch.sagemaker.instances import find_instance
+from tests.fixtures.commands import Run
+
+SITES = """[sites.cluster]
+backend = "slurm"
+gpu_type = "h100"
+gpus_per_node = 4
+time_limit = "12h"
+usd_per_gpu_hour = 2.5
+
+[sites.silent]
+backend = "slurm"
+
+[sites.odd]
+backend = "slurm"
+gpu_type = "1g.10gb"
+
+[sites.named]
+backend = "slurm"
+gpu_type = "big"
+accelerator = "l40s"
+
+[sites.wrong]
+backend = "slurm"
+accelerator = "tpu"
+
+[sites.cloud]
+backend = "sagemaker"
+region = "us-east-1"
+role = "arn:aws:iam::123456789012:role/strop-execution"
+bucket = "strop-test"
+repository = "123456789012.dkr.ecr.us-east-1.amazonaws.com/strop"
+instance_type = "ml.g6e.12xlarge"
+max_runtime = "10h"
+"""
+KNOWN = "model.uri=Qwen/Qwen2.5-7B"
+
+
+@pytest.fixture(autouse=True)
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the run file and of the sites."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    (folder / "strop-sites.toml").write_text(SITES)
+    return folder
+
+
+def plan(run: Run, site: str, *words: str) -> dict[str, Any]:
+    ended = run("plan", "run.toml", "--on", site, *words, "--json")
+    assert ended.code == 0, ended.err
+    # One document, or this raises.
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def test_json_is_one_document_with_plan_and_job(run: Run) -> None:
+    found = plan(run, "cluster", "job.gpus=1")
+    assert found["schedule"]["steps"] == 2
+    assert found["job"]["site"] == "cluster"
+    assert "--gres=gpu:h100:1" in found["job"]["files"]["job.sh"]
+    assert plan(run, "local")["job"]["backend"] == "local"
+    assert plan(run, "cloud", KNOWN)["job"]["backend"] == "sagemaker"
+
+
+def test_plan_on_a_site_is_for_the_sites_gpus(run: Run) -> None:
+    found = plan(run, "cluster", "job.gpus=1", KNOWN)
+    assert found["hardware"] == "h100"
+    assert {role["available_bytes"] for role in found["roles"]} == {80 * 10**9}
+    # What this machine has is not compared with.
+    assert found["memory"] is None
+    shown = " ".join(run("plan", "run.toml", "--on", "cluster", "job.gpus=1").out.split())
+    assert "role on h100" in shown
+    assert "peak by NVIDIA H100 data sheet" in shown
+    assert "--- job.sh" in shown
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("silent", "site silent does not say, and a plan needs the GPU of its nodes; set `accelerator`"),
+        ("odd", "site odd names 1g.10gb, which strop knows no numbers of"),
+    ],
+)
+def test_a_site_that_names_no_gpu_is_not_planned_as_this_machine(site: str, said: str, run: Run) -> None:
+    found = plan(run, site, "job.gpus=1", KNOWN)
+    assert (found["memory"], found["roles"], found["time"], found["price"]) == (None, [], None, None)
+    assert any(said in line for line in found["unknown"])
+    assert found["hardware"] == f"GPU of {site}"
+    assert found["disk"] is not None
+    # The user's own word holds.
+    assert plan(run, site, "job.gpus=1", "--hardware", "l4")["hardware"] == "l4"
+
+
+def test_the_profiles_accelerator_outranks_the_schedulers_word(run: Run) -> None:
+    assert plan(run, "named", "job.gpus=1")["hardware"] == "l40s"
+    ended = run("plan", "run.toml", "--on", "wrong", "job.gpus=1")
+    assert ended.code == 2
+    assert "site wrong: accelerator tpu is no accelerator that strop knows" in ended.err
+
+
+def test_a_job_without_gpus_has_the_cores_and_memory_that_it_asks_for(run: Run) -> None:
+    found = plan(run, "cluster", "job.cpus=6", "job.memory=2G")
+    assert found["hardware"] == "6 cores of cluster"
+    assert found["memory"]["available_bytes"] == 2 << 30
+    assert found["time"]["speeds"]["source"].startswith("assumed: ")
+    assert found["price"] is None
+    small = plan(run, "cluster", "job.cpus=6", "job.memory=2G", KNOWN)
+    assert any(line.startswith("memory: ") for line in small["warnings"])
+
+
+def test_an_instance_type_says_what_its_nodes_have(run: Run) -> None:
+    found = plan(run, "cloud", "job.gpus=4", KNOWN)
+    assert found["hardware"] == "l40s"
+    assert {role["available_bytes"] for role in found["roles"]} == {48 * 10**9}
+    # The volume of the instance, not a disk of this machine.
+    assert found["disk"]["available_bytes"] == 100 * 10**9
+    # Nobody said a price, and none is made up.
+    assert found["price"] is None
+    assert "price: set `usd_per_gpu_hour` in the profile of site cloud" in found["unknown"]
+    assert found["job"]["cost_usd"] is None
+    # Four GPUs for ten hours, whatever the run uses of them.
+    assert found["job"]["gpu_hours"] == 40.0
+
+
+def test_instances_of_the_table() -> None:
+    for name, expected in {
+        "ml.p4de.24xlarge": ("a100-80", 8, 48, 1152),
+        "ml.p5.48xlarge": ("h100", 8, 96, 2048),
+        "ml.g5.12xlarge": ("a10g", 4, 24, 192),
+        "ml.g6.xlarge": ("l4", 1, 2, 16),
+        "ml.m5.4xlarge": (None, 0, 8, 64),
+    }.items():
+        found = find_instance(name)
+        assert found is not None
+        assert (found.gpu, found.num_gpus, found.num_cores, found.memory_gib) == expected
+    assert find_instance("ml.trn1.32xlarge") is None
+
+
+def test_the_price_stands_in_text_json_and_dry_run(run: Run) -> None:
+    words = ("job.gpus=2", "placement.kind=ray", "placement.learners=2", KNOWN)
+    found = plan(run, "cluster", *words)
+    price, time = found["price"], found["time"]
+    assert (price["num_gpus"], price["usd_per_gpu_hour"]) == (2, 2.5)
+    assert price["step_usd"] == pytest.approx(5.0 * time["step_s"] / 3600)
+    assert price["run_usd"] == pytest.approx(5.0 * time["total_s"] / 3600)
+    # Twelve hours of two GPUs.
+    assert price["limit_usd"] == pytest.approx(60.0)
+    assert found["job"]["cost_usd"] == pytest.approx(60.0)
+    planned = run("plan", "run.toml", "--on", "cluster", *words)
+    shown = " ".join(planned.out.split())
+    assert "price of 2 GPUs at 2.5 USD an hour each" in shown
+    assert "at most, by the job's time limit 60.00 USD" in shown
+    dry = run("submit", "run.toml", "--on", "cluster", "--dry-run", *words)
+    assert dry.code == 0
+    assert "at most 24.0 GPU hours, 60.00 USD" in dry.err
+
+
+def test_a_dry_run_says_that_nobody_said_a_price(run: Run) -> None:
+    dry = run("submit", "run.toml", "--on", "silent", "--dry-run", "--gpus", "1", "--time", "2h")
+    assert "at most 2.0 GPU hours, no price in the site's profile" in dry.err
+
+
+def test_a_run_knows_what_an_hour_of_its_job_costs(run: Run) -> None:
+    job = plan(run, "cluster", "job.gpus=2", "job.nodes=1", "placement.kind=ray")["job"]
+    assert job["environment"]["sources"]["STROP_USD_PER_HOUR"] == "launcher"
+    assert "STROP_USD_PER_HOUR" not in plan(run, "silent", "job.gpus=1")["job"]["environment"]["sources"]
