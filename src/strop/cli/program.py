@@ -12,6 +12,7 @@ import typer
 from strop import __version__
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate, rescore
+from strop.cli.imports import import_commands
 from strop.cli.jobs import cancel, drill, fetch, logs, status
 from strop.cli.model import model_commands, sample, stage
 from strop.cli.output import Output
@@ -56,6 +57,7 @@ for _name, _command in (
     app.command(_name, cls=SubmitCommand if _command is submit else None)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
+app.add_typer(import_commands, name="import")
 app.add_typer(slurm_commands, name="slurm")
 app.add_typer(sagemaker_commands, name="sagemaker")
 

@@ -1,0 +1,245 @@
+"""A translation while it is made: settings with their origins, and what several keys say together.
+
+Environments become a task, rollouts a step become prompts a step, and deployments become GPUs of a node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError
+from strop.spec.display import show_value
+
+_DEFAULT_LR = 1e-6
+DEFAULTS: Mapping[str, tuple[str, Any]] = {
+    "algorithm.name": ("trainer.loss", "dppo"),
+    "optimizer.lr": ("trainer.optim.lr", _DEFAULT_LR),
+    "optimizer.weight_decay": ("trainer.optim.weight_decay", 0.01),
+    "optimizer.beta2": ("trainer.optim.betas2", 0.999),
+    "model.uri": ("model.name", "Qwen/Qwen3-0.6B"),
+}
+"""PRIME-RL's defaults, where strop's are others, by setting: key and value."""
+_TASKS: Mapping[str, str] = {
+    "math": "math",
+    "hendrycks-math": "math",
+    "math-env": "math",
+    "math500": "math500",
+    "deepscaler": "deepscaler",
+    "gsm8k": "gsm8k",
+    "reverse-text": "reverse-text",
+    "reasoning-gym": "reasoning-gym",
+    "mbpp": "mbpp",
+    "humaneval": "humaneval",
+    "apps": "apps",
+    "ifeval": "rlvr-ifeval",
+    "rlvr-ifeval": "rlvr-ifeval",
+    "mmlu": "mmlu",
+}
+"""Environment to the task of strop's that asks and judges alike."""
+_ENV_SETTINGS = {
+    "num_train_examples": "num_train",
+    "num_eval_examples": "num_held_out",
+    "system_prompt": "system_prompt",
+    "gym": "dataset",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """One key of a configuration."""
+
+    key: str
+    value: Any
+    origin: str
+    """Key and place as a person finds them: 'trainer.optim.lr, rl.toml:12'."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Translation:
+    """The settings of the run file so far, each with its origin, and what found no place in it."""
+
+    task: str | None
+    folder: Path
+    """Where the run file will be: relative paths start there."""
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Names that the configuration gives the run."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What several settings are made of, by a word for it."""
+    envs: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
+    """Environments that are trained on, with their origins."""
+    ratios: Sequence[float] = ()
+    is_sft: bool = False
+
+    def set(self, key: str, value: Any, origin: str) -> None:
+        """Set a setting; where one key of several gives another value, the later one counts and is named."""
+        if key in self.settings and self.settings[key][0] != value:
+            old, other = self.settings[key]
+            self.notices.append(f"{key}: {show_value(value)} ({origin}) over {show_value(old)} ({other})")
+        self.settings[key] = (value, origin)
+
+    def note(self, given: Given, why: str) -> None:
+        """Name a key that is not in the run file."""
+        self.notices.append(f"{given.origin} = {show_value(given.value)}: {why}")
+
+    def finish(self) -> None:
+        """Put together what is made of several keys, and add PRIME-RL's defaults that differ from strop's."""
+        _finish_task(self)
+        _finish_batch(self)
+        _finish_gpus(self)
+        if "final_lr" in self.numbers:
+            lr = self.settings.get("optimizer.lr", (_DEFAULT_LR, ""))[0]
+            self.set("optimizer.final_frac", min(1.0, self.numbers["final_lr"] / lr), "scheduler.min_lr")
+        for key, (name, value) in DEFAULTS.items():
+            if key == "algorithm.name" and self.is_sft:
+                continue
+            self.settings.setdefault(key, (value, f"default of {name}"))
+        if not self.is_sft and self.settings["engine.kind"][0] != "vllm":
+            self.settings.pop("engine.max_model_tokens", None)
+        if "train.steps" not in self.settings:
+            self.notices.append(
+                "max_steps is not given: PRIME-RL goes on without end, train.steps is strop's"
+            )
+
+
+def env_name(env: Mapping[str, Any]) -> str:
+    """Return what an environment is called, whichever version of the configuration names it."""
+    taskset = env.get("taskset") or env.get("env", {}).get("taskset") or {}
+    name = str(env.get("id") or taskset.get("id") or env.get("name") or "")
+    return name.rpartition("/")[2].partition("@")[0].replace("_", "-").lower()
+
+
+def take_output_dir(given: Given, out: Translation) -> None:
+    """Set the run's directory, as a path from the run file."""
+    path = os.path.relpath(os.path.abspath(str(given.value)), out.folder)
+    out.set("output.dir", path if os.path.isabs(path) else f"./{path}", given.origin)
+
+
+def take_options(out: Translation, options: Mapping[str, Any]) -> None:
+    """Let the older launcher's options win: of the GPUs all or none, the others one by one."""
+    split = {
+        name: options[name] for name in ("gpus", "train_gpus", "infer_gpus", "single_gpu") if name in options
+    }
+    if split:
+        for word in ("train_gpus", "infer_gpus", "single_gpu", "train_nodes", "infer_nodes"):
+            out.numbers.pop(word, None)
+        out.numbers |= {"train_gpus" if name == "gpus" else name: value for name, value in split.items()}
+    if "job_name" in options:
+        out.names.insert(0, options["job_name"])
+    if "output_dir" in options:
+        out.settings.pop("output.dir", None)
+        take_output_dir(Given(key="output_dir", value=options["output_dir"], origin="--output-dir"), out)
+    if "cpus_per_gpu" in options:
+        out.set("job.cpus_per_gpu", options["cpus_per_gpu"], "--cpus-per-gpu")
+
+
+def _finish_task(out: Translation) -> None:
+    """Write the task of the environments: one, or a mixture of several.
+
+    Raises: ConfigError naming an environment that has none.
+    """
+    if out.task is not None:
+        out.set("task.name", out.task, "--task")
+        for env, origin in out.envs:
+            out.notices.append(f"{origin} = {env_name(env)!r}: --task {out.task} stands for it")
+        return
+    unknown = [env_name(env) or "none" for env, _ in out.envs if env_name(env) not in _TASKS]
+    if unknown or not out.envs:
+        raise ConfigError(
+            f"the environment {', '.join(unknown)} is no task of strop's"
+            if unknown
+            else "no environment is named",
+            allowed=f"{', '.join(_TASKS)}, or --task with a task of `strop tasks ls` or FILE.py:CLASS",
+            next_step="name the task with --task; `strop tasks new` writes one of your own to start from",
+        )
+    if len(out.envs) == 1:
+        _write_env(out, *out.envs[0], "task")
+        return
+    out.set("task.name", "mixture", out.envs[0][1])
+    limit = out.settings.pop("task.max_reply_tokens", None)
+    for index, (env, origin) in enumerate(out.envs):
+        label = f"{env_name(env)}-{index}" if _count(out, env) > 1 else env_name(env)
+        _write_env(out, env, origin, f"task.parts.{label}")
+        if out.ratios:
+            out.set(f"task.parts.{label}.weight", float(out.ratios[index]), "buffer.env_ratios")
+        if limit is not None:
+            out.set(f"task.parts.{label}.max_reply_tokens", *limit)
+
+
+def _count(out: Translation, env: Mapping[str, Any]) -> int:
+    return [env_name(one) for one, _ in out.envs].count(env_name(env))
+
+
+def _write_env(out: Translation, env: Mapping[str, Any], origin: str, table: str) -> None:
+    out.set(f"{table}.name", _TASKS[env_name(env)], origin)
+    left = {key: value for key, value in env.items() if key not in ("id", "name", "taskset", "args")}
+    arguments = {**env.get("args", {}), **{k: v for k, v in env.get("taskset", {}).items() if k != "id"}}
+    for key, value in arguments.items():
+        setting = _ENV_SETTINGS.get(key)
+        if setting is None or (setting == "dataset" and env_name(env) != "reasoning-gym"):
+            left[f"args.{key}"] = value
+        elif not (isinstance(value, int) and value < 0):
+            # -1 is all of them.
+            out.set(f"{table}.{setting}", value, f"{origin}.args.{key}")
+    for key, value in left.items():
+        out.notices.append(
+            f"{origin}.{key} = {show_value(value)}: task {_TASKS[env_name(env)]} has no such setting"
+        )
+
+
+def _finish_batch(out: Translation) -> None:
+    """Turn rollouts a step and rollouts an example into prompts a step."""
+    if out.is_sft:
+        out.set("train.terms", "sft", "data")
+        return
+    group, batch = int(out.numbers.get("group", 1)), int(out.numbers.get("batch", 128))
+    if group < 2:
+        out.notices.append(
+            f"rollouts_per_example = {group}: strop compares the rollouts of one prompt, and takes 8 of each"
+        )
+        group = 8
+    out.set("train.group_size", group, "rollouts_per_example")
+    out.set("train.prompts_per_step", max(1, batch // group), f"batch_size {batch} / {group}")
+
+
+def _finish_gpus(out: Translation) -> None:
+    """Share out the GPUs of a node, and say how many nodes there are."""
+    numbers = out.numbers
+    if out.is_sft:
+        if "train_gpus" in numbers:
+            out.set("job.gpus", int(numbers["train_gpus"]), "deployment")
+        if "train_nodes" in numbers:
+            out.set("job.nodes", int(numbers["train_nodes"]), "deployment.num_nodes")
+        return
+    out.settings.setdefault("engine.kind", ("vllm", "inference"))
+    if numbers.get("single_gpu"):
+        out.set("job.single_gpu", True, "single_gpu")
+        out.set("placement.kind", "process", "vLLM is a process of its own")
+        return
+    train, infer = int(numbers.get("train_gpus", 1)), int(numbers.get("infer_gpus", 1))
+    if "infer_nodes" in numbers:
+        nodes = [int(numbers.get("train_nodes", 1)), int(numbers["infer_nodes"])]
+        on_each = int(numbers.get("node_gpus", 8))
+        train = min(max(1, round(on_each * nodes[0] / sum(nodes))), on_each - 1)
+        infer = on_each - train
+        out.set("job.nodes", sum(nodes), "deployment.num_train_nodes + num_infer_nodes")
+        out.notices.append(
+            f"deployment: {nodes[0]} nodes learn and {nodes[1]} generate; here each of {sum(nodes)} does both"
+            f" with {train} and {infer} GPUs"
+        )
+    out.set("job.train_gpus", train, "deployment.num_train_gpus")
+    out.set("job.infer_gpus", infer, "deployment.num_infer_gpus")
+    parallel = int(out.settings.get("engine.tensor_parallel", (1, ""))[0])
+    engines = max(1, infer // parallel) * int(out.settings.get("job.nodes", (1, ""))[0])
+    if numbers.get("engines", engines) != engines:
+        out.notices.append(
+            f"inference.parallel.dp = {numbers['engines']:g}: {infer} GPUs of {parallel} each are {engines}"
+            " engines"
+        )
+    out.set("placement.kind", "ray", "trainer and inference are processes of their own")
+    out.set("placement.engines", engines, "infer_gpus / inference.parallel.tp")

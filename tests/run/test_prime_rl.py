@@ -1,0 +1,292 @@
+"""Run files from configurations of PRIME-RL: what is understood takes effect, the rest is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.cli import main
+from strop.spec import RunSpec, load_spec
+from strop.spec.task import PartedSection
+
+pytestmark = pytest.mark.usefixtures("away_from_home")
+RL = """max_steps = 20
+seq_len = 2048
+max_async_level = 2
+[deployment]
+num_train_gpus = 1
+num_infer_gpus = 2
+[model]
+name = "Qwen/Qwen3-0.6B"
+[wandb]
+project = "reverse-text"
+name = "Reverse Text"
+[ckpt]
+interval = 5
+keep_last = 3
+[orchestrator]
+batch_size = 128
+group_size = 16
+seed = 7
+[orchestrator.train.sampling]
+temperature = 0.8
+max_completion_tokens = 60
+[[orchestrator.train.env]]
+name = "reverse-text"
+taskset = { id = "primeintellect/reverse_text@0.1.0" }
+[orchestrator.eval]
+interval = 10
+num_examples = -1
+rollouts_per_example = 4
+[orchestrator.buffer]
+online_difficulty_filtering = true
+[trainer.optim]
+lr = 3e-6
+betas2 = 0.98
+max_norm = 0.5
+[trainer.scheduler]
+type = "cosine"
+warmup_steps = 4
+min_lr = 3e-7
+[trainer.model.ac]
+[trainer.model.lora]
+rank = 16
+alpha = 64.0
+target_modules = ["q_proj", "v_proj", "experts"]
+[trainer.loss]
+ipo_mask_high = 0.3
+[inference]
+gpu_memory_utilization = 0.8
+[inference.model]
+enforce_eager = true
+max_model_len = 4096
+[inference.parallel]
+dp = 2
+[inference.vllm_extra]
+max_num_seqs = 96
+"""
+UNKNOWN = """[trainer]
+enable_router_replay = true
+dist_timeout_seconds = 900
+[trainer.model]
+attn = "flash_attention_2"
+tp = 2
+optimization_dtype = "bfloat16"
+[trainer.optim]
+type = "muon"
+[trainer.loss]
+kl_tau = 0.01
+[orchestrator]
+max_off_policy_steps = 8
+oversampling_factor = 2.0
+[orchestrator.buffer]
+easy_threshold = 0.9
+[orchestrator.sampling]
+min_tokens = 5
+repetition_penalty = 1.1
+[[orchestrator.filters]]
+type = "gibberish"
+[[orchestrator.env]]
+id = "gsm8k"
+[orchestrator.env.args]
+num_train_examples = 100
+num_eval_examples = -1
+colour = "blue"
+[inference.server]
+port = 8000
+[slurm]
+partition = "gpu"
+template_path = "x.j2"
+[log]
+level = "debug"
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def bring(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[RunSpec, list[str]]:
+    """Import with the command, and return the spec of what it wrote, and its notices."""
+    assert main(["import", "prime-rl", str(path), *words, "--json"]) == 0
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return load_spec(said["path"]).spec, said["notices"]
+
+
+def test_a_whole_configuration_becomes_a_run_that_loads_and_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, notices = bring(write(tmp_path, "rl.toml", RL), capsys)
+    assert (spec.name, spec.seed, spec.model.uri) == ("reverse-text", 7, "Qwen/Qwen3-0.6B")
+    train = spec.train
+    assert (train.steps, train.prompts_per_step, train.group_size, train.max_staleness) == (20, 8, 16, 2)
+    assert (train.micro_batch_tokens, train.activation_checkpointing) == (2048, True)
+    assert (train.checkpoint_every, train.keep_checkpoints) == (5, 3)
+    assert (spec.task.name, spec.task.max_reply_tokens, spec.sampling.temperature) == (
+        "reverse-text",
+        60,
+        0.8,
+    )
+    optimizer = spec.optimizer
+    assert (optimizer.lr, optimizer.beta2, optimizer.max_grad_norm) == (3e-6, 0.98, 0.5)
+    assert (optimizer.schedule, optimizer.warmup_steps) == ("cosine", 4)
+    assert optimizer.final_frac == pytest.approx(0.1)
+    # PRIME-RL's own, where nothing is said.
+    assert (optimizer.weight_decay, spec.algorithm.name) == (0.01, "dppo")
+    assert (spec.algorithm.clip_high, spec.algorithm.zero_variance) == (0.3, "resample")
+    assert (spec.lora.rank, spec.lora.alpha, spec.lora.targets) == (16, 64.0, "q_proj,v_proj")
+    assert (spec.eval.every, spec.eval.num_examples, spec.eval.num_samples) == (10, None, 4)
+    engine = spec.engine
+    assert (engine.kind, engine.gpu_memory_frac, engine.is_eager) == ("vllm", 0.8, True)
+    assert (engine.max_model_tokens, engine.max_num_seqs) == (4096, 96)
+    assert (spec.placement.kind, spec.placement.engines) == ("ray", 2)
+    assert (spec.job.train_gpus, spec.job.infer_gpus) == (1, 2)
+    assert [one.partition(",")[0] for one in notices] == [
+        "wandb.project",
+        "trainer.model.lora.target_modules",
+        "engine.max_model_tokens: 4096 (inference.model.max_model_len",
+    ]
+    assert main(["plan", str(tmp_path / "rl-strop.toml")]) == 0
+
+
+def test_every_key_without_an_equivalent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, notices = bring(write(tmp_path, "rl.toml", UNKNOWN), capsys)
+    assert (spec.task.name, spec.task.num_train) == ("gsm8k", 100)
+    assert {one.partition(",")[0] for one in notices if "," in one} == {
+        "trainer.enable_router_replay",
+        "trainer.dist_timeout_seconds",
+        "trainer.model.attn",
+        "trainer.model.tp",
+        "trainer.model.optimization_dtype",
+        "trainer.optim.type",
+        "trainer.loss.kl_tau",
+        "orchestrator.max_off_policy_steps",
+        "orchestrator.oversampling_factor",
+        "orchestrator.buffer.easy_threshold",
+        "orchestrator.sampling.min_tokens",
+        "orchestrator.sampling.repetition_penalty",
+        "orchestrator.filters",
+        "orchestrator.env",
+        "inference.server.port",
+        "slurm.partition",
+        "slurm.template_path",
+        "log.level",
+        "rollouts_per_example = 1: strop compares the rollouts of one prompt",
+        "max_steps is not given: PRIME-RL goes on without end",
+    }
+    assert any("args.colour" in one for one in notices)
+    # They stand in the run file too.
+    text = (tmp_path / "rl-strop.toml").read_text()
+    assert all(f"# {one}" in text for one in notices)
+
+
+def test_files_of_the_roles_and_what_they_extend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "base.toml", 'max_steps = 10\n[model]\nname = "org/base"\n')
+    trainer = write(
+        tmp_path, "train.toml", 'toml_files = ["base.toml"]\nmax_steps = 500\n[optim]\nlr = 1e-6\n'
+    )
+    orchestrator = write(
+        tmp_path,
+        "orch.toml",
+        "batch-size = 1024\nseq_len = 8192\nrollouts_per_example = 8\nmax_steps = 500\n"
+        '[model]\nname = "org/base"\n[environment]\nid = "hendrycks-math"\n'
+        "[sampling]\ntemperature = 0.6\nmax_tokens = 1024\n",
+    )
+    inference = write(tmp_path, "infer.toml", "[parallel]\ntp = 2\n[model]\nmax_model_len = 8192\n")
+    words = ["--trainer", str(trainer), "--orchestrator", str(orchestrator), "--inference", str(inference)]
+    out = tmp_path / "run.toml"
+    options = ["--train-gpus", "2", "--infer-gpus", "4", "--job-name", "Stage 1", "--output-dir", "x"]
+    assert main(["import", "prime-rl", *words, *options, "--cpus-per-gpu", "6", "--out", str(out)]) == 0
+    spec = load_spec(out).spec
+    assert (spec.name, spec.model.uri, spec.train.steps) == ("stage-1", "org/base", 500)
+    assert (spec.task.name, spec.task.max_reply_tokens) == ("math", 1024)
+    assert (spec.train.prompts_per_step, spec.engine.tensor_parallel, spec.placement.engines) == (128, 2, 2)
+    assert (spec.job.train_gpus, spec.job.infer_gpus, spec.job.cpus_per_gpu) == (2, 4, 6)
+    assert spec.output.dir == str(Path("x").absolute())
+    capsys.readouterr()
+    # As the old file of a launcher names devices; and options own the whole group.
+    old = 'inference_gpu_ids = [0,1,2]\ntrainer_gpu_ids = [6]\n[[orchestrator.env]]\nid = "gsm8k"\n'
+    spec, notices = bring(write(tmp_path, "old.toml", old), capsys)
+    assert (spec.job.train_gpus, spec.job.infer_gpus) == (1, 3)
+    assert any("trainer_gpu_ids" in one for one in notices)
+    spec, _ = bring(tmp_path / "old.toml", capsys, "--single-gpu", "--out", str(tmp_path / "one.toml"))
+    assert (spec.job.single_gpu, spec.job.train_gpus) == (True, None)
+
+
+def test_several_environments_are_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '[orchestrator.buffer]\nenv_ratios = [0.75, 0.25]\n[[orchestrator.env]]\nid = "gsm8k"\n'
+        '[[orchestrator.env]]\nid = "reasoning-gym"\nargs = { gym = "spell_backward" }\n'
+    )
+    spec, _ = bring(write(tmp_path, "rl.toml", text), capsys)
+    assert isinstance(spec.task, PartedSection)
+    parts = spec.task.read_parts()
+    weights = {label: part.model_dump()["weight"] for label, part in parts.items()}
+    assert weights == {"gsm8k": 0.75, "reasoning-gym": 0.25}
+    assert parts["reasoning-gym"].task.model_dump()["dataset"] == "spell_backward"
+
+
+def test_nodes_that_learn_and_nodes_that_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '[deployment]\ntype = "multi_node"\nnum_train_nodes = 1\nnum_infer_nodes = 1\ngpus_per_node = 8\n'
+        '[[orchestrator.env]]\nid = "gsm8k"\n[inference.parallel]\ntp = 2\n'
+    )
+    spec, notices = bring(write(tmp_path, "rl.toml", text), capsys)
+    assert (spec.job.nodes, spec.job.train_gpus, spec.job.infer_gpus) == (2, 4, 4)
+    assert spec.placement.engines == 4
+    assert any("each of 2 does both" in one for one in notices)
+
+
+def test_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        'max_steps = 100\n[model]\nname = "org/base"\n[data]\nname = "org/rows"\nbatch_size = 32\n'
+        "seq_len = 4096\n"
+        "[data.loss_mask]\nuser = true\nassistant = true\n[optim]\nlr = 2e-5\n[deployment]\nnum_gpus = 2\n"
+    )
+    path = write(tmp_path, "sft.toml", text)
+    assert main(["import", "prime-rl", str(path)]) == 2
+    assert "no environment is named" in capsys.readouterr().err
+    spec, notices = bring(path, capsys, "--task", "arithmetic")
+    assert (spec.train.terms, spec.sft.rows_per_step, spec.sft.train_on) == ("sft", 32, "all")
+    assert (spec.sft.source, spec.job.gpus) == (str(tmp_path / "rows.jsonl"), 2)
+    assert any(one.startswith("data.name") for one in notices)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (
+            '[[orchestrator.env]]\nid = "wiki-search"\n',
+            (),
+            "the environment wiki-search is no task of strop's",
+        ),
+        ("max_steps = 3\n", (), "no environment is named"),
+        ('toml_files = ["rl.toml"]\n', (), "extends itself"),
+        ('toml_files = ["none.toml"]\n', (), "none.toml does not exist"),
+        ("max_steps = \n", (), "cannot be read as TOML"),
+        ('max_steps = "many"\n', ("--task", "gsm8k"), "train.steps='many'"),
+        ("max_steps = 3\n", ("--task", "nonsense"), "nonsense"),
+    ],
+)
+def test_bad_configurations_are_refused_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: tuple[str, ...], message: str
+) -> None:
+    path = write(tmp_path, "rl.toml", text)
+    assert main(["import", "prime-rl", str(path), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["rl.toml"]
+
+
+def test_a_run_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "rl.toml", RL)
+    write(tmp_path, "rl-strop.toml", "mine")
+    assert main(["import", "prime-rl", str(path)]) == 2
+    assert "rl-strop.toml exists already" in capsys.readouterr().err
+    assert main(["import", "prime-rl"]) == 2
+    assert "there is nothing to import" in capsys.readouterr().err
