@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import AtomicDirectory
-from strop.launch.fetch import Part, fetch_run
+from strop.launch.fetch import Fetched, Part, fetch_run, follow_run
 from strop.record.files import DirectoryRecord
 
 
@@ -216,3 +218,93 @@ def test_a_place_that_cannot_be_written_is_said(run: Path, tmp_path: Path) -> No
     with pytest.raises(StoreError) as caught:
         fetch_run(DirectoryRecord(run), tmp_path / "file" / "home", Part.ALL)
     assert "could not be written" in str(caught.value)
+
+
+# Following: the same, while the run goes on.
+
+
+class LivingRun:
+    """Does one thing to a run between two looks, and has ended when nothing is left to do."""
+
+    def __init__(self, *deeds: Callable[[], None]) -> None:
+        self.deeds = list(deeds)
+        self.said: list[str] = []
+
+    def is_over(self) -> bool:
+        return not self.deeds
+
+    def pause(self) -> None:
+        self.deeds.pop(0)()
+
+    def follow(self, run: Path, dest: Path, part: Part = Part.ALL) -> Fetched:
+        return follow_run(
+            DirectoryRecord(run), dest, part, is_over=self.is_over, say=self.said.append, pause=self.pause
+        )
+
+
+def test_traces_and_checkpoints_come_as_they_appear(run: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    seen: list[set[str]] = []
+
+    def note(deed: Callable[[], None]) -> Callable[[], None]:
+        def act() -> None:
+            seen.append(names_in(home))
+            deed()
+
+        return act
+
+    def grow() -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('ep": 3}\n{"step": 4}\n')
+        put(run, "rollouts/step-000003.parquet", "rows")
+
+    def save() -> None:
+        checkpoint(run, 40)
+        # The run keeps two; what was fetched stays.
+        shutil.rmtree(run / "checkpoints" / "step-000010")
+
+    def cut() -> None:
+        put(run, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 30}\n{"step": 31}\n')
+
+    living = LivingRun(note(grow), note(save), note(cut))
+    fetched = living.follow(run, home)
+    assert fetched.steps == (10, 20, 40)
+    assert "rollouts/step-000003.parquet" not in seen[0]
+    assert "rollouts/step-000003.parquet" in seen[1]
+    assert "checkpoints/step-000040/COMPLETE" not in seen[1]
+    assert "checkpoints/step-000040/COMPLETE" in seen[2]
+    assert (home / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
+    assert [line.partition(":")[0] for line in living.said] == [
+        f"{home}/checkpoints/step-0000{step}" for step in (10, 20, 40)
+    ]
+    assert not [name for name in names_in(home) if name.startswith(".") or "secrets" in name]
+
+
+def test_following_again_goes_on_and_another_run_is_refused(run: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LivingRun(die).follow(run, home)
+    other = tmp_path / "runs" / "run-2"
+    put(other, "run.json", "{}")
+    with pytest.raises(StoreError, match=r"home exists already and is a copy of .*run-1"):
+        LivingRun().follow(other, home)
+    before = (home / "checkpoints" / "step-000020" / "COMPLETE").stat().st_mtime_ns
+    assert LivingRun().follow(run, home).steps == (10, 20)
+    assert (home / "checkpoints" / "step-000020" / "COMPLETE").stat().st_mtime_ns == before
+    with pytest.raises(StoreError, match="home exists already and is no copy of this run"):
+        LivingRun().follow(run, home)
+
+
+@pytest.mark.parametrize(
+    ("part", "steps", "has_traces"),
+    [(Part.TRACES, (), True), (Part.CHECKPOINTS, (10, 20), False), (Part.LATEST, (20,), False)],
+)
+def test_a_part_is_followed_alone(
+    run: Path, tmp_path: Path, part: Part, steps: tuple[int, ...], has_traces: bool
+) -> None:
+    assert LivingRun().follow(run, tmp_path / "home", part).steps == steps
+    assert (tmp_path / "home" / "run.json").is_file() == has_traces

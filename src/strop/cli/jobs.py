@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ Reference = Annotated[
 Trial = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
 Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
+FOLLOW_EVERY_S = 2.0
+"""Pause between two looks at a run that is fetched while it goes on."""
 
 
 def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
@@ -172,12 +175,15 @@ def fetch(
         int | None,
         typer.Option(min=0, help="Only the checkpoint of this step; an unknown step lists the known ones."),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Fetch what appears until the job ends.")
+    ] = False,
     trial: Trial = None,
     root: Root = RUNS,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
     from strop.errors import ConfigError
-    from strop.launch.fetch import Part, fetch_run
+    from strop.launch.fetch import Part, fetch_run, follow_run
     from strop.launch.launcher import require_trial
 
     output: Output = context.obj
@@ -189,10 +195,25 @@ def fetch(
         raise ConfigError(
             f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
         )
+    if step is not None and follow:
+        raise ConfigError(
+            f"--step {step} together with --follow", allowed="one of them", next_step="leave one out"
+        )
     launcher, ref = open_job(reference, root)
     require_trial(ref, trial)
     part = Part.CHECKPOINTS if step is not None else Part(only)
-    fetched = fetch_run(launcher.backend.open_record(ref, trial or 0), to.absolute(), part, step=step)
+    record = launcher.backend.open_record(ref, trial or 0)
+    if follow:
+        fetched = follow_run(
+            record,
+            to.absolute(),
+            part,
+            is_over=launcher.watch_end(ref, trial or 0),
+            say=output.say,
+            pause=lambda: time.sleep(FOLLOW_EVERY_S),
+        )
+    else:
+        fetched = fetch_run(record, to.absolute(), part, step=step)
     steps = ", ".join(map(str, fetched.steps)) or "none"
     output.give(
         f"{fetched.path}: {fetched.num_files} files, {fetched.moved_bytes / 1e6:.1f} MB; checkpoints {steps}"

@@ -18,6 +18,7 @@ from strop.cli.model import model_commands, sample, stage
 from strop.cli.output import Output
 from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, view
+from strop.cli.store import store_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, task_commands
 from strop.cli.train import sft, train
@@ -57,6 +58,7 @@ for _name, _command in (
     app.command(_name, cls=SubmitCommand if _command is submit else None)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
+app.add_typer(store_commands, name="store")
 app.add_typer(import_commands, name="import")
 app.add_typer(slurm_commands, name="slurm")
 app.add_typer(sagemaker_commands, name="sagemaker")

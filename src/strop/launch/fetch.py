@@ -2,22 +2,25 @@
 
 Files are written to `<dest>.incoming`, which is renamed when all requested ones are there. A checkpoint
 without `COMPLETE` is not fetched, and a fetched one is verified against it. Files that grow meanwhile are
-fetched up to their last complete line.
+fetched up to their last complete line. `follow_run` brings the same while the job goes on, into the folder
+itself: a checkpoint appears there when it is whole and verified, and stays when its run prunes its own.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from strop.errors import StoreError
-from strop.io.atomic import explain_write_failure, verify_directory
+from strop.io.atomic import explain_write_failure, verify_directory, write_bytes_atomically
 from strop.record.files import CHECKPOINTS, RecordFiles, find_checkpoints, step_of
 
 _GROWING = (".jsonl", ".log")
+_NEVER_CHANGING = ("rollouts/",)
+"""Written once, whole."""
 _NEVER = ("job/secrets.json", "job/env.json", "lock")
 """Never copied: private, or without meaning elsewhere."""
 
@@ -88,6 +91,116 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
     except OSError as error:
         raise explain_write_failure(error, dest) from error
     return Fetched(path=dest, num_files=len(names), moved_bytes=moved, steps=tuple(steps))
+
+
+FOLLOWED_NAME = ".followed"
+"""In a folder that is being filled: the run that it is a copy of."""
+
+
+def follow_run(
+    record: RecordFiles,
+    dest: Path,
+    part: Part,
+    *,
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
+    pause: Callable[[], None],
+) -> Fetched:
+    """Copy a trial's files as they appear, until the trial has ended; the same call again goes on.
+
+    Raises: like `fetch_run`; StoreError if the folder is there and no copy of this very run.
+    """
+    _begin_following(record, dest)
+    moved, steps = 0, set[int]()
+    while True:
+        # Asked before the last look, so that what was written until the end is still seen.
+        over = is_over()
+        complete = find_checkpoints(record)
+        names = _choose(record, part, complete)
+        for step in complete if part is not Part.TRACES else []:
+            mine = [name for name in names if step_of(name) == step]
+            if mine and step not in steps:
+                size = _bring_checkpoint(record, mine, dest, step)
+                moved, steps = moved + (size or 0), steps | ({step} if size is not None else set())
+                if size:
+                    say(f"{dest / CHECKPOINTS}/step-{step:06d}: {size / 1e6:.1f} MB")
+        moved += sum(_bring(record, name, dest / name) for name in names if step_of(name) is None)
+        if over:
+            break
+        pause()
+    (dest / FOLLOWED_NAME).unlink()
+    num_files = sum(1 for path in dest.rglob("*") if path.is_file())
+    if not num_files:
+        raise _nothing(record, part)
+    return Fetched(path=dest, num_files=num_files, moved_bytes=moved, steps=tuple(sorted(steps)))
+
+
+def _begin_following(record: RecordFiles, dest: Path) -> None:
+    """Make the folder, or go on in it. Raises: StoreError."""
+    mark, source = dest / FOLLOWED_NAME, record.describe("")
+    found = mark.read_text("utf-8") if mark.is_file() else None
+    if dest.exists() and found != source:
+        of = "is no copy of this run" if found is None else f"is a copy of {found}"
+        raise StoreError(
+            f"{dest} exists already and {of}",
+            allowed=f"a folder that is not there yet, or one that --follow of {source} has begun",
+            next_step="name another one with --to",
+        )
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        mark.write_text(source, "utf-8")
+    except OSError as error:
+        raise explain_write_failure(error, dest) from error
+
+
+def _bring_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, step: int) -> int | None:
+    """Copy a complete checkpoint aside, verify it and move it into place; None if its run removed it."""
+    name = f"step-{step:06d}"
+    place = dest / CHECKPOINTS / name
+    if place.is_dir():
+        return 0
+    aside = dest / ".incoming"
+    moved = sum(_copy(record, one, aside / one) for one in names)
+    if not _verify(record, aside, step):
+        return None
+    place.parent.mkdir(parents=True, exist_ok=True)
+    (aside / CHECKPOINTS / name).rename(place)
+    shutil.rmtree(aside, ignore_errors=True)
+    return moved
+
+
+def _bring(record: RecordFiles, name: str, path: Path) -> int:
+    """Bring one file up to date; return the bytes that were moved. One that grows gets its new lines."""
+    if name.startswith(_NEVER_CHANGING) and path.is_file():
+        return 0
+    if not (name.endswith(_GROWING) and path.is_file()):
+        return _replace(record, name, path)
+    size = path.stat().st_size
+    last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2] + b"\n" if size else b""
+    data = record.read_from(name, size - len(last))
+    if not data.startswith(last):
+        # An attempt that went on from a checkpoint has cut off what came after it.
+        return _replace(record, name, path)
+    new = data[len(last) :].rpartition(b"\n")
+    try:
+        with path.open("ab") as file:
+            return file.write(new[0] + new[1])
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def _replace(record: RecordFiles, name: str, path: Path) -> int:
+    """Copy a file anew, unless it is the same; a reader finds the old one or the new one."""
+    data = record.read(name)
+    if data is None:
+        return 0  # Removed since it was listed.
+    if name.endswith(_GROWING):
+        data = b"".join(data.rpartition(b"\n")[:2])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and path.read_bytes() == data:
+        return 0
+    write_bytes_atomically(path, data)
+    return len(data)
 
 
 def _nothing(record: RecordFiles, part: Part) -> StoreError:

@@ -92,12 +92,15 @@ class Launcher(Submitter):
         record = self.backend.open_record(ref, trial)
         files = FileLogs(record, wanted) if source is None else FilteredLogs(source, wanted)
         if is_followed:
-            over = _End(lambda: self._trials(ref, trial)[0])
-            yield from follow(files, is_over=over.is_seen)
+            yield from follow(files, is_over=self.watch_end(ref, trial))
             return
         lines = files.read_rest()
         require_logs(files, record)
         yield from lines
+
+    def watch_end(self, ref: JobRef, trial: int) -> Callable[[], bool]:
+        """Return what tells whether a trial has ended, or has not been known for long."""
+        return _End(lambda: self._trials(ref, trial)[0]).is_seen
 
     def cancel(self, ref: JobRef, *, trial: int | None = None, grace_s: float) -> CancelOutcome:
         """End a job: TERM, wait, KILL. What ended it is read from its state.
