@@ -16,6 +16,7 @@ from strop.cli.output import Output
 
 if TYPE_CHECKING:
     from strop.launch.contract import JobRef, JobStatus
+    from strop.launch.gpus import GpuRow
     from strop.launch.launcher import Launcher
 
 Reference = Annotated[
@@ -60,6 +61,7 @@ def status(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job to end, as `strop submit --wait` does.")
     ] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Show what each GPU of running jobs does.")] = False,
     root: Root = RUNS,
     json: Json = False,
 ) -> None:
@@ -86,7 +88,54 @@ def status(
         found = [one for launcher, ref in jobs for one in launcher.status([ref])]
     else:
         found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
-    show_statuses(output, found, is_json=json)
+    if gpus:
+        show_gpus(output, [open_job(one.ref.home, root)[0] for one in found], found, is_json=json)
+    else:
+        show_statuses(output, found, is_json=json)
+
+
+def show_gpus(
+    output: Output, launchers: Sequence[Launcher], found: Sequence[JobStatus], *, is_json: bool
+) -> None:
+    """Print what each GPU of running trials does."""
+    from dataclasses import asdict
+
+    from strop.launch.gpus import read_gpu_rows
+
+    rows = [
+        (one, row)
+        for one, launcher in zip(found, launchers, strict=True)
+        if not one.state.is_terminal
+        for row in read_gpu_rows(launcher.backend.open_record(one.ref, one.trial), now=time.time())
+    ]
+    if is_json:
+        output.give_json([{"run": one.ref.name, "trial": one.trial, **asdict(row)} for one, row in rows])
+        return
+    if not rows:
+        output.say("no running job has told what its GPUs do: it has none, or has not begun")
+        return
+    columns = ("run", "node", "gpu", "role", "state", "computes", "memory", "newest trace", "seen")
+    output.give_table(columns, [_row_of_gpu(one.ref.name, row) for one, row in rows])
+    for one, row in rows:
+        for holder in row.holders:
+            output.give(f"{one.ref.name}, node {row.node}, GPU {row.index}: {holder}")
+
+
+def _row_of_gpu(name: str, row: GpuRow) -> tuple[object, ...]:
+    memory = "-"
+    if row.used_bytes is not None and row.memory_bytes is not None:
+        memory = f"{row.used_bytes / 1e9:.1f} of {row.memory_bytes / 1e9:.1f} GB"
+    return (
+        name,
+        f"{row.node} ({row.host})",
+        f"{row.index} {row.name}",
+        row.role,
+        row.state,
+        "-" if row.work_frac is None else f"{row.work_frac:.0%}",
+        memory,
+        "-" if row.trace_age_s is None else f"{row.trace_age_s:.0f} s old",
+        f"{row.age_s:.0f} s ago",
+    )
 
 
 def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:

@@ -141,6 +141,19 @@ def report_gpus() -> GpuReport:
     return GpuReport(gpus=tuple(gpus), probe=answer.probe, complaint=answer.complaint)
 
 
+def read_gpu_work() -> dict[str, float]:
+    """Ask nvidia-smi in which share of the last second or so each GPU computed, by its UUID; [0, 1].
+
+    Divided ones do not tell, and are missing.
+    """
+    found = {}
+    for line in ask_nvidia_smi("--query-gpu=uuid,utilization.gpu", "--format=csv,noheader,nounits").lines:
+        uuid, _, percent = (part.strip() for part in line.partition(","))
+        if percent.isdigit():
+            found[uuid] = int(percent) / 100.0
+    return found
+
+
 def read_gpu_users() -> tuple[GpuUser, ...]:
     """Ask nvidia-smi which processes compute. In a container the answer may be empty, or name strangers."""
     question = f"--query-compute-apps={','.join(_USER_FIELDS)}"

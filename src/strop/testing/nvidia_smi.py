@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,19 @@ def install_fake_nvidia_smi(
     users: Sequence[tuple[str, int, int]] = (),
     *,
     with_memory_errors: Collection[str] = (),
+    working: Mapping[str, int] | None = None,
 ) -> Path:
     """Write the program and what it knows into a folder; return the program's path.
 
     `users`: UUID of a GPU, process id and bytes used, for each process that computes. `with_memory_errors`:
-    UUIDs of GPUs that have had an uncorrected memory error.
+    UUIDs of GPUs that have had an uncorrected memory error. `working`: percent of the time in which a GPU
+    computes, by UUID.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / STATE_NAME
-    write_bytes_atomically(state, json.dumps(_to_state(gpus, users, with_memory_errors), indent=1).encode())
+    write_bytes_atomically(
+        state, json.dumps(_to_state(gpus, users, with_memory_errors, working or {}), indent=1).encode()
+    )
     program = folder / NVIDIA_SMI
     words = [sys.executable, "-I", "-S", nvidia_smi_answers.__file__, str(state)]
     write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
@@ -45,7 +49,10 @@ def install_fake_nvidia_smi(
 
 
 def _to_state(
-    gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]], with_memory_errors: Collection[str]
+    gpus: Sequence[Gpu],
+    users: Sequence[tuple[str, int, int]],
+    with_memory_errors: Collection[str],
+    working: Mapping[str, int],
 ) -> dict[str, Any]:
     return {
         "gpus": [
@@ -58,6 +65,7 @@ def _to_state(
                 "mig.mode.current": "Enabled" if gpu.has_mig else "Disabled",
                 "driver_version": gpu.driver_version or "[N/A]",
                 "compute_cap": "[N/A]" if gpu.compute_capability is None else str(gpu.compute_capability),
+                "utilization.gpu": "[N/A]" if gpu.has_mig else str(working.get(gpu.uuid, 0)),
                 "ecc.errors.uncorrected.volatile.total": str(int(gpu.uuid in with_memory_errors)),
                 "slices": [[part.profile, part.uuid] for part in gpu.slices],
             }

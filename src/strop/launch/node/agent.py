@@ -32,6 +32,7 @@ from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.environment import read_environment
+from strop.launch.gpus import GpuWatch
 from strop.launch.job_dir import CODE_NAME, read_plan
 from strop.launch.node.environment import (
     NodeTask,
@@ -238,7 +239,8 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     for role in roles:
         lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
-    return _watch(node, roles, stop)
+    with GpuWatch(task.attempt_path, task.node, allocation, lease.lease.lease_id):
+        return _watch(node, roles, stop)
 
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
