@@ -41,7 +41,7 @@ from strop.hardware.accelerators import Accelerator, find_accelerator
 from strop.hardware.busy_clock import BusyClock
 from strop.plan.estimate import Work, decode_speed, learn_s, sync_s, verify_reply_s
 from strop.plan.planning import plan_work
-from strop.plan.roles import Layout
+from strop.plan.roles import RoleCounts
 from strop.plan.speeds import Speeds
 from strop.rollout import Example, IntArray, Outcome
 from strop.spec import ResolvedSpec, load_spec
@@ -244,7 +244,7 @@ def simulate(given: SimulationInput) -> Simulation:
     return run_virtually(_Desk(given).run())
 
 
-def simulated_speed(work: Work, speeds: Speeds, layout: Layout, wish: SimulationWish) -> SimulatedSpeed:
+def simulated_speed(work: Work, speeds: Speeds, layout: RoleCounts, wish: SimulationWish) -> SimulatedSpeed:
     """Return the plan's speed of one engine in the words of the simulated one."""
     from math import exp
 
@@ -273,7 +273,7 @@ class _Desk:
         self._given = given
         train = spec.train.model_copy(update={"steps": wish.num_steps})
         self._spec = spec.model_copy(update={"train": train})
-        self._layout = Layout(
+        self._layout = RoleCounts(
             num_learners=wish.num_learners, num_engines=wish.num_engines, num_workers=0, is_shared=False
         )
         self._algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)

@@ -88,12 +88,12 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
 def test_a_judge_listens_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_nodes: int, is_local: bool
 ) -> None:
-    monkeypatch.setenv("STROP_NUM_NODES", str(num_nodes))
     outside = "strop.cluster.ray.node.find_host_address"
     monkeypatch.setattr(outside, lambda count, interface: "127.0.0.1" if count == 1 else "10.0.0.7")
     run = run_of(tmp_path)
     placement = {"kind": "ray", "rollout_workers": num_workers}
-    run = run.model_copy(update={"placement": run.placement.model_copy(update=placement)})
+    job = run.job.model_copy(update={"nodes": num_nodes})
+    run = run.model_copy(update={"placement": run.placement.model_copy(update=placement), "job": job})
     assert judge_role._find_host(run) == ("127.0.0.1" if is_local else "10.0.0.7")
 
 

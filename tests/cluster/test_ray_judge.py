@@ -18,12 +18,12 @@ import pytest
 
 from strop.cluster import ModelSource
 from strop.cluster.judge_role import JudgeRoles
-from strop.cluster.ray.node import NODE_MODULE
 from strop.cluster.ray.placement import RayPlacement
 from strop.environments import RolloutPlan
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
 from strop.io.endpoints import ENDPOINTS_VARIABLE
 from strop.rollout import Group, Sampling, Split
+from strop.spec.layout import RAY_NODE_MODULE
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_model import tiny_model
@@ -44,7 +44,7 @@ def test_workers_of_both_nodes_are_answered_by_the_judge_on_the_first(
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(ENDPOINTS_VARIABLE, raising=False)
     joining = subprocess.Popen(
-        [sys.executable, "-m", NODE_MODULE, str(tmp_path / "run")], env={**os.environ, NODE_VARIABLE: "1"}
+        [sys.executable, "-m", RAY_NODE_MODULE, str(tmp_path / "run")], env={**os.environ, NODE_VARIABLE: "1"}
     )
     try:
         groups = asyncio.run(attempt(tmp_path / "run"))

@@ -13,11 +13,12 @@ import pytest
 from strop.cluster import ModelSource
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
-from strop.cluster.ray.placement import RayPlacement, _Started, count_roles, list_nodes
-from strop.cluster.ray.roles import RoleFacts, RoleKind, RoleSlot, prove_environment, require_environment
+from strop.cluster.ray.placement import RayPlacement, _Started
+from strop.cluster.ray.roles import RoleFacts, prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
+from strop.spec.layout import RoleKind, RoleSlot
 from strop.store import get_model
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -47,30 +48,6 @@ def test_what_proves_a_secret_does_not_tell_it() -> None:
 def test_the_run_itself_must_have_what_it_promises() -> None:
     with pytest.raises(CheckRefused, match="the run itself would start without KEY"):
         prove_environment(["KEY"], "salt", {})
-
-
-def test_counts_follow_the_gpus_of_all_nodes() -> None:
-    spec = tiny_spec(
-        placement={"kind": "ray", "engines": 4}, job={"nodes": 2, "train_gpus": 2, "infer_gpus": 2}
-    )
-    offers = list_nodes(spec, 2)
-    assert [(offer.num_train, offer.num_infer) for offer in offers] == [(2, 2), (2, 2)]
-    assert count_roles(spec, offers).learners == 4
-    # Without an agent there is one node, whatever a job would ask for.
-    assert len(list_nodes(spec, 1)) == 1
-    assert count_roles(tiny_spec(), list_nodes(tiny_spec(), 1)).learners == 1
-
-
-def test_one_gpu_serves_both_parts() -> None:
-    offers = list_nodes(tiny_spec(job={"single_gpu": True}), 1)
-    assert [(offer.num_train, offer.num_infer) for offer in offers] == [(1, 1)]
-
-
-def test_nodes_beside_the_main_part_join_where_the_run_file_says_so() -> None:
-    asked = tiny_spec(job={"cpu_nodes": 1, "cpu_command": "python -m strop.cluster.ray.node {run}"})
-    assert [offer.is_cpu for offer in list_nodes(asked, 3)] == [False, False, True]
-    other = tiny_spec(job={"cpu_nodes": 1, "cpu_command": "sandboxes --serve"})
-    assert [offer.is_cpu for offer in list_nodes(other, 3)] == [False, False]
 
 
 def test_workers_are_shared_out_evenly_among_engines() -> None:

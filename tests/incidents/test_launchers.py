@@ -191,7 +191,7 @@ def test_lau_9_a_check_asks_and_makes_nothing(world: World) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [("train.stesp=3",), ("job.gpus=9",), ("job.gpus=2", "job.train_gpus=1"), ("job.time_limit=10",)],
+    [("train.stesp=3",), ("job.gpus=65",), ("job.gpus=2", "job.train_gpus=1"), ("job.time_limit=10",)],
 )
 def test_lau_9_a_bad_config_creates_no_path(world: World, overrides: tuple[str, ...]) -> None:
     before = sorted(world.folder.rglob("*"))

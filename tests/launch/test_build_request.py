@@ -235,7 +235,7 @@ def test_what_the_evaluation_says_is_a_part_of_the_plan_and_its_place_is_not(wor
             EVAL_TEXT,
             ("job.gpus=4", "job.eval_gpus=2"),
             (),
-            "6 GPUs per node are asked for (2 of them for evaluation), and nodes of local have 4",
+            "6 GPUs per node are asked for (4 for train, 2 for eval), and nodes of local have 4",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.plan.estimate import Work, estimate_time, list_assumptions, list_disk_parts, step_period_s
-from strop.plan.roles import Layout, RoleMemory, count_rows, list_roles, read_layout, split_memory
+from strop.plan.roles import RoleCounts, RoleMemory, count_roles, count_rows, list_roles, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
@@ -125,7 +125,7 @@ def test_a_teacher_holds_its_weights_and_hidden_states_beside_the_policy() -> No
             update={"placement": make_spec(placement={"kind": "ray", "learners": 2}).placement}
         ),
         SIZE,
-        Layout(num_learners=2, num_engines=1, num_workers=0, is_shared=True),
+        RoleCounts(num_learners=2, num_engines=1, num_workers=0, is_shared=True),
         8,
         10,
         frozen={"teacher": teacher},
@@ -147,7 +147,7 @@ def test_a_judge_of_the_run_is_an_engine_of_its_own() -> None:
     roles = list_roles(
         make_spec(task=judge),
         SIZE,
-        read_layout(make_spec(), is_processor=True),
+        count_roles(make_spec(), is_processor=True),
         8,
         frozen={"org/judge": larger},
     )
@@ -268,10 +268,10 @@ def test_every_layer_adds_to_every_decode_step() -> None:
 
 def test_stages_hide_each_other_as_far_as_staleness_allows() -> None:
     seconds = {"generate": 3.0, "verify": 1.0, "learn": 2.0, "sync": 0.5}
-    apart = Layout(num_learners=1, num_engines=1, num_workers=0, is_shared=False)
+    apart = RoleCounts(num_learners=1, num_engines=1, num_workers=0, is_shared=False)
     shared = replace(apart, is_shared=True)
 
-    def period(layout: Layout, staleness: int, every: int) -> float:
+    def period(layout: RoleCounts, staleness: int, every: int) -> float:
         return step_period_s(seconds, layout, max_staleness=staleness, sync_every=every)
 
     assert period(apart, 0, 1) == 6.5
@@ -289,10 +289,10 @@ def test_more_devices_share_the_work() -> None:
     spec = make_spec(placement={"kind": "process"})
     devices = make_speeds(is_processor=False, memory_bytes=10**9)
     one = estimate_time(make_work(spec), devices)
-    four = Layout(num_learners=1, num_engines=4, num_workers=0, is_shared=False)
+    four = RoleCounts(num_learners=1, num_engines=4, num_workers=0, is_shared=False)
     many = estimate_time(make_work(spec, layout=four), devices)
     assert many.step_parts[0].amount == pytest.approx(one.step_parts[0].amount / 4)
-    two = Layout(num_learners=2, num_engines=1, num_workers=0, is_shared=False)
+    two = RoleCounts(num_learners=2, num_engines=1, num_workers=0, is_shared=False)
     learned = estimate_time(make_work(spec, layout=two), devices)
     # Half of the work each, and the rank with the most of it has 5 % more.
     assert learned.step_parts[2].amount == pytest.approx(1.05 * one.step_parts[2].amount / 2, rel=1e-3)
@@ -348,7 +348,7 @@ def test_programs_take_longer_to_judge_than_answers(task: dict[str, Any], second
 
 def test_ranks_share_the_state_and_engines_the_rows() -> None:
     spec = make_spec(placement={"kind": "process"})
-    layout = Layout(num_learners=2, num_engines=4, num_workers=3, is_shared=False)
+    layout = RoleCounts(num_learners=2, num_engines=4, num_workers=3, is_shared=False)
     learner, engine, worker = list_roles(spec, SIZE, layout, 8, 10, device_bytes=10**9)
     assert (learner.count, engine.count, worker.count) == (2, 4, 3)
     # Two of the four prompts each: 2 x (10 + 4 x 8) = 84 positions.
@@ -371,7 +371,7 @@ def test_ranks_share_the_state_and_engines_the_rows() -> None:
 def test_vllm_takes_the_memory_that_it_is_given() -> None:
     def engine_of(device_bytes: int | None, **settings: Any) -> RoleMemory:
         spec = make_spec(placement={"kind": "process"}, engine={"kind": "vllm", **settings})
-        layout = read_layout(spec, is_processor=device_bytes is None)
+        layout = count_roles(spec, is_processor=device_bytes is None)
         return list_roles(spec, SIZE, layout, 8, 10, device_bytes=device_bytes)[1]
 
     def amounts_of(role: RoleMemory) -> dict[str, float]:
@@ -394,24 +394,24 @@ def test_vllm_takes_the_memory_that_it_is_given() -> None:
 
 def test_the_run_file_says_how_many_there_are() -> None:
     counts = {"kind": "ray", "learners": 4, "engines": 3, "rollout_workers": 6}
-    assert read_layout(make_spec(placement=counts), is_processor=False) == Layout(
+    assert count_roles(make_spec(placement=counts), is_processor=False) == RoleCounts(
         num_learners=4, num_engines=3, num_workers=6, is_shared=False
     )
     # Where it does not say, one rank for each GPU for learning.
     by_gpus = make_spec(placement={"kind": "ray"}, job={"train_gpus": 2, "infer_gpus": 1})
-    assert read_layout(by_gpus, is_processor=False).num_learners == 2
+    assert count_roles(by_gpus, is_processor=False).num_learners == 2
     # And a job's GPUs are those of each of its nodes.
     by_nodes = make_spec(placement={"kind": "ray"}, job={"nodes": 3, "train_gpus": 2, "infer_gpus": 1})
-    assert read_layout(by_nodes, is_processor=False).num_learners == 6
+    assert count_roles(by_nodes, is_processor=False).num_learners == 6
 
 
 def test_one_process_shares_its_device() -> None:
-    assert read_layout(make_spec(), is_processor=False) == Layout(
+    assert count_roles(make_spec(), is_processor=False) == RoleCounts(
         num_learners=1, num_engines=1, num_workers=0, is_shared=True
     )
-    assert not read_layout(make_spec(placement={"kind": "process"}), is_processor=False).is_shared
-    assert read_layout(make_spec(placement={"kind": "process"}), is_processor=True).is_shared
-    (together,) = list_roles(make_spec(), SIZE, read_layout(make_spec(), is_processor=True), 8)
+    assert not count_roles(make_spec(placement={"kind": "process"}), is_processor=False).is_shared
+    assert count_roles(make_spec(placement={"kind": "process"}), is_processor=True).is_shared
+    (together,) = list_roles(make_spec(), SIZE, count_roles(make_spec(), is_processor=True), 8)
     assert together.role == "learner and engine"
     assert together.program_bytes == 400_000_000
 

@@ -55,20 +55,18 @@ def test_evaluation_has_gpus_beside_those_of_training() -> None:
         (["job.gpus=2", "job.train_gpus=1"], "the GPUs are shared out in two ways"),
         (["job.gpus=1", "job.single_gpu=true"], "the GPUs are shared out in two ways"),
         (["job.single_gpu=true", "job.infer_gpus=2"], "one GPU cannot be several"),
-        (["job.train_gpus=4", "job.infer_gpus=7"], "together they are 11 GPUs of one node"),
         (["job.eval_gpus=2"], "nothing would compute on these GPUs"),
-        (
-            ["job.gpus=7", "job.eval_gpus=2", "job.eval_config=e.toml"],
-            "job.gpus=7 (override) and job.eval_gpus=2 (override): together they are 9 GPUs of one node",
-        ),
         (
             ["job.eval_config=e.toml", "train.steps=20", "train.checkpoint_every=20"],
             "no checkpoint would be there before the end, and the evaluator would wait all the time",
         ),
         (["job.eval_config=e.toml", "train.steps=1"], "Allowed: two steps or more"),
-        (["job.gpus=9"], "job.gpus=9 (override) is not allowed"),
-        (["job.train_gpus=5"], "job.train_gpus=5 (override)"),
-        (["job.infer_gpus=8"], "job.infer_gpus=8 (override)"),
+        (["job.gpus=65"], "job.gpus=65 (override) is not allowed"),
+        (["job.train_gpus=65"], "job.train_gpus=65 (override)"),
+        (["job.infer_gpus=0"], "job.infer_gpus=0 (override)"),
+        (["job.gpus=2", "job.env_gpus=-1"], "job.env_gpus=-1 (override)"),
+        (["job.gpus=2", "job.judge_gpus=1"], "the run starts 0 judges"),
+        (["job.gpus=2", "job.nodes=2", "job.infer_nodes=2"], "no node is left to learn"),
         (["job.cpus_per_gpu=33"], "job.cpus_per_gpu=33 (override)"),
         (["job.cpu_nodes=1"], "nodes and their command belong together"),
         (["job.cpu_command='true'"], "nodes and their command belong together"),
@@ -100,8 +98,8 @@ def test_a_sidecar_needs_a_command_that_a_shell_could_split(run_file: str) -> No
 
 def test_a_flag_is_named_where_it_asks_for_too_much(run_file: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_spec(run_file, [], [Flag(key="job.gpus", value=9, name="--gpus")])
-    assert "job.gpus=9 (--gpus)" in str(caught.value)
+        load_spec(run_file, [], [Flag(key="job.gpus", value=65, name="--gpus")])
+    assert "job.gpus=65 (--gpus)" in str(caught.value)
 
 
 def test_the_job_is_no_part_of_what_was_asked_for(run_file: str) -> None:

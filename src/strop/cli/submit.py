@@ -315,7 +315,7 @@ def _describe_place(role: RolePlan) -> str:
         "all": "every node",
         "others": "every other node",
         "cpu": "the nodes without GPUs",
-    }[role.nodes]
+    }.get(role.nodes, f"nodes {role.nodes}")
     shares = [f"{number} for {part}" for part, number in role.gpus.items()]
     gpus = f"{role.num_gpus} GPUs ({', '.join(shares)}), no other role's" if shares else "no GPU"
     return f"{nodes}, {gpus}"

@@ -16,16 +16,17 @@ from strop.tokenizer import Tokenizer
 
 
 def build_placement(spec: RunSpec, source: ModelSource, work_dir: Path) -> Placement:
-    """Build the placement of `spec.placement.kind`; nothing is started yet.
+    """Build the placement of `spec.layout`; nothing is started yet.
 
     `work_dir` is where a placement keeps logs and files of its own; it need not exist.
     """
     # Inside the branches: all import torch, and this module is imported by light commands.
-    if spec.placement.kind == "process":
+    kind = spec.layout.kind
+    if kind == "process":
         from strop.cluster.local import ProcessPlacement
 
         return ProcessPlacement(spec, source, work_dir)
-    if spec.placement.kind == "ray":
+    if kind == "ray":
         from strop.cluster.ray.placement import RayPlacement
 
         return RayPlacement(spec, source, work_dir)

@@ -17,12 +17,12 @@ from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
 from strop.engine.server import LOOPBACK
 from strop.errors import ConfigError, EngineError
-from strop.hardware.ports import count_nodes
+from strop.hardware.allocation import take_devices
 from strop.hardware.process import tail
-from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, hand_over, withdraw
 from strop.spec.judge import LlmJudgeSpec, role_judges
+from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge.client import endpoint_name
@@ -82,8 +82,11 @@ class JudgeRoles:
         the run cannot be written; CheckRefused if other nodes are to ask it and could not.
         """
         host = _find_host(self._spec) if self._sections else LOOPBACK
+        slots = self._spec.layout.of(RoleKind.JUDGE)
         for index, (name, section) in enumerate(self._sections.items()):
-            process = self._make_process(section, self._work_dir / f"judge-{index}", host)
+            process = self._make_process(
+                section, self._work_dir / f"judge-{index}", host, slots[index].devices
+            )
             self._started.append(_Started(model=name, process=process))
             process.launch()
         for one in self._started:
@@ -126,16 +129,18 @@ class JudgeRoles:
                 task.cancel()
                 await asyncio.wait({task})
 
-    def _make_process(self, section: LlmJudgeSpec, work_dir: Path, host: str) -> EngineProcess:
-        engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
+    def _make_process(
+        self, section: LlmJudgeSpec, work_dir: Path, host: str, share: DeviceShare | None
+    ) -> EngineProcess:
+        width = {"tensor_parallel": share.count if share else 1}
+        engine = self._spec.engine.model_copy(update={"kind": section.judge_engine, **width})
         spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
-        devices = section.judge_devices
         return EngineProcess(
             spec,
             self._models[section.judge_model].path,
             work_dir,
             host=host,
-            environment={} if devices is None else {VISIBLE_DEVICES: devices},
+            environment=take_devices(f"judge {section.judge_model}", share, os.environ) if share else {},
         )
 
 
@@ -143,8 +148,7 @@ def _find_host(spec: RunSpec) -> str:
     """Return the address of this machine at which all ask who judge in this run."""
     if not spec.placement.rollout_workers:
         return LOOPBACK
-    # Here: a run without Ray does without these modules.
+    # Here: a run without Ray does without this module.
     from strop.cluster.ray.node import find_own_address
-    from strop.cluster.ray.placement import list_nodes
 
-    return find_own_address(os.environ, len(list_nodes(spec, count_nodes(os.environ))))
+    return find_own_address(os.environ, len(spec.layout.nodes))

@@ -243,7 +243,8 @@ def open_publisher(
     transport = choose_transport(spec.engine.transport, is_apart=is_apart)
     if transport == "broadcast":
         # Each of vLLM's workers receives for itself.
-        num_receivers = spec.placement.engines * spec.engine.tensor_parallel
+        layout = spec.layout
+        num_receivers = layout.num_engines * layout.tensor_parallel
         return BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
     files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
     if transport == "file":

@@ -16,6 +16,7 @@ from strop.hardware.findings import Severity
 from strop.hardware.inventory import Device, Inventory, check_device, check_room, read_inventory
 from strop.hardware.leases import HeldLease, take_lease
 from strop.hardware.visible_devices import (
+    PART_DEVICES,
     VISIBLE_DEVICES,
     DeviceForm,
     VisibleDevices,
@@ -23,6 +24,7 @@ from strop.hardware.visible_devices import (
     parse_visible_devices,
     share_out,
 )
+from strop.spec.layout import DeviceShare
 
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 PCI_BUS_ID = "PCI_BUS_ID"
@@ -151,6 +153,27 @@ def lease_gpus(
         except CheckRefused:
             if request.inherited is not None or num_left == 0:
                 raise
+
+
+def take_devices(role: str, share: DeviceShare, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a role sees its GPUs alone; ids stay words, slices' UUIDs too.
+
+    Raises: CheckRefused naming the role if its node shows fewer.
+    """
+    name = PART_DEVICES.get(share.part, VISIBLE_DEVICES)
+    if name not in environ:
+        # A node that only generates shows these GPUs and no others.
+        name = VISIBLE_DEVICES
+    given = parse_visible_devices(environ.get(name))
+    chosen = given.ids[share.first : share.first + share.count]
+    if len(chosen) < share.count:
+        raise CheckRefused(
+            f"role {role} is to have GPU {share.first} to {share.first + share.count - 1} of its node,"
+            f" and {name} there names {len(given.ids)}: {given.text or 'none'}",
+            allowed="as many GPUs on every node as the run file asks for",
+            next_step="ask the scheduler for as many as the job section says",
+        )
+    return {VISIBLE_DEVICES: ",".join(chosen), DEVICE_ORDER: PCI_BUS_ID}
 
 
 def _nothing() -> RoleDevices:

@@ -16,8 +16,11 @@ from enum import StrEnum
 from strop.errors import CheckRefused, ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-INFER_DEVICES = "STROP_INFER_DEVICES"
-"""Set by launchers for a process that learns and starts its engine itself: the devices of that engine."""
+INFER_DEVICES, JUDGE_DEVICES = "STROP_INFER_DEVICES", "STROP_JUDGE_DEVICES"
+ENV_DEVICES = "STROP_ENV_DEVICES"
+PART_DEVICES = {"infer": INFER_DEVICES, "judge": JUDGE_DEVICES, "env": ENV_DEVICES}
+"""Part of a run to the variable with its devices, set for the process that starts these roles. A learner sees
+its own in CUDA_VISIBLE_DEVICES."""
 _NONE_WORDS = {"", "-1", "NoDevFiles"}
 """Schedulers write the last one where a job has no GPU."""
 
@@ -83,6 +86,15 @@ def parse_visible_devices(text: str | None) -> VisibleDevices:
             next_step="correct the variable, or unset it to see every GPU",
         )
     return VisibleDevices(form=forms.pop(), ids=ids)
+
+
+def part_variables(shares: Mapping[str, VisibleDevices]) -> dict[str, str]:
+    """Return the variables of a process whose learner, engine, judges and environments have these devices."""
+    own = shares.get("train") or shares.get("infer")
+    # A learner's process must not see its engine's devices, unless both share them.
+    variables = {VISIBLE_DEVICES: (own.text if own else None) or ""}
+    others = {part: share for part, share in shares.items() if part in PART_DEVICES and share is not own}
+    return variables | {PART_DEVICES[part]: share.text or "" for part, share in others.items()}
 
 
 def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, VisibleDevices]:

@@ -39,6 +39,7 @@ from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.job import parse_duration_s
+from strop.spec.layout import EVAL, RAY_NODE_MODULE
 from strop.spec.reader import Flag, require_sft
 from strop.spec.run import code_of
 from strop.user_code import list_sources
@@ -46,8 +47,6 @@ from strop.user_code import list_sources
 COMMANDS = ("train", "sft")
 SIDECAR = "sidecar"
 EVALUATOR = "evaluator"
-RAY_NODE_MODULE = "strop.cluster.ray.node"
-"""Joins a node to the Ray cluster of the run."""
 MAX_TRIALS = 1000
 TRIALS_FOLDER = "members"
 TAG_PREFIX = "strop:"
@@ -95,6 +94,9 @@ def read_request(
     flags, given = site.profile.read_flags(options.flags)
     profile = site.profile.with_options(given)
     resolved = load_spec(run_file, options.overrides, flags)
+    if implied := profile.implied_settings(resolved.spec.job, given):
+        flags = (*flags, *implied)
+        resolved = load_spec(run_file, options.overrides, flags)
     if not profile.has_shared_disk and not getattr(profile, "local", False):
         from strop.run.staged_copies import use_copies
 
@@ -117,7 +119,7 @@ def read_request(
         site=site,
         command=options.command,
         resources=resources,
-        roles=tuple(_list_roles(options.command, resolved, python, site)),
+        roles=tuple(list_roles(options.command, resolved.spec, python, site)),
         environment=_say_price(environment, site, given, resources),
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
@@ -266,12 +268,18 @@ def _take_code(
     return snapshot
 
 
-def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -> list[RolePlan]:
-    job = resolved.spec.job
+def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[RolePlan]:
+    """Return the processes of a job, with the GPUs that `spec.layout` gives each on its node.
+
+    Raises: ConfigError if weights are to go by a file that nodes do not share.
+    """
+    job = spec.job
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
-    roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
-    if resolved.spec.placement.kind == "ray" and job.nodes > 1:
-        if not site.profile.has_shared_disk and resolved.spec.engine.transport == "file":
+    layout = spec.layout
+    gpus = {part: number for part, number in layout.nodes[0].gpus.items() if part != EVAL}
+    roles = [RolePlan(name="train", argv=argv, gpus=gpus)]
+    if layout.kind == "ray" and job.nodes > 1:
+        if not site.profile.has_shared_disk and spec.engine.transport == "file":
             raise ConfigError(
                 f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
                 " common disk",
@@ -279,17 +287,17 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
                 next_step="leave engine.transport out",
             )
         join = (python, "-m", RAY_NODE_MODULE, "{run}")
-        roles.append(
-            RolePlan(
-                name="ray",
-                argv=join,
-                gpus=job.gpu_roles,
-                nodes="others",
-                must_succeed=False,
-                # The run knows which engines were there, and goes on while one of them is left.
-                may_be_lost=True,
-            )
-        )
+        first_to_generate = job.nodes - job.infer_nodes
+        shares = {"others": layout.nodes[1]}
+        if job.infer_nodes:
+            shares = {f"{first_to_generate}-{job.nodes - 1}": layout.nodes[first_to_generate]}
+            if first_to_generate > 1:
+                shares[f"1-{first_to_generate - 1}"] = layout.nodes[1]
+        # The run knows which engines were there, and goes on while one of them is left.
+        roles += [
+            RolePlan(name="ray", argv=join, gpus=node.gpus, nodes=nodes, must_succeed=False, may_be_lost=True)
+            for nodes, node in shares.items()
+        ]
     if job.eval_config is not None:
         follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
         roles.append(
@@ -312,7 +320,7 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
     limit = job.time_limit or defaults.get("time_limit")
     if job.gpus_per_node > profile.gpus_per_node:
         raise ConfigError(
-            f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
+            f"{job.gpus_per_node} GPUs per node are asked for ({_describe_parts(resolved)}),"
             f" and nodes of {site} have {profile.gpus_per_node}",
             allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
             next_step="ask for fewer, or correct gpus_per_node in the site profile",
@@ -347,6 +355,10 @@ def _say_price(
         variables={**environment.variables, PRICE_VARIABLE: f"{num_gpus * price:g}"},
         sources={**environment.sources, PRICE_VARIABLE: VariableSource.LAUNCHER.value},
     )
+
+
+def _describe_parts(resolved: ResolvedSpec) -> str:
+    return ", ".join(f"{number} for {part}" for part, number in resolved.spec.layout.nodes[0].gpus.items())
 
 
 def make_plan(request: JobRequest, backend: Backend) -> JobPlan:

@@ -98,8 +98,8 @@ class RolePlan:
     gpus: Mapping[str, int] = field(default_factory=dict)
     """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
     nodes: str = "first"
-    """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `cpu`: the
-    nodes of the CPU part."""
+    """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `2-3`:
+    nodes 2 and 3 of it; `cpu`: the nodes of the CPU part."""
     must_succeed: bool = True
     """Whether its end with 0 is a success of the job. An early end of a sidecar is always a failure."""
     is_awaited: bool = False
@@ -113,6 +113,16 @@ class RolePlan:
     def num_gpus(self) -> int:
         """GPUs of its node in all."""
         return sum(self.gpus.values())
+
+
+def is_place(nodes: str, node: int, part: str) -> bool:
+    """Whether `RolePlan.nodes` means a node, by its number over both parts; `part` is `main` or `cpu`."""
+    if part == "cpu" or nodes == "cpu":
+        return part == nodes
+    first, hyphen, last = nodes.partition("-")
+    if hyphen:
+        return int(first) <= node <= int(last)
+    return nodes in {"all", "others" if node else "first"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

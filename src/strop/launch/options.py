@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, ValidationError
 
 from strop.errors import ConfigError
+from strop.hardware.visible_devices import count_gpus
 from strop.spec.base import Section
 from strop.spec.display import show_value
+from strop.spec.job import JobSpec
 from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 IMAGE_FLAGS = ("--image", "--container-image")
 """One option, for all backends whose jobs run in an image."""
+DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]
 _GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus", "job.eval_gpus")
@@ -175,6 +178,13 @@ class SiteOptions(Section):
                 next_step=f"correct {shown}",
             ) from error
 
+    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
+        """Return settings of `job` that follow from the site and one job's options, where none is given.
+
+        Raises: ConfigError if the job asks for other GPUs than it is given, some of which would be idle.
+        """
+        return ()
+
     def variables(self) -> dict[str, str]:
         """Return the environment variables of every job."""
         implied = {
@@ -204,6 +214,24 @@ class SiteOptions(Section):
     def open(self, site: str) -> Backend:
         """Return the backend of the site that is called `site`. No scheduler is asked yet."""
         raise NotImplementedError
+
+
+def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
+    """Return `job.gpus` as a flag for a job that says nothing of GPUs and is given some, by `source`.
+
+    Raises: ConfigError if the job asks for another number than it is given.
+    """
+    if job.gpus_per_node == 0 and job.gpus is None and number:
+        return (Flag(key="job.gpus", value=number, name=source),)
+    if job.gpus_per_node != number:
+        asked = count_gpus(job.gpus_per_node)
+        raise ConfigError(
+            f"{asked} asked for in the job section, and {source} gives {number}"
+            + (f": {number - job.gpus_per_node} would be idle" if number > job.gpus_per_node else ""),
+            allowed="as many as the roles use",
+            next_step="choose others, or give the roles other shares (job.gpus, job.train_gpus, ...)",
+        )
+    return ()
 
 
 def unknown_key(given: str, name: str, names: Collection[str]) -> ConfigError:

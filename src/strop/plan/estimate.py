@@ -17,12 +17,12 @@ from strop.plan.roles import (
     ENGINE,
     LEARNER,
     WORKER,
-    Layout,
     Part,
+    RoleCounts,
+    count_roles,
     count_rows,
     frozen_sizes,
     position_budget,
-    read_layout,
     recomputes,
 )
 from strop.plan.speeds import Speeds
@@ -114,7 +114,7 @@ class Work:
     sampling_frac: float = 1.0
     """Share of the steps that sample; distillation shows demonstrations in the others."""
     signal_frac: float = SIGNAL_FRAC
-    layout: Layout | None = None
+    layout: RoleCounts | None = None
     """None: as the run file says."""
     frozen: Mapping[str, ModelSize] = field(default_factory=dict)
     """Sizes of the reference and the teacher by role; one that is not given counts like the policy."""
@@ -180,17 +180,23 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
 def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
     """Estimate one step and the whole run, loading and checkpoints left out."""
     found = _estimate_once(work, speeds)
-    layout = work.layout or read_layout(work.spec, is_processor=speeds.is_processor)
+    layout = work.layout or count_roles(work.spec, is_processor=speeds.is_processor)
     # Settings that move work to more devices or let stages overlap.
     tried: dict[str, Work] = {}
     if not layout.is_shared:
-        # Several of a role are actors on Ray.
-        needed = "" if work.spec.placement.kind == "ray" else "placement.kind=ray "
-        more = {
-            f"engines={2 * layout.num_engines}": replace(layout, num_engines=2 * layout.num_engines),
-            f"learners={2 * layout.num_learners}": replace(layout, num_learners=2 * layout.num_learners),
+        gpus = work.spec.job.gpu_roles
+        names = {
+            "num_engines": f"job.infer_gpus={2 * gpus['infer']}" if "infer" in gpus else "placement.engines",
+            "num_learners": f"job.train_gpus={2 * gpus['train']}"
+            if "infer" in gpus
+            else "placement.learners",
         }
-        tried = {f"{needed}placement.{word}": replace(work, layout=other) for word, other in more.items()}
+        for field_name, setting in names.items():
+            number = 2 * getattr(layout, field_name)
+            # Several of a role are actors on Ray.
+            needed = "" if work.spec.layout.kind == "ray" else "placement.kind=ray "
+            word = setting if "=" in setting else f"{needed}{setting}={number}"
+            tried[word] = replace(work, layout=replace(layout, **{field_name: number}))
         wanted = work.spec.train.sync_every
         if work.spec.train.has_rl and work.spec.train.max_staleness < wanted:
             train = work.spec.train.model_copy(update={"max_staleness": wanted})
@@ -204,7 +210,7 @@ def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
 
 
 def step_period_s(
-    seconds: Mapping[str, float], layout: Layout, *, max_staleness: int, sync_every: int
+    seconds: Mapping[str, float], layout: RoleCounts, *, max_staleness: int, sync_every: int
 ) -> float:
     """Return seconds from one step to the next.
 
@@ -225,7 +231,7 @@ def step_period_s(
 
 def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     spec, train = work.spec, work.spec.train
-    layout = work.layout or read_layout(spec, is_processor=speeds.is_processor)
+    layout = work.layout or count_roles(spec, is_processor=speeds.is_processor)
     num_prompts = train.prompts_per_step if train.has_rl else 0
     num_rollouts: float = num_prompts * train.group_size
     prompt_tokens = num_prompts * work.prompt_tokens_mean
@@ -299,7 +305,7 @@ class DecodeSpeed:
     """Replies decoded at once."""
 
 
-def decode_speed(work: Work, speeds: Speeds, layout: Layout) -> DecodeSpeed:
+def decode_speed(work: Work, speeds: Speeds, layout: RoleCounts) -> DecodeSpeed:
     """Return the speed of one engine among those of the layout. Those on one processor share it."""
     size, dtype, known = work.size, work.spec.model.dtype, speeds.efficiency
     num_sharing = layout.num_engines if speeds.is_processor else 1
@@ -317,7 +323,7 @@ def decode_speed(work: Work, speeds: Speeds, layout: Layout) -> DecodeSpeed:
 
 
 def _generate_s(
-    work: Work, speeds: Speeds, layout: Layout, num_rollouts: float, prompt_tokens: float
+    work: Work, speeds: Speeds, layout: RoleCounts, num_rollouts: float, prompt_tokens: float
 ) -> tuple[float, str]:
     """Return seconds to generate replies, and whether arithmetic or memory sets them."""
     if not num_rollouts:
@@ -338,7 +344,7 @@ def _attention_flop(size: ModelSize, num_pairs: float) -> float:
     return 4.0 * size.num_layers * size.num_heads * size.head_width * num_pairs
 
 
-def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored: float) -> float:
+def learn_s(work: Work, speeds: Speeds, layout: RoleCounts, positions: float, scored: float) -> float:
     """Return seconds of forward, backward, gathering shards, and the optimizer.
 
     Units: `positions` and `scored` are those of one way through the batch.
@@ -392,9 +398,9 @@ def _scoring_flop(work: Work, positions: float, scored: float) -> float:
     )
 
 
-def sync_s(work: Work, speeds: Speeds, layout: Layout) -> float:
+def sync_s(work: Work, speeds: Speeds, layout: RoleCounts) -> float:
     """Return seconds of one publication: nothing in one process, else the copies written, hashed and read."""
-    if work.spec.placement.kind == "inline" or not work.spec.train.has_rl:
+    if work.spec.layout.kind == "inline" or not work.spec.train.has_rl:
         return 0.0
     adapters = count_trained(work.size, work.spec.lora)
     num_sent = work.size.num_params if adapters is None else adapters

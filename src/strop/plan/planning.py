@@ -39,7 +39,7 @@ from strop.plan.plan import (
     list_optimizer,
     list_terms,
 )
-from strop.plan.roles import Part, RoleMemory, list_roles, read_layout, split_memory
+from strop.plan.roles import Part, RoleMemory, count_roles, list_roles, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.plan.target import Target, price_run
 from strop.policy.footprint import read_model_size
@@ -47,6 +47,7 @@ from strop.record.prediction import Prediction, read_usd_per_hour
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
+from strop.spec.layout import settle_layout
 from strop.store import follow_store
 from strop.store.policy import find_mirror_root
 from strop.tasks import (
@@ -82,7 +83,10 @@ def make_plan(
             calibration = efficiency = None
     machine = machine or describe_machine()
     spec, number_format = settle_format(
-        resolved.spec, machine, _device(machine, accelerator), calibration=calibration
+        settle_layout(resolved.spec),
+        machine,
+        _device(machine, accelerator),
+        calibration=calibration,
     )
     with follow_store(spec.store):
         task, known = look(spec, cache_dir)
@@ -213,7 +217,7 @@ def predict_run(
     time = estimate_time(_plan_work(spec, lengths, known, _plan_schedule(spec, known), limit), speeds)
     positions = count_offline_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
-    is_elsewhere = spec.placement.kind == "ray"
+    is_elsewhere = spec.layout.kind == "ray"
     return Prediction(
         hardware=speeds.device,
         basis=speeds.source,
@@ -307,7 +311,7 @@ def _plan_roles(
     return list_roles(
         spec,
         known.size,
-        read_layout(spec, is_processor=speeds.is_processor),
+        count_roles(spec, is_processor=speeds.is_processor),
         limit,
         max_prompt,
         given_positions=given_positions,

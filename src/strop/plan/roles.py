@@ -53,8 +53,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How many processes of each role there are, and whether they share devices."""
+class RoleCounts:
+    """How many processes of each role there are, of a run's `spec.layout` or of another one that is tried."""
 
     num_learners: int
     num_engines: int
@@ -80,15 +80,15 @@ class RoleMemory:
         return sum(part.amount for part in self.parts) + self.program_bytes
 
 
-def read_layout(spec: RunSpec, *, is_processor: bool) -> Layout:
+def count_roles(spec: RunSpec, *, is_processor: bool) -> RoleCounts:
     """Return the processes of a run. On a processor all roles share its cores."""
-    placement, job = spec.placement, spec.job
-    is_inline = placement.kind == "inline"
-    return Layout(
-        num_learners=1 if is_inline else placement.learners or job.nodes * job.gpu_roles.get("train", 1),
-        num_engines=1 if is_inline else placement.engines,
-        num_workers=0 if is_inline else placement.rollout_workers,
-        is_shared=is_inline or is_processor,
+    layout = spec.layout
+    return RoleCounts(
+        num_learners=layout.num_learners,
+        num_engines=layout.num_engines,
+        num_workers=layout.num_workers,
+        # Where the run file shares out no GPUs, a plan takes one for each learner rank and engine.
+        is_shared=is_processor or layout.kind == "inline" or (layout.has_gpus and layout.is_shared),
     )
 
 
@@ -116,7 +116,7 @@ def split_memory(
     roles = list_roles(
         spec,
         size,
-        read_layout(spec, is_processor=True),
+        count_roles(spec, is_processor=True),
         max_reply_tokens,
         max_prompt_tokens,
         given_positions=given_positions,
@@ -135,7 +135,7 @@ def split_memory(
 def list_roles(
     spec: RunSpec,
     size: ModelSize,
-    layout: Layout,
+    layout: RoleCounts,
     max_reply_tokens: int,
     max_prompt_tokens: int | None = None,
     *,
@@ -151,7 +151,7 @@ def list_roles(
     rows = count_rows(spec, layout.num_engines, is_gpu=device_bytes is not None)
     num_slots = max_reply_tokens + positions // (rows * layout.num_engines)
     positions = max(positions if spec.train.has_rl else 0, given_positions)
-    is_inline = spec.placement.kind == "inline"
+    is_inline = spec.layout.kind == "inline"
     sizes = frozen_sizes(spec, size, frozen)
     learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)
     engine = _engine_parts(
@@ -159,22 +159,26 @@ def list_roles(
     )
     program = _program_bytes("native", device_bytes)
     judges = _list_judges(spec, size, frozen, max_reply_tokens, device_bytes)
-    if is_inline:
-        together = RoleMemory(
-            role=f"{LEARNER} and {ENGINE}",
-            count=1,
-            parts=(*learner, *engine),
-            program_bytes=program,
-            available_bytes=device_bytes,
-        )
-        return (together, *judges)
+    of_engine = _program_bytes(spec.engine.kind, device_bytes)
+    # On one device, or in one process: what both keep counts together.
+    num_both = 1 if is_inline else layout.num_engines if layout.is_shared and device_bytes is not None else 0
     roles = [
-        (LEARNER, layout.num_learners, learner, program),
-        (ENGINE, layout.num_engines, engine, _program_bytes(spec.engine.kind, device_bytes)),
+        (f"{LEARNER} and {ENGINE}", num_both, (*learner, *engine), program),
+        (LEARNER, layout.num_learners - num_both, learner, program),
+        (ENGINE, layout.num_engines - num_both, engine, of_engine),
     ]
+    if judges and device_bytes is not None and not spec.job.judge_gpus:
+        # They see the devices of the first engine.
+        first = 0 if num_both else 2
+        role, count, parts, of_program = roles[first]
+        beside = tuple(part for judge in judges for part in judge.parts)
+        roles[first] = (role, count - 1, parts, of_program)
+        roles.insert(first, (f"{role} beside the judge", 1, (*parts, *beside), of_program))
+        judges = []
     found = [
         RoleMemory(role=role, count=count, parts=parts, program_bytes=program, available_bytes=device_bytes)
         for role, count, parts, program in roles
+        if count > 0
     ]
     if layout.num_workers:
         found.append(
@@ -237,7 +241,7 @@ def frozen_sizes(spec: RunSpec, size: ModelSize, known: Mapping[str, ModelSize])
 def micro_batch(
     spec: RunSpec,
     size: ModelSize,
-    layout: Layout,
+    layout: RoleCounts,
     max_reply_tokens: int,
     max_prompt_tokens: int | None,
     device_bytes: int | None,
@@ -255,7 +259,7 @@ def micro_batch(
     )
 
 
-def position_budget(spec: RunSpec, size: ModelSize, layout: Layout, device_bytes: int | None) -> int:
+def position_budget(spec: RunSpec, size: ModelSize, layout: RoleCounts, device_bytes: int | None) -> int:
     """Return how many positions a micro-batch may have: as the run file says, else by the device."""
     if spec.train.micro_batch_tokens is not None:
         return spec.train.micro_batch_tokens
@@ -274,7 +278,7 @@ def position_budget(spec: RunSpec, size: ModelSize, layout: Layout, device_bytes
 def recomputes(
     spec: RunSpec,
     size: ModelSize,
-    layout: Layout,
+    layout: RoleCounts,
     device_bytes: int | None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> bool:
@@ -286,7 +290,7 @@ def recomputes(
 def _learner_parts(
     spec: RunSpec,
     size: ModelSize,
-    layout: Layout,
+    layout: RoleCounts,
     positions: int,
     device_bytes: int | None,
     frozen: Mapping[str, ModelSize],
@@ -341,7 +345,7 @@ def _engine_parts(
 
     One that is not `is_apart` reads the learner's copies.
     """
-    weights = size.num_params * COPY_BYTES[dtype] // engine.tensor_parallel
+    weights = size.num_params * COPY_BYTES[dtype] // (engine.tensor_parallel or 1)
     if engine.kind == "vllm":
         frac = engine.gpu_memory_frac or GPU_MEMORY_FRAC
         # On a device vLLM takes all that it may have, whatever is asked of it.

@@ -15,11 +15,16 @@ from typing import cast
 
 from strop.errors import CheckRefused
 from strop.hardware import clear_leftovers, find_inherited
-from strop.hardware.allocation import GpuRequest, lease_gpus
+from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, lease_gpus
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import read_gpus, read_torch_build
 from strop.hardware.preflight import PreflightRequest, run_preflight
-from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.hardware.visible_devices import (
+    VISIBLE_DEVICES,
+    DeviceForm,
+    parse_visible_devices,
+    part_variables,
+)
 from strop.io import user_cache_dir
 from strop.io.variables import set_variables
 from strop.record import RunDir, find_resumable
@@ -53,8 +58,8 @@ def claim_machine(
 ) -> Iterator[Claim]:
     """Clear what dead runs of this user left, and hold GPUs for a training, if it uses any.
 
-    `need_bytes` is what must be free on each. `wanted`: how many GPUs generation (`infer`) and the learner
-    (`train`) get; without it both share the first one that torch sees. Every process that is started
+    `need_bytes` is what must be free on each. `wanted`: how many GPUs each part of `spec.layout` gets;
+    without it learner and engine share the first one that torch sees. Every process that is started
     meanwhile carries the lease's id, and sees these GPUs alone.
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
@@ -79,9 +84,10 @@ def claim_machine(
             )
             found = [_judge(finding, inherited) for finding in run_preflight(asked)]
             warnings = [str(finding) for finding in require_none(found)]
-        variables = dict(allocation.roles[_ROLE].variables) if allocation.uuids else {}
-        if variables and "infer" in allocation.roles:
-            variables[INFER_DEVICES] = allocation.roles["infer"].visible.text or ""
+        variables: dict[str, str] = {}
+        if allocation.uuids:
+            visible = {part: devices.visible for part, devices in allocation.roles.items()}
+            variables = {**part_variables(visible), DEVICE_ORDER: PCI_BUS_ID}
         # Early enough: CUDA reads its variable when it is first used.
         with set_variables(variables):
             notices = (*cleared, *allocation.notices, *warnings)

@@ -350,7 +350,7 @@ async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[
                 max_num_seqs=max_num_seqs,
             )
             stack.push_async_callback(engine.close)
-        elif spec.placement.kind == "process":
+        elif spec.placement.kind == "process" or spec.engine.kind == "vllm":
             from strop.cluster.engine_process import EngineProcess
 
             work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="strop-engine-"))

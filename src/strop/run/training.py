@@ -37,6 +37,7 @@ from strop.hardware.number_format import (
     compute_device,
     settle_format,
 )
+from strop.hardware.ports import count_nodes
 from strop.kernels import kernel_status
 from strop.plan.planning import predict_run
 from strop.plan.roles import split_memory
@@ -49,6 +50,7 @@ from strop.run.claim import claim_machine, list_parts, open_run
 from strop.run.mirroring import Mirroring, probe_mirror
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import role_judges
+from strop.spec.layout import EVAL, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
 from strop.store.data_files import collect_notices
 from strop.tasks import Task, build_task, task_builder
@@ -110,8 +112,9 @@ def _train_resolved(
     on_trained: Callable[[TrainOutcome], None],
 ) -> TrainOutcome:
     threads = set_threads(resolved.spec.placement.threads)
+    laid_out = settle_layout(resolved.spec, count_nodes(os.environ))
     model = get_model(resolved.spec.model.uri)
-    spec, number_format = _settle(resolved.spec)
+    spec, number_format = _settle(laid_out)
     task = build_task(spec.task)
     with collect_notices() as data_notices:
         require_written(task)
@@ -139,14 +142,14 @@ def _train_resolved(
     with run_dir:
         on_run(run_dir)
         if run_dir.state.num_attempts:
-            spec, number_format = _settle(resolved.spec, run_dir.state.facts)
+            spec, number_format = _settle(laid_out, run_dir.state.facts)
         attempt = str(run_dir.state.num_attempts + 1)
         with (
             claim_machine(
                 run_dir.path,
                 attempt,
                 need_bytes=_estimate_need(spec, task, model, frozen | judges),
-                wanted=spec.job.gpu_roles,
+                wanted={part: n for part, n in spec.layout.nodes[0].gpus.items() if part != EVAL},
             ) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
         ):

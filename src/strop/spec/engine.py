@@ -66,11 +66,12 @@ class EngineSpec(Section):
         " positions.",
         json_schema_extra=expert("the cache of a model with very many positions does not fit"),
     )
-    tensor_parallel: int = Field(
-        default=1,
+    tensor_parallel: int | None = Field(
+        default=None,
         ge=1,
         le=64,
-        description="GPUs that share one copy of the model in vLLM.",
+        description="GPUs that share one copy of the model in vLLM. none = 1, or where placement.engines is"
+        " given, the GPUs for generation divided among them.",
         json_schema_extra=expert("a model may not fit on one GPU"),
     )
     update_mode: Literal["drain", "restart", "continue"] = Field(
@@ -137,32 +138,34 @@ class SamplingSpec(Section):
 class PlacementSpec(Section):
     """Which processes a run has."""
 
-    kind: Literal["inline", "process", "ray"] = Field(
-        default="inline",
+    kind: Literal["inline", "process", "ray"] | None = Field(
+        default=None,
         description="'inline' runs everything in one process, where the engine uses the policy's own"
         " weights; 'process' puts the engine in a second process that is sent weights by file; 'ray' makes"
-        " every role an actor on Ray, on this machine or on all nodes of the job.",
+        " every role an actor on Ray, on this machine or on all nodes of the job. none = the least of these"
+        " that has every role which nodes, GPUs, engine.kind and train.max_staleness ask for.",
     )
     learners: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="With 'ray': ranks that share the learner's weights. none = one for each GPU for"
-        " learning, else one.",
-        json_schema_extra=expert("fewer ranks than GPUs are wanted while debugging"),
+        description="Ranks that share the learner's weights. none = one for each GPU for learning, else one.",
+        json_schema_extra=expert("ranks without GPUs are for trying a layout on CPUs"),
     )
-    engines: int = Field(
-        default=1,
+    engines: int | None = Field(
+        default=None,
         ge=1,
         le=4096,
-        description="With 'ray': engines, all of the same weights.",
+        description="Engines, all of the same weights. none = as many as the GPUs for generation make with"
+        " engine.tensor_parallel; without GPUs one on each node that generates.",
         json_schema_extra=expert("how many engines feed a learner depends on the length of replies"),
     )
-    rollout_workers: int = Field(
-        default=0,
+    rollout_workers: int | None = Field(
+        default=None,
         ge=0,
         le=4096,
-        description="With 'ray': processes that attempt and judge examples. 0 = the run's own process does.",
+        description="Processes that attempt and judge examples. 0 = the run's own process does. none = 0, or"
+        " with job.env_gpus the fewest that use these.",
         json_schema_extra=expert("slow judges and environments need processes of their own"),
     )
     threads: int | None = Field(
@@ -174,28 +177,6 @@ class PlacementSpec(Section):
             "a shared machine must leave cores to others, and equal bits need an equal count"
         ),
     )
-
-    @model_validator(mode="after")
-    def _check_counts(self) -> PlacementSpec:
-        counts = {"learners": self.learners or 1, "engines": self.engines}
-        several = {name: count for name, count in counts.items() if count > 1}
-        if self.rollout_workers:
-            several["rollout_workers"] = self.rollout_workers
-        if self.kind != "ray" and several:
-            raise SpecConflict(
-                {"placement.kind": self.kind, **{f"placement.{name}": n for name, n in several.items()}},
-                "only Ray starts several processes of a role, or processes for rollouts",
-                allowed="placement.kind = 'ray', or one learner, one engine and no rollout workers",
-                next_step="set placement.kind to 'ray', or leave the counts out",
-            )
-        if self.rollout_workers % self.engines:
-            raise SpecConflict(
-                {"placement.rollout_workers": self.rollout_workers, "placement.engines": self.engines},
-                "some engines would have fewer workers than others",
-                allowed="a multiple of placement.engines, or 0",
-                next_step="change one of the two",
-            )
-        return self
 
 
 MAX_PORT = 65_535

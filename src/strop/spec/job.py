@@ -12,7 +12,6 @@ from strop.spec.base import Section, SpecConflict, expert
 
 GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
 """One group: once a flag gives one of them, all of them come from flags and defaults."""
-MAX_SPLIT_GPUS = 8
 DURATION_HELP = "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"
 
 
@@ -23,15 +22,45 @@ class JobSpec(Section):
     gpus: int | None = Field(
         default=None,
         ge=0,
-        le=8,
-        description="GPUs per node, all for the learner. none = what train_gpus and infer_gpus say, else"
-        " none at all: the run computes on CPUs.",
+        le=64,
+        description="GPUs per node, on each of which a learner rank and an engine take turns. none = what"
+        " train_gpus and infer_gpus say, else none at all: the run computes on CPUs.",
     )
     train_gpus: int | None = Field(
-        default=None, ge=1, le=4, description="GPUs for the learner. none = 1 where infer_gpus is given."
+        default=None,
+        ge=1,
+        le=64,
+        description="GPUs per node for the learner. none = 1 where infer_gpus is given.",
     )
     infer_gpus: int | None = Field(
-        default=None, ge=1, le=7, description="GPUs for generation. none = 1 where train_gpus is given."
+        default=None,
+        ge=1,
+        le=64,
+        description="GPUs per node for generation. none = 1 where train_gpus is given.",
+    )
+    infer_nodes: int = Field(
+        default=0,
+        ge=0,
+        le=255,
+        description="Of the nodes, the last so many only generate, on all job.gpus of each, and the others"
+        " only learn.",
+        json_schema_extra=expert("weights of large models are sharded best within the nodes that learn"),
+    )
+    judge_gpus: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="GPUs of the first node for the judges that the run starts (task.judge_url = 'role'),"
+        " beside those for training. 0 = they see those that the run's engine sees.",
+        json_schema_extra=expert("a judge that the run starts may need GPUs of its own"),
+    )
+    env_gpus: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="GPUs per node for environments, beside those for training: the user's own task code"
+        " sees these alone, in rollout workers where the run has some.",
+        json_schema_extra=expert("environments may train or run models themselves"),
     )
     single_gpu: bool = Field(
         default=False,
@@ -50,7 +79,7 @@ class JobSpec(Section):
     eval_gpus: int = Field(
         default=0,
         ge=0,
-        le=7,
+        le=64,
         description="GPUs of the first node for eval_config, beside those for training. 0 = it computes on"
         " CPUs.",
         json_schema_extra=expert("that evaluation may need GPUs of its own"),
@@ -141,12 +170,13 @@ class JobSpec(Section):
                 allowed="single_gpu with train_gpus and infer_gpus of 1, or unset",
                 next_step="remove single_gpu, or the other two",
             )
-        if self.gpus_per_node > MAX_SPLIT_GPUS:
+        if self.infer_nodes and (split or self.judge_gpus or self.eval_gpus):
+            beside = {"job.judge_gpus": self.judge_gpus, "job.eval_gpus": self.eval_gpus}
             raise SpecConflict(
-                given | ({"job.eval_gpus": self.eval_gpus} if self.eval_gpus else {}),
-                f"together they are {self.gpus_per_node} GPUs of one node",
-                allowed=f"2 to {MAX_SPLIT_GPUS} GPUs, or 1 with single_gpu",
-                next_step="ask for fewer",
+                {"job.infer_nodes": self.infer_nodes, **split, **{k: v for k, v in beside.items() if v}},
+                "whole nodes generate, and a node's GPUs are shared out as well",
+                allowed="job.gpus with job.infer_nodes",
+                next_step="give the GPUs of a node in job.gpus",
             )
         return self
 
@@ -210,7 +240,7 @@ class JobSpec(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs that a node of the main part must have."""
-        return sum(self.gpu_roles.values()) + self.eval_gpus
+        return sum(self.gpu_roles.values()) + self.judge_gpus + self.env_gpus + self.eval_gpus
 
 
 # Lengths of time: `90s`, `30m`, `2h`, `5d`, `2:30:00`, `1-12:00:00`.

@@ -65,13 +65,6 @@ class LlmJudgeSpec(TrainingRows):
         description="What generates for a judge that is a 'role'.",
         json_schema_extra=expert("a judge that the run starts is served by one of two engines"),
     )
-    judge_devices: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9,/-]+$",
-        description="GPUs that a judge which is a 'role' has for itself, as CUDA_VISIBLE_DEVICES names them."
-        " none = those that the run's engine sees.",
-        json_schema_extra=expert("a judge that the run starts needs devices of its own"),
-    )
     judge_key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
@@ -124,18 +117,14 @@ class LlmJudgeSpec(TrainingRows):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        own = {
-            "task.judge_engine": None if self.judge_engine == "native" else self.judge_engine,
-            "task.judge_devices": self.judge_devices,
-        }
-        given = {name: value for name, value in own.items() if value is not None}
+        given = {} if self.judge_engine == "native" else {"task.judge_engine": self.judge_engine}
         other = {} if self.judge_key_env is None else {"task.judge_key_env": self.judge_key_env}
         wrong = other if self.judge_url == ROLE else given
         if wrong:
             raise SpecConflict(
                 {"task.judge_url": self.judge_url, **wrong},
                 "the run makes the key of a judge that it starts, and chooses the engine of no other",
-                allowed="judge_engine and judge_devices with 'role', judge_key_env with an address",
+                allowed="judge_engine with 'role', judge_key_env with an address",
                 next_step=f"remove {', '.join(wrong)}",
             )
         return self

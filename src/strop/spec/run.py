@@ -9,6 +9,7 @@ from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec, PlacementSpec, RaySpec, SamplingSpec
 from strop.spec.job import JobSpec
 from strop.spec.judge import judge_sections
+from strop.spec.layout import Layout, lay_out
 from strop.spec.model import LoraSpec, ModelSpec, ReferenceSpec, TeacherSpec
 from strop.spec.objectives import (
     Mode,
@@ -151,9 +152,19 @@ class RunSpec(Section):
                 {"engine.kind": self.engine.kind, "placement.kind": self.placement.kind},
                 "vLLM runs in a process of its own",
                 allowed="engine.kind = 'vllm' with another placement than 'inline'",
-                next_step="set placement.kind to 'process'",
+                next_step="leave placement.kind out",
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> RunSpec:
+        lay_out(self)
+        return self
+
+    @property
+    def layout(self) -> Layout:
+        """Where every role lives, on as many nodes as the job asks for."""
+        return lay_out(self)
 
     @model_validator(mode="after")
     def _check_terms(self) -> RunSpec:
@@ -209,7 +220,8 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_staleness(self) -> RunSpec:
-        if self.train.max_staleness and (self.placement.kind == "inline" or not self.train.has_rl):
+        is_turns = self.placement.kind == "inline"
+        if self.train.max_staleness and (is_turns or not self.train.has_rl):
             raise SpecConflict(
                 {
                     "train.max_staleness": self.train.max_staleness,
@@ -219,7 +231,7 @@ class RunSpec(Section):
                 "nothing is sampled while the learner works: engine and learner are one process, or there are"
                 " no rollouts",
                 allowed="max_staleness = 0, or rollouts from an engine in a process of its own",
-                next_step="set placement.kind to 'process' or 'ray', or train.max_staleness to 0",
+                next_step="leave placement.kind out, or set train.max_staleness to 0",
             )
         return self
 

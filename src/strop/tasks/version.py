@@ -20,7 +20,7 @@ _NOT_HASHED = {
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
     # How a judge is reached and calibrated; its rubric is hashed as a text.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
-    *("rubric", "calibration", "can_judge_itself", "judge_engine", "judge_devices"),
+    *("rubric", "calibration", "can_judge_itself", "judge_engine"),
     # Where one of them is set, `Prompted` makes a version of the task's own and them.
     *PROMPTING,
 }

@@ -38,7 +38,7 @@ def test_lists_become_numbers(
         ("0,0", None, "--train-gpus 0,0: it names GPU 0 twice"),
         ("0-3,2", None, "it names GPU 2 twice"),
         ("5-0", None, "5-0 runs backwards"),
-        ("0-8", None, "instances have GPUs 0 to 7"),
+        ("0-16", None, "instances have GPUs 0 to 15"),
         ("0-5", "x", "--eval-gpus 'x': it is neither a number of GPUs nor a list of indices"),
         ("-1", None, "--train-gpus '-1': it is neither"),
         ("1,", None, "--train-gpus '1,': it is neither"),

@@ -13,7 +13,8 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Outcome, Split, make_example
 from strop.spec import load_spec
-from strop.spec.judge import LlmJudgeSpec, role_judges
+from strop.spec.judge import LlmJudgeSpec
+from strop.spec.layout import DeviceShare, RoleKind
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
@@ -320,7 +321,7 @@ def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
         ({"judge_model": '"small"'}, "the model would be judged by itself"),
         ({"judge_model": '"other-org/Small"'}, "the model would be judged by itself"),
         ({"pass_score": "0.0"}, "task.pass_score"),
-        ({"judge_devices": '"0"'}, "chooses the engine of no other"),
+        ({"judge_engine": '"vllm"'}, "chooses the engine of no other"),
         ({"judge_url": '"role"', "judge_key_env": '"K"'}, "the run makes the key of a judge that it starts"),
     ],
 )
@@ -331,12 +332,14 @@ def test_settings_that_cannot_be_meant_are_refused(
         load_spec(write_run(tmp_path, **settings))
 
 
-@pytest.mark.parametrize("overrides", [[], ["job.nodes=2", "placement.kind=ray"]])
-def test_a_judge_that_the_run_starts_may_have_devices_of_its_own(
-    tmp_path: Path, overrides: list[str]
-) -> None:
-    path = write_run(tmp_path, judge_url='"role"', judge_engine='"vllm"', judge_devices='"2,3"')
-    assert [one.judge_devices for one in role_judges(load_spec(path, overrides).spec.task)] == ["2,3"]
+def test_a_judge_that_the_run_starts_may_have_gpus_of_its_own(tmp_path: Path) -> None:
+    path = write_run(tmp_path, judge_url='"role"', judge_engine='"vllm"')
+    layout = load_spec(path, ["job.gpus=1", "job.judge_gpus=2"]).spec.layout
+    (judge,) = layout.of(RoleKind.JUDGE)
+    assert judge.devices == DeviceShare(part="judge", first=0, count=2)
+    assert layout.nodes[0].gpus == {"train": 1, "judge": 2}
+    with pytest.raises(ConfigError, match="its own engine takes one GPU"):
+        load_spec(write_run(tmp_path, judge_url='"role"'), ["job.gpus=1", "job.judge_gpus=2"])
 
 
 def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:

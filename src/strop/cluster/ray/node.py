@@ -34,15 +34,15 @@ from strop.hardware.ports import NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import write_secret
 from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
+from strop.spec.layout import RAY_NODE_MODULE
 
-NODE_MODULE = "strop.cluster.ray.node"
 _POLL_S = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Join, stay as long as the head does, and return 0 after an order to end."""
     order = Order()
-    parser = argparse.ArgumentParser(prog=NODE_MODULE, description=__doc__)
+    parser = argparse.ArgumentParser(prog=RAY_NODE_MODULE, description=__doc__)
     parser.add_argument("run", type=Path, help="the run's directory")
     run_path = parser.parse_args(arguments).run.absolute()
     try:

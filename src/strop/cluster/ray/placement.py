@@ -21,17 +21,8 @@ from strop.cluster.contract import ModelSource, Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
 from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
-from strop.cluster.ray.node import NODE_MODULE, find_own_address
-from strop.cluster.ray.roles import (
-    NodeOffer,
-    RayRole,
-    RoleCounts,
-    RoleKind,
-    RoleSlot,
-    RoleStart,
-    plan_slots,
-    prove_environment,
-)
+from strop.cluster.ray.node import find_own_address
+from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import (
     NodeSettings,
@@ -45,9 +36,10 @@ from strop.engine.contract import Engine, default_rows
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
-from strop.hardware.ports import NAMES_VARIABLE, count_nodes
+from strop.hardware.ports import NAMES_VARIABLE
 from strop.io.endpoints import list_endpoints
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
+from strop.spec.layout import RoleKind, RoleSlot
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
@@ -121,7 +113,7 @@ class RayPlacement:
     async def start(self) -> Roles:
         """Start Ray, wait for all nodes, start every role, and have all hold the same weights.
 
-        Raises: ConfigError if Ray or a part of it is missing, or the GPUs do not go into the roles;
+        Raises: ConfigError if Ray or a part of it is missing;
         CheckRefused naming nodes that did not join, or a role whose environment is not the run's;
         EngineError with the last log lines of what did not come up.
         """
@@ -154,10 +146,9 @@ class RayPlacement:
             self._publisher = None
 
     async def _start(self) -> Roles:
-        offers = list_nodes(self._spec, count_nodes(os.environ))
-        self._num_nodes = len(offers)
+        layout = self._spec.layout
+        self._num_nodes = len(layout.nodes)
         host = find_own_address(os.environ, self._num_nodes)
-        slots = plan_slots(count_roles(self._spec, offers), offers)
         ray = self._spec.ray
         store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
         check_object_store(store_bytes)
@@ -186,7 +177,7 @@ class RayPlacement:
         await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
         self._watch = DeathWatch(read_nodes, self._head.find_death)
         self._watch.start()
-        await self._begin_roles(slots)
+        await self._begin_roles([slot for slot in layout.slots if slot.kind in _CLASSES])
         self._require_transport()
         # Every role finds the model on its machine, or fetches it there.
         calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
@@ -276,7 +267,7 @@ class RayPlacement:
         from strop.engine.router import ReplicaCause, Router, RouterLimits
 
         assert self._watch is not None
-        is_gpu = bool(self._spec.job.gpu_roles)
+        is_gpu = self._spec.layout.has_gpus
         router = Router(
             {f"engine-{index}": engine for index, engine in enumerate(self._engines)},
             limits=RouterLimits.for_rows(self._spec.engine.max_num_seqs or default_rows(is_gpu=is_gpu)),
@@ -426,31 +417,6 @@ class RayPlacement:
         if self._spec.engine.transport == "file" or not has_room:
             return self._work_dir / "weights"
         return Path(settings.shared_dir)
-
-
-def count_roles(spec: RunSpec, offers: Sequence[NodeOffer]) -> RoleCounts:
-    """Return how many of each role a spec asks for."""
-    return RoleCounts(
-        learners=spec.placement.learners or max(sum(offer.num_train for offer in offers), 1),
-        engines=spec.placement.engines,
-        workers=spec.placement.rollout_workers,
-    )
-
-
-def list_nodes(spec: RunSpec, num_nodes: int) -> list[NodeOffer]:
-    """Return the nodes of a job of `num_nodes` that join Ray; those beside the main part come last.
-
-    These only join where the run file lets them: `job.cpu_command` names the module that does.
-    """
-    roles = spec.job.gpu_roles
-    num_train = roles.get("train", 0)
-    # One GPU for both: the engine takes the learner's.
-    num_infer = roles.get("infer", num_train if spec.job.single_gpu else 0)
-    num_main = max(1, num_nodes - spec.job.cpu_nodes)
-    main = [NodeOffer(index=index, num_train=num_train, num_infer=num_infer) for index in range(num_main)]
-    if NODE_MODULE not in (spec.job.cpu_command or ""):
-        return main
-    return [*main, *(NodeOffer(index=index, is_cpu=True) for index in range(num_main, num_nodes))]
 
 
 async def _answer(call: Any) -> Any:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, SiteOptions, split_at_commas
+from strop.launch.options import (
+    DEVICES_HELP,
+    IMAGE_FLAGS,
+    KIND_HELP,
+    CliFlag,
+    SiteOptions,
+    imply_gpus,
+    split_at_commas,
+)
+from strop.spec.job import JobSpec
+from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
@@ -56,8 +67,12 @@ class ContainerSite(SiteOptions):
         default=(),
         strict=False,
         exclude=True,
-        description="GPUs of this machine, by index or UUID. none = free ones.",
+        description=DEVICES_HELP,
     )
+
+    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
+        """Return the number of GPUs that are named."""
+        return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()
 
     def open(self, site: str) -> Backend:
         """Return the backend."""

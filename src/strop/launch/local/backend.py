@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, StoreError
+from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware import clear_leftovers, find_leases
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.process import start_detached
+from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.environment import clean_inherited
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.local.supervisor_files import answer_trials, forget_orders, order_end, read_identity
+from strop.launch.options import split_at_commas
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
@@ -33,7 +35,19 @@ class LocalBackend:
     name = "local"
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the supervisor's command. Sidecars have no nodes of their own here."""
+        """Add the supervisor's command. Sidecars have no nodes of their own here.
+
+        Raises: ConfigError for several nodes.
+        """
+        if plan.resources.num_nodes > 1:
+            raise ConfigError(
+                f"job.nodes={plan.resources.num_nodes} at {plan.site}, which is one machine",
+                allowed="one node here",
+                next_step="set job.nodes=1, or name another site with --on",
+            )
+        devices = request.options.get("devices")
+        if devices:
+            plan = replace(plan, details={**plan.details, "devices": list(split_at_commas(devices))})
         roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
         argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
         return replace(plan, argv=argv, roles=roles)
@@ -58,6 +72,8 @@ class LocalBackend:
         before = read_identity(job_path)
         forget_orders(job_path)
         environ = clean_inherited(os.environ, secrets=plan.environment.secrets)
+        if plan.details.get("devices"):
+            environ[VISIBLE_DEVICES] = ",".join(plan.details["devices"])
         python = shutil.which(plan.argv[0]) or plan.argv[0]
         argv = [python, *plan.argv[1:], "--job-id", job_id]
         started = start_detached(argv, job_path / "supervisor.log", environ, cwd=Path(plan.home))

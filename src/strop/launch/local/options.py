@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from strop.launch.options import KIND_HELP, SiteOptions
+from strop.launch.options import DEVICES_HELP, KIND_HELP, CliFlag, SiteOptions, imply_gpus, split_at_commas
+from strop.spec.job import JobSpec
+from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
@@ -18,6 +21,13 @@ class LocalSite(SiteOptions):
     is_here: ClassVar[bool] = True
 
     backend: Literal["local"] = Field(default="local", description=KIND_HELP)
+    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas), CliFlag(metavar="0,1")] = Field(
+        default=(), strict=False, exclude=True, description=DEVICES_HELP
+    )
+
+    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
+        """Return the number of GPUs that are named."""
+        return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()
 
     def open(self, site: str) -> Backend:
         """Return the backend."""

@@ -30,7 +30,7 @@ from strop.hardware.leftovers import clear_shared_memory, end_processes
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
-from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.contract import JobPlan, RolePlan, is_place
 from strop.launch.environment import read_environment
 from strop.launch.gpus import GpuWatch
 from strop.launch.job_dir import CODE_NAME, read_plan
@@ -158,8 +158,7 @@ class _EndRecord:
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
-    wanted = {"cpu"} if task.part == "cpu" else {"all", "others" if task.node else "first"}
-    roles = tuple(role for role in plan.roles if role.nodes in wanted)
+    roles = tuple(role for role in plan.roles if is_place(role.nodes, task.node, task.part))
     awaited = tuple(role for role in roles if role.is_awaited)
     if awaited and (task.trial_path / STATE_NAME).is_file() and RunDir.open(task.trial_path).is_finished:
         # An earlier attempt has finished the run.

@@ -19,12 +19,13 @@ from strop.hardware.ports import (
     NODE_VARIABLE,
     NUM_NODES_VARIABLE,
 )
-from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
+from strop.hardware.visible_devices import VISIBLE_DEVICES, part_variables
 from strop.io import user_cache_dir
 from strop.launch.backends import BACKENDS
 from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.options import SiteOptions
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
+from strop.spec.layout import PARTS
 from strop.user_code import MOVED_VARIABLE
 
 TERM_GRACE_S = 25.0
@@ -74,11 +75,11 @@ class NodeTask:
 
 
 def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
-    """Return the GPUs that this node's roles need, by `ROLE/part`; generation first."""
+    """Return the GPUs that this node's roles need, by `ROLE/part`, in the order of `PARTS`."""
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
-    ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
+    ordered = sorted(wanted.items(), key=lambda item: PARTS.index(item[0].partition("/")[2]))
     return GpuRequest(
-        wanted=ordered,
+        wanted=dict(ordered),
         inherited=environ.get(VISIBLE_DEVICES),
         is_granted=_kind_of(plan).device_grant == "named",
     )
@@ -161,9 +162,7 @@ def _device_variables(role: RolePlan, place: Workplace) -> dict[str, str]:
         # Where the job is given its GPUs, a role that requested none must not see any.
         is_fenced = _kind_of(place.plan).device_grant != "none" or place.allocation.uuids
         return {VISIBLE_DEVICES: "", DEVICE_ORDER: PCI_BUS_ID} if is_fenced else {}
-    # A learner's process must not see its engine's devices, unless both share one.
-    own = mine.get("train") or next(iter(mine.values()))
-    variables = {**own.variables, "OMP_NUM_THREADS": "1"}
-    if "train" in mine and "infer" in mine:
-        variables[INFER_DEVICES] = mine["infer"].visible.text or ""
-    return variables
+    if "eval" in mine:
+        return {**mine["eval"].variables, "OMP_NUM_THREADS": "1"}
+    shares = {part: devices.visible for part, devices in mine.items()}
+    return {**part_variables(shares), DEVICE_ORDER: PCI_BUS_ID, "OMP_NUM_THREADS": "1"}

@@ -34,6 +34,7 @@ from strop.errors import (
 )
 from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.launch.attempts import write_verdict
+from strop.launch.contract import is_place
 from strop.launch.node.agent import run_node
 from strop.launch.node.environment import NodeTask
 from strop.launch.sagemaker import places
@@ -281,8 +282,8 @@ def _find_optional_nodes(start: _Start) -> set[int]:
     roles, hosts = start.plan["roles"], start.hosts
     found = set()
     for node, name in enumerate(hosts.names):
-        places = {"cpu"} if name in hosts.cpu else {"all", "others" if node else "first"}
-        here = [role for role in roles if role["nodes"] in places]
+        part = "cpu" if name in hosts.cpu else "main"
+        here = [role for role in roles if is_place(role["nodes"], node, part)]
         if here and all(role.get("may_be_lost") for role in here):
             found.add(node)
     return found

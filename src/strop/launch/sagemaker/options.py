@@ -23,11 +23,12 @@ from strop.launch.options import (
     DeviceGrant,
     NodeHardware,
     SiteOptions,
+    imply_gpus,
     split_at_commas,
 )
 from strop.launch.sagemaker.instances import find_instance
 from strop.spec.display import show_value
-from strop.spec.job import DURATION_HELP, DURATION_PATTERN, MAX_SPLIT_GPUS
+from strop.spec.job import DURATION_HELP, DURATION_PATTERN, JobSpec
 from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _LIST = re.compile(r"\d{1,2}(-\d{1,2})?(,\d{1,2}(-\d{1,2})?)*")
 _TRAIN, _EVAL = "--train-gpus", "--eval-gpus"
+_MAX_GPUS = 16
+"""Of any instance type."""
 _EXCLUSIVE = (("job_name", "name_prefix"), ("local", "push"), ("image", "image_tag"), ("image", "build"))
 """Options that contradict each other."""
 
@@ -238,6 +241,17 @@ class SageMakerSite(SiteOptions):
         each = self.gpus_per_node if found is None else found.num_gpus
         return each * (num_nodes if num_nodes > 1 else self.instance_count)
 
+    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
+        """Return the nodes that are instances, and all GPUs of an instance for a job that asks for none."""
+        if self.local:
+            return imply_gpus(job, len(self.devices), "--gpus") if self.devices else ()
+        count = self.instance_count
+        flags: tuple[Flag, ...] = ()
+        if "instance_count" in options or (count > 1 and job.nodes == 1):
+            flags = (Flag(key="job.nodes", value=count, name="--instance-count"),)
+        found = find_instance(self.instance_type)
+        return flags if found is None else (*flags, *imply_gpus(job, found.num_gpus, self.instance_type))
+
     def files_written(self, project_path: Path) -> list[Path]:
         """Return the job log with its twin and its lock."""
         path = project_path / self.job_log
@@ -277,8 +291,8 @@ def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: boo
         twice = sorted({index for index in indices if indices.count(index) > 1})
         if twice:
             raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
-        if max(indices) >= MAX_SPLIT_GPUS:
-            raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {MAX_SPLIT_GPUS - 1}")
+        if max(indices) >= _MAX_GPUS:
+            raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {_MAX_GPUS - 1}")
     shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
     if shared:
         raise _wrong(

@@ -30,6 +30,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord
 from strop.hardware.process import step_back
+from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import fork_server
 
@@ -271,6 +272,8 @@ class WorkerPool:
         job = pickle.dumps((self._make_handler, self._max_bytes))
         ours, theirs = socket.socketpair()
         log_path = Path(os.devnull) if self._log_path is None else self._log_path
+        devices = os.environ.get(ENV_DEVICES)
+        added = {} if devices is None else {VISIBLE_DEVICES: devices}
         with theirs, log_path.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
@@ -279,6 +282,7 @@ class WorkerPool:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **added},
             )
         ours.settimeout(_BUILD_LIMIT_S)
         ours.sendall(struct.pack("!I", len(job)) + job)

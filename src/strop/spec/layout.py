@@ -1,0 +1,402 @@
+"""The roles of a run, and the node and GPUs of each: one function, which plan, check, submit and run call.
+
+GPUs are shared out by the `job` section; what `placement` and `engine` leave open follows from them. A GPU
+that no role would use is refused, and so is a node without a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+from strop.errors import ConfigError
+from strop.spec.base import SpecConflict
+from strop.spec.judge import role_judges
+
+if TYPE_CHECKING:
+    from strop.spec.run import RunSpec
+
+RAY_NODE_MODULE = "strop.cluster.ray.node"
+"""Joins a node to the Ray cluster of the run; where `job.cpu_command` names it, nodes without GPUs join."""
+SHARED_GPU_FRAC = 0.45
+"""Of a GPU's memory, for vLLM beside a learner: the rest holds masters, moments and activations."""
+INFER, TRAIN, JUDGE, ENV, EVAL = "infer", "train", "judge", "env", "eval"
+PARTS = (INFER, TRAIN, JUDGE, ENV, EVAL)
+"""What GPUs of a node are for, in the order in which a node's GPUs are handed out."""
+Kind = Literal["inline", "process", "ray"]
+
+
+class RoleKind(StrEnum):
+    """What a role does."""
+
+    LEARNER = "learner"
+    ENGINE = "engine"
+    WORKER = "worker"
+    JUDGE = "judge"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceShare:
+    """GPUs of a node, by their places among those of one part."""
+
+    part: str
+    """One of `PARTS`."""
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleSlot:
+    """One role and where it lives."""
+
+    kind: RoleKind
+    index: int
+    node: int
+    devices: DeviceShare | None = None
+    """None: the run has no GPUs of its own, and the role sees what its node shows."""
+
+    @property
+    def name(self) -> str:
+        """For people, files and messages."""
+        return f"{self.kind}-{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutNode:
+    """One node of a job, and how many of its GPUs each part has."""
+
+    index: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    is_cpu: bool = False
+    """A node beside the main part."""
+
+    @property
+    def num_gpus(self) -> int:
+        """All that it must have."""
+        return sum(self.gpus.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where every role of a run lives."""
+
+    kind: Kind
+    nodes: tuple[LayoutNode, ...]
+    """The main part, then the nodes without GPUs that join Ray."""
+    slots: tuple[RoleSlot, ...]
+    tensor_parallel: int
+    """GPUs of one engine."""
+
+    def of(self, kind: RoleKind) -> list[RoleSlot]:
+        """Return the roles of one kind, in order."""
+        return [slot for slot in self.slots if slot.kind is kind]
+
+    @property
+    def num_learners(self) -> int:
+        """Ranks that share the learner's weights."""
+        return len(self.of(RoleKind.LEARNER))
+
+    @property
+    def num_engines(self) -> int:
+        """Engines, all of the same weights."""
+        return len(self.of(RoleKind.ENGINE))
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that attempt and judge examples; 0 = the run's own does."""
+        return len(self.of(RoleKind.WORKER))
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether learner and engines have GPUs that the run file shares out."""
+        return any({INFER, TRAIN} & node.gpus.keys() for node in self.nodes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether learner and engines take turns on the same devices, so that neither hides the other."""
+        return self.kind == "inline" or not any(INFER in node.gpus for node in self.nodes)
+
+
+def settle_layout(spec: RunSpec, num_nodes: int | None = None) -> RunSpec:
+    """Return the spec with what follows from its GPUs filled in: placement, learners, engines, and theirs.
+
+    `num_nodes`: those that are there, of both parts, as `job` then says, too; None: as many as it asks for.
+    Raises: ConfigError if the roles do not go into these nodes and their GPUs.
+    """
+    if num_nodes is not None:
+        num_main = max(1, num_nodes - spec.job.cpu_nodes)
+        there: dict[str, Any] = {"nodes": num_main, "cpu_nodes": max(0, num_nodes - num_main)}
+        spec = spec.model_copy(update={"job": spec.job.model_copy(update=there)})
+    try:
+        layout = lay_out(spec)
+    except SpecConflict as error:
+        raise ConfigError(str(error)) from error
+    placement = {"kind": layout.kind, "learners": layout.num_learners, "engines": layout.num_engines}
+    engine: dict[str, Any] = {"tensor_parallel": layout.tensor_parallel}
+    is_beside = layout.is_shared and layout.has_gpus and spec.engine.kind == "vllm"
+    if is_beside and spec.engine.gpu_memory_frac is None:
+        engine["gpu_memory_frac"] = SHARED_GPU_FRAC
+    return spec.model_copy(
+        update={
+            "placement": spec.placement.model_copy(update=placement),
+            "engine": spec.engine.model_copy(update=engine),
+        }
+    )
+
+
+def lay_out(spec: RunSpec) -> Layout:
+    """Return the layout of a run on the nodes that its job asks for.
+
+    Raises: SpecConflict if the roles do not go into the nodes and their GPUs, or a GPU or node would be idle.
+    """
+    nodes = _list_nodes(spec)
+    learners = _place_learners(spec, nodes)
+    engines, tensor_parallel = _place_engines(spec, nodes)
+    workers = _place_workers(spec, nodes, len(engines))
+    kind = _choose_kind(spec, nodes, (learners, engines, workers))
+    layout = Layout(
+        kind=kind,
+        nodes=nodes,
+        slots=(*learners, *engines, *workers, *_place_judges(spec, nodes)),
+        tensor_parallel=tensor_parallel,
+    )
+    _require_none_idle(spec, layout)
+    return layout
+
+
+def _list_nodes(spec: RunSpec) -> tuple[LayoutNode, ...]:
+    """Return the nodes with their GPUs by part."""
+    job, num_main = spec.job, spec.job.nodes
+    if job.infer_nodes and job.infer_nodes >= num_main:
+        raise SpecConflict(
+            {"job.nodes": num_main, "job.infer_nodes": job.infer_nodes},
+            "no node is left to learn",
+            allowed="fewer nodes that only generate than nodes",
+            next_step="raise job.nodes or lower job.infer_nodes",
+        )
+    nodes = []
+    for index in range(num_main):
+        gpus = dict(job.gpu_roles)
+        if index >= num_main - job.infer_nodes and gpus:
+            gpus = {INFER: gpus[TRAIN]}
+        beside = {ENV: job.env_gpus} | ({} if index else {JUDGE: job.judge_gpus, EVAL: job.eval_gpus})
+        gpus |= {part: number for part, number in beside.items() if number}
+        ordered = {part: gpus[part] for part in PARTS if part in gpus}
+        nodes.append(LayoutNode(index=index, gpus=ordered))
+    if RAY_NODE_MODULE in (job.cpu_command or ""):
+        nodes += [LayoutNode(index=num_main + index, is_cpu=True) for index in range(job.cpu_nodes)]
+    return tuple(nodes)
+
+
+def _places(nodes: Sequence[LayoutNode], part: str) -> list[tuple[int, int]]:
+    """Return node and place of every GPU of a part."""
+    return [(node.index, place) for node in nodes for place in range(node.gpus.get(part, 0))]
+
+
+def _place_learners(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot]:
+    """Put one rank on each GPU for learning; without GPUs all stay on the first node, near each other."""
+    places, asked = _places(nodes, TRAIN), spec.placement.learners
+    if places and asked not in (None, len(places)):
+        raise SpecConflict(
+            {"placement.learners": asked, **_gpus_asked(spec)},
+            f"placement.learners is {asked} and the nodes have {len(places)} GPUs for learning",
+            allowed="one learner rank for each GPU",
+            next_step="leave placement.learners out, or ask for as many GPUs",
+        )
+    if not places:
+        return [RoleSlot(kind=RoleKind.LEARNER, index=index, node=0) for index in range(asked or 1)]
+    return [
+        RoleSlot(
+            kind=RoleKind.LEARNER,
+            index=index,
+            node=node,
+            devices=DeviceShare(part=TRAIN, first=place, count=1),
+        )
+        for index, (node, place) in enumerate(places)
+    ]
+
+
+def _place_engines(spec: RunSpec, nodes: Sequence[LayoutNode]) -> tuple[list[RoleSlot], int]:
+    """Put engines on the GPUs for generation, else on those for learning, in turns; return GPUs of each, too.
+
+    Without GPUs they go round the nodes that generate.
+    """
+    asked, width = spec.placement.engines, spec.engine.tensor_parallel
+    main = [node for node in nodes if not node.is_cpu]
+    part = INFER if _places(main, INFER) else TRAIN
+    total = len(_places(main, part))
+    if part == INFER and not spec.train.has_rl:
+        raise SpecConflict(
+            {"train.terms": spec.train.terms, **_gpus_asked(spec)},
+            "nothing is generated while it learns, and the GPUs for generation would be idle",
+            allowed="job.gpus alone, whose GPUs learn; evaluation takes its turn on them",
+            next_step="give all GPUs in job.gpus",
+        )
+    if not total:
+        generating = main[-spec.job.infer_nodes :] if spec.job.infer_nodes else main
+        num_engines = asked or (len(generating) if len(main) > 1 and spec.train.has_rl else 1)
+        slots = [
+            RoleSlot(kind=RoleKind.ENGINE, index=index, node=generating[index % len(generating)].index)
+            for index in range(num_engines)
+        ]
+        return slots, width or 1
+    if width is None:
+        # vLLM's copies may be spread over GPUs; the rest computes on one.
+        width = max(1, total // asked) if asked and part == INFER and spec.engine.kind == "vllm" else 1
+    num_engines = asked or (total // width if spec.train.has_rl else 1)
+    places = [
+        (node.index, DeviceShare(part=part, first=first, count=width))
+        for node in main
+        for first in range(0, node.gpus.get(part, 0) - width + 1, width)
+    ]
+    if num_engines > len(places) or not num_engines:
+        shown = ", ".join(str(node.gpus.get(part, 0)) for node in main)
+        raise SpecConflict(
+            {"placement.engines": asked, "engine.tensor_parallel": width, **_gpus_asked(spec)},
+            f"{num_engines or 'no'} engines of {width} GPUs do not go into nodes with {shown} GPUs for"
+            " generation",
+            allowed="as many GPUs for each engine, all of one node",
+            next_step="leave placement.engines and engine.tensor_parallel out, or ask for other GPUs",
+        )
+    slots = [
+        RoleSlot(kind=RoleKind.ENGINE, index=index, node=node, devices=share)
+        for index, (node, share) in enumerate(places[:num_engines])
+    ]
+    return slots, width
+
+
+def _place_workers(spec: RunSpec, nodes: Sequence[LayoutNode], num_engines: int) -> list[RoleSlot]:
+    """Let rollout workers go round: nodes with GPUs for environments, else those without GPUs, else all."""
+    with_gpus = [node for node in nodes if ENV in node.gpus]
+    asked = spec.placement.rollout_workers
+    # Each engine has as many as another, and each node's GPUs one at least.
+    num_workers = num_engines * -(-len(with_gpus) // num_engines) if asked is None else asked
+    if num_workers % num_engines:
+        raise SpecConflict(
+            {"placement.rollout_workers": num_workers, "placement.engines": num_engines},
+            "some engines would have fewer workers than others",
+            allowed="a multiple of the engines, or 0",
+            next_step="change one of the two",
+        )
+    hosts = with_gpus or [node for node in nodes if node.is_cpu] or list(nodes)
+    has_gpus = any(node.gpus for node in nodes)
+    slots = []
+    for index in range(num_workers):
+        node = hosts[index % len(hosts)]
+        share = DeviceShare(part=ENV, first=0, count=node.gpus.get(ENV, 0))
+        slots.append(
+            RoleSlot(kind=RoleKind.WORKER, index=index, node=node.index, devices=share if has_gpus else None)
+        )
+    return slots
+
+
+def _place_judges(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot]:
+    """Put the judges that the run starts on the first node, beside the loop that asks them."""
+    judges, total = role_judges(spec.task), spec.job.judge_gpus
+    width = total // len(judges) if judges else 0
+    is_native = any(judge.judge_engine == "native" for judge in judges)
+    if total and (not judges or total % len(judges) or (is_native and width > 1)):
+        raise SpecConflict(
+            {"job.judge_gpus": total, "task.name": spec.task.name},
+            f"the run starts {len(judges)} judges"
+            + (", and its own engine takes one GPU" if is_native else ""),
+            allowed="as many GPUs for each judge with task.judge_url = 'role'; one for each with judge_engine"
+            " = 'native'",
+            next_step="correct job.judge_gpus, or leave it out",
+        )
+    return [
+        RoleSlot(
+            kind=RoleKind.JUDGE,
+            index=index,
+            node=0,
+            devices=DeviceShare(part=JUDGE, first=index * width, count=width) if width else None,
+        )
+        for index in range(len(judges))
+    ]
+
+
+def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequence[RoleSlot], ...]) -> Kind:
+    """Return the placement: what was asked for, else the least that these roles take."""
+    asked, num_main = spec.placement.kind, sum(not node.is_cpu for node in nodes)
+    learners, engines, workers = map(len, roles)
+    is_several = num_main > 1 or learners > 1 or engines > 1 or workers > 0
+    if asked in ("inline", "process") and is_several:
+        names = ("learners", "engines", "rollout_workers")
+        counts = {f"placement.{name}": getattr(spec.placement, name) for name in names}
+        raise SpecConflict(
+            {"placement.kind": asked, **{k: v for k, v in counts.items() if v}, **_gpus_asked(spec)},
+            f"they make {learners} learners, {engines} engines and {workers} rollout workers on {num_main}"
+            " nodes, and only Ray starts several processes of a role, or processes for rollouts",
+            allowed="placement.kind = 'ray', or one learner, one engine and no rollout workers",
+            next_step="leave placement.kind out, or ask for less",
+        )
+    is_apart = bool(_places(nodes, INFER))
+    if asked == "inline" and is_apart:
+        raise SpecConflict(
+            {"placement.kind": asked, **_gpus_asked(spec)},
+            "one process learns and generates on one GPU, and the GPUs for generation would be idle",
+            allowed="placement.kind = 'process' or 'ray', or job.single_gpu",
+            next_step="leave placement.kind out",
+        )
+    if asked is not None:
+        return asked
+    if is_several:
+        return "ray"
+    needs_process = is_apart or spec.engine.kind == "vllm" or spec.train.max_staleness > 0
+    return "process" if needs_process else "inline"
+
+
+def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
+    """Refuse GPUs and nodes that no role would use."""
+    used = {
+        (slot.node, slot.devices.part, slot.devices.first + place)
+        for slot in layout.slots
+        if slot.devices is not None
+        for place in range(slot.devices.count)
+    }
+    # The evaluator is a role of the job.
+    used |= {(0, EVAL, place) for place in range(spec.job.eval_gpus)}
+    idle = [text for node in layout.nodes for text in _describe_idle(node, used)]
+    # A scheduler gives every node of the main part as many.
+    most = max(node.num_gpus for node in layout.nodes)
+    idle += [
+        f"{most - node.num_gpus} of node {node.index}"
+        for node in layout.nodes
+        if not node.is_cpu and node.num_gpus < most
+    ]
+    if idle:
+        raise SpecConflict(
+            _gpus_asked(spec) or {"job.nodes": spec.job.nodes},
+            f"GPUs would be idle: {'; '.join(idle)}",
+            allowed="GPUs that a role uses: learners, engines and rollout workers, and on the first node"
+            " judges and the evaluator",
+            next_step="ask for fewer, or for other shares",
+        )
+    busy = {slot.node for slot in layout.slots}
+    unused = [node.index for node in layout.nodes if not node.is_cpu and node.index not in busy]
+    if unused:
+        raise SpecConflict(
+            {"job.nodes": spec.job.nodes, "placement.engines": layout.num_engines},
+            f"node {', '.join(map(str, unused))} would have no role",
+            allowed="nodes with a learner, an engine or a rollout worker each",
+            next_step="lower job.nodes, or leave placement.engines out",
+        )
+
+
+def _describe_idle(node: LayoutNode, used: set[tuple[int, str, int]]) -> Iterator[str]:
+    for part, number in node.gpus.items():
+        left = [place for place in range(number) if (node.index, part, place) not in used]
+        if left:
+            yield f"{len(left)} of the {number} for job.{part}_gpus on node {node.index}"
+
+
+def _gpus_asked(spec: RunSpec) -> dict[str, Any]:
+    """Return the settings that ask for GPUs and nodes, for a message."""
+    names = (
+        *("nodes", "infer_nodes", "gpus", "single_gpu", "train_gpus", "infer_gpus"),
+        *("judge_gpus", "env_gpus", "eval_gpus"),
+    )
+    given = {f"job.{name}": getattr(spec.job, name) for name in names}
+    return {key: value for key, value in given.items() if value and (key, value) != ("job.nodes", 1)}
