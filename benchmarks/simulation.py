@@ -424,10 +424,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sigma", type=float, default=0.6, help="spread of log-normal reply lengths")
     given = parser.parse_args(words)
     resolved = load_spec(given.run_file, given.overrides)
-    placement = resolved.spec.placement
+    layout = resolved.spec.layout
     wish = SimulationWish(
-        num_engines=placement.engines if given.engines is None else given.engines,
-        num_learners=(placement.learners or 1) if given.learners is None else given.learners,
+        num_engines=layout.num_engines if given.engines is None else given.engines,
+        num_learners=layout.num_learners if given.learners is None else given.learners,
         num_steps=given.steps,
         trouble=SimulatedTrouble(
             straggler_frac=given.stragglers,

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.cluster.ray.roles import NodeOffer, RoleCounts, plan_slots
 from strop.errors import ConfigError
 from strop.hardware.accelerators import find_accelerator
 from strop.launch.sites import PROJECT_FILE
@@ -260,10 +259,7 @@ def test_gpus_of_nodes_are_shared_out(
         ("engine", counts[1]),
     ]
     spec = load_spec(NAMES[name]).spec
-    num_infer, num_train = spec.job.gpu_roles["infer"], spec.job.gpu_roles["train"]
-    nodes = [NodeOffer(index=n, num_train=num_train, num_infer=num_infer) for n in range(spec.job.nodes)]
-    slots = plan_slots(RoleCounts(learners=counts[0], engines=counts[1], workers=0), nodes)
-    shares = [(slot.kind.value, slot.node) for slot in slots]
+    shares = [(slot.kind.value, slot.node) for slot in spec.layout.slots]
     for node in range(spec.job.nodes):
         # Each GPU of each node has one role.
         assert shares.count(("learner", node)) + shares.count(("engine", node)) == 8

@@ -18,7 +18,7 @@ from benchmarks.simulation import (
 )
 from strop.errors import ConfigError
 from strop.plan.estimate import Work, learn_s
-from strop.plan.roles import Layout
+from strop.plan.roles import RoleCounts
 from strop.spec import RunSpec
 from strop.tasks import build_task
 from strop.testing.simulated_engine import SimulatedTrouble
@@ -149,7 +149,7 @@ def test_a_simulated_engine_has_the_plans_speed() -> None:
     work = Work(
         spec=spec, size=SIZE, prompt_tokens_mean=5.0, max_reply_tokens=8, num_eval_examples=0, num_evals=0
     )
-    layout = Layout(num_learners=1, num_engines=1, num_workers=0, is_shared=False)
+    layout = RoleCounts(num_learners=1, num_engines=1, num_workers=0, is_shared=False)
     speed = simulated_speed(work, DEVICES, layout, SimulationWish(num_engines=1, reply_sigma=0.0))
     # Half of 1e6 operations a second. A token: 2 x 2000 and attention 4 x 10 x 8 = 4320; a prompt token 2000.
     assert speed.step_row_s == pytest.approx(4320 / 5e5)

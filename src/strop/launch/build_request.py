@@ -271,9 +271,15 @@ def _take_code(
 def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[RolePlan]:
     """Return the processes of a job, with the GPUs that `spec.layout` gives each on its node.
 
-    Raises: ConfigError if weights are to go by a file that nodes do not share.
+    Raises: ConfigError if weights are to go by a file that nodes do not share, or the run has a cluster.
     """
     job = spec.job
+    if spec.ray.address is not None:
+        raise ConfigError(
+            f"ray.address={spec.ray.address} in a job, whose GPUs its scheduler gives it",
+            allowed="`strop train` where a Ray cluster is running, or a job with a cluster of its own",
+            next_step="leave ray.address out, or use `strop train`",
+        )
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     layout = spec.layout
     gpus = {part: number for part, number in layout.nodes[0].gpus.items() if part != EVAL}

@@ -112,7 +112,9 @@ def _train_resolved(
     on_trained: Callable[[TrainOutcome], None],
 ) -> TrainOutcome:
     threads = set_threads(resolved.spec.placement.threads)
-    laid_out = settle_layout(resolved.spec, count_nodes(os.environ))
+    # A Ray cluster that is running has nodes that are not this job's.
+    is_attached = resolved.spec.ray.address is not None
+    laid_out = settle_layout(resolved.spec, None if is_attached else count_nodes(os.environ))
     model = get_model(resolved.spec.model.uri)
     spec, number_format = _settle(laid_out)
     task = build_task(spec.task)
@@ -144,12 +146,13 @@ def _train_resolved(
         if run_dir.state.num_attempts:
             spec, number_format = _settle(laid_out, run_dir.state.facts)
         attempt = str(run_dir.state.num_attempts + 1)
+        gpus = {part: n for part, n in spec.layout.nodes[0].gpus.items() if part != EVAL}
         with (
             claim_machine(
                 run_dir.path,
                 attempt,
                 need_bytes=_estimate_need(spec, task, model, frozen | judges),
-                wanted={part: n for part, n in spec.layout.nodes[0].gpus.items() if part != EVAL},
+                wanted={"train": 0} if is_attached else gpus,
             ) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
         ):

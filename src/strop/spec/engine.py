@@ -185,6 +185,15 @@ MAX_PORT = 65_535
 class RaySpec(Section):
     """Settings of Ray's own processes; read only with placement.kind = "ray"."""
 
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=300,
+        description="Address of a Ray cluster that is already running, as Ray writes it, or 'auto' on a node"
+        " of it. The run asks Ray for its GPUs, and leaves the cluster as it was. none = a cluster of the"
+        " run's own, which ends with it.",
+        json_schema_extra=expert("groups keep one Ray cluster running for all of their work"),
+    )
     temp_dir: str | None = Field(
         default=None,
         min_length=1,
@@ -221,6 +230,19 @@ class RaySpec(Section):
             return 0, 0
         first, _, last = self.ports.partition("-")
         return int(first), int(last)
+
+    @model_validator(mode="after")
+    def _check_address(self) -> RaySpec:
+        names = ("temp_dir", "object_store_bytes", "port", "ports")
+        own = {f"ray.{name}": value for name in names if (value := getattr(self, name)) is not None}
+        if self.address is not None and own:
+            raise SpecConflict(
+                {"ray.address": self.address, **own},
+                "the cluster that is running has settings of its own",
+                allowed="ray.address alone",
+                next_step=f"remove {', '.join(own)}, or ray.address",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_ports(self) -> RaySpec:

@@ -321,7 +321,8 @@ def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequen
     """Return the placement: what was asked for, else the least that these roles take."""
     asked, num_main = spec.placement.kind, sum(not node.is_cpu for node in nodes)
     learners, engines, workers = map(len, roles)
-    is_several = num_main > 1 or learners > 1 or engines > 1 or workers > 0
+    is_attached = spec.ray.address is not None
+    is_several = num_main > 1 or learners > 1 or engines > 1 or workers > 0 or is_attached
     if asked in ("inline", "process") and is_several:
         names = ("learners", "engines", "rollout_workers")
         counts = {f"placement.{name}": getattr(spec.placement, name) for name in names}

@@ -19,6 +19,7 @@ from typing import Any
 
 from strop.cluster.contract import ModelSource, Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
+from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
 from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
 from strop.cluster.ray.node import find_own_address
@@ -28,7 +29,6 @@ from strop.cluster.ray.settings import (
     NodeSettings,
     check_object_store,
     choose_temp_dir,
-    node_resource,
     require_ray,
 )
 from strop.cluster.ray.workers import EngineAddress, EngineHost, RolloutWorker, RolloutWorkers, assign_engines
@@ -58,8 +58,6 @@ _CLASSES: Mapping[RoleKind, type[RayRole]] = {
     RoleKind.ENGINE: EngineHost,
     RoleKind.WORKER: RolloutWorker,
 }
-_NODE_SHARE = 0.001
-"""Of a node's own resource: it only says where a role lives."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +73,7 @@ class _Started:
 
 
 class RayPlacement:
-    """Roles on a Ray cluster of this run's own."""
+    """Roles on a Ray cluster, of this run's own or one that is already running (`ray.address`)."""
 
     def __init__(
         self,
@@ -98,7 +96,8 @@ class RayPlacement:
         self._limits = limits
         self._attempt = os.environ.get(ATTEMPT_VARIABLE, "local")
         self._num_nodes = 1
-        self._head: RayHead | None = None
+        self._head: RayHead | AttachedCluster | None = None
+        self._group: Any = None
         self._watch: DeathWatch | None = None
         self._roles: list[_Started] = []
         self._engines: list[RemoteEngine] = []
@@ -138,6 +137,11 @@ class RayPlacement:
                     # One after the other has no cost: all but engines only set a flag.
                     await asyncio.wait_for(_answer(role.actor.end.remote()), STOP_LIMIT_S)
                 ray.kill(role.actor)
+            if self._group is not None:
+                from ray.util.placement_group import remove_placement_group
+
+                remove_placement_group(self._group)
+                self._group = None
         if self._head is not None:
             await self._head.stop()
             self._head = None
@@ -149,6 +153,25 @@ class RayPlacement:
         layout = self._spec.layout
         self._num_nodes = len(layout.nodes)
         host = find_own_address(os.environ, self._num_nodes)
+        address = self._spec.ray.address
+        self._head = self._make_head(host) if address is None else self._attach(address)
+        self._head.launch()
+        await self._head.connect()
+        await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
+        self._watch = DeathWatch(read_nodes, self._head.find_death)
+        self._watch.start()
+        await self._begin_roles([slot for slot in layout.slots if slot.kind in _CLASSES])
+        self._require_transport()
+        # Every role finds the model on its machine, or fetches it there.
+        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
+        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
+        for role, source in zip(self._roles, found, strict=True):
+            role.source = source
+        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
+        return await self._connect(facts, addresses, host)
+
+    def _make_head(self, host: str) -> RayHead:
+        """Return a cluster of the run's own, which is not started yet."""
         ray = self._spec.ray
         store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
         check_object_store(store_bytes)
@@ -171,21 +194,12 @@ class RayPlacement:
         )
         self._weights_dir = self._choose_weights_dir(settings)
         rendezvous = rendezvous_path(self._work_dir, self._attempt)
-        self._head = RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
-        self._head.launch()
-        await self._head.connect()
-        await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
-        self._watch = DeathWatch(read_nodes, self._head.find_death)
-        self._watch.start()
-        await self._begin_roles([slot for slot in layout.slots if slot.kind in _CLASSES])
-        self._require_transport()
-        # Every role finds the model on its machine, or fetches it there.
-        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
-        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
-        for role, source in zip(self._roles, found, strict=True):
-            role.source = source
-        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
-        return await self._connect(facts, addresses, host)
+        return RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
+
+    def _attach(self, address: str) -> AttachedCluster:
+        """Return the cluster that is running there."""
+        self._weights_dir = self._work_dir / "weights"
+        return AttachedCluster(address, self._find_own_dir(), self._num_nodes)
 
     async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
         """Make the clients of roles that have loaded, and give all engines the learner's weights."""
@@ -303,8 +317,9 @@ class RayPlacement:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [{node_resource(slot.node): _NODE_SHARE} for slot in slots]
-        group = placement_group(bundles, strategy="PACK")
+        assert self._head is not None
+        seats = self._head.reserve(slots)
+        self._group = group = placement_group(list(seats.bundles), strategy="PACK")
         await self._guard(group.ready(), START_LIMIT_S)
         salt = secrets.token_hex(16)
         # What the run file says of the store changes these variables in this process: roles are given them.
@@ -314,18 +329,22 @@ class RayPlacement:
         proofs = prove_environment(names, salt, os.environ)
         import torch
 
-        assert self._head is not None
-        logs_dir, mark_path = self._find_logs_dir(), self._head.settings_path
+        logs_dir, mark_path = self._find_logs_dir(), self._head.mark_path
+        # A cluster that is not the run's has processes with other variables.
+        own = {name: os.environ[name] for name in names} if seats.variables else {}
+        runtime_env = (
+            {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}} if own or seats.variables else None
+        )
         for index, slot in enumerate(slots):
             start = RoleStart(
                 name=slot.name,
                 node=slot.node,
                 log_path=str(logs_dir / f"{slot.name}.log"),
                 num_threads=torch.get_num_threads(),
-                devices=slot.devices,
+                devices=None if seats.num_gpus[index] else slot.devices,
                 proofs=proofs,
                 salt=salt,
-                store=store,
+                variables={**seats.variables, **own, **store},
                 mark_path=str(mark_path),
             )
             # One call at a time, and beside it one that waits for the end.
@@ -334,9 +353,11 @@ class RayPlacement:
                 make(_CLASSES[slot.kind])
                 .options(
                     num_cpus=0,
+                    num_gpus=seats.num_gpus[index],
                     name=slot.name,
+                    runtime_env=runtime_env,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=group, placement_group_bundle_index=index
+                        placement_group=group, placement_group_bundle_index=seats.indices[index]
                     ),
                 )
                 .remote(start)

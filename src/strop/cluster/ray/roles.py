@@ -38,8 +38,9 @@ class RoleStart:
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Of the environment: see `prove_environment`."""
     salt: str = ""
-    store: Mapping[str, str] = field(default_factory=dict)
-    """The variables of `store.policy`, which the run's own process may have from its run file."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Those of `store.policy`, which the run's own process may have from its run file; on a cluster that is
+    not the run's, all that it needs."""
     mark_path: str = ""
     """A file on the disk of the run's own process: who sees it sees that disk."""
 
@@ -77,8 +78,8 @@ class RayRole:
         Raises: CheckRefused naming the role and what it lacks.
         """
         start = self._start
+        os.environ.update(start.variables)
         require_environment(start.name, start.proofs, start.salt, os.environ)
-        os.environ.update(start.store)
         if start.devices is not None:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
             for name in PART_DEVICES.values():

@@ -16,16 +16,24 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.cluster.ray.settings import ADDRESS_NAME, NodeSettings, describe_here, ray_variables
+from strop.cluster.ray.attached import Seats
+from strop.cluster.ray.settings import (
+    ADDRESS_NAME,
+    NodeSettings,
+    describe_here,
+    node_resource,
+    ray_variables,
+)
 from strop.errors import CheckRefused, EngineError
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import write_secret
+from strop.spec.layout import RoleSlot
 
 START_LIMIT_S = 120.0
 """Ray's own processes take two to ten seconds."""
@@ -35,6 +43,8 @@ HEAD_LIMIT_S = 3600.0
 _STOP_GRACE_S = 25.0
 """The keeper ends Ray by asking, then by killing; that takes it a second, fifteen at most."""
 _POLL_S = 0.05
+_NODE_SHARE = 0.001
+"""Of a node's own resource: it only says where a role lives."""
 TOKEN_NAME = "ray.token"
 
 
@@ -69,9 +79,17 @@ class RayHead:
         self._is_connected = False
 
     @property
-    def settings_path(self) -> Path:
+    def mark_path(self) -> Path:
         """The head's own settings: a file of this machine's disk, which no other node is sent."""
         return self._rendezvous_path.with_name("node-0.json")
+
+    def reserve(self, slots: Sequence[RoleSlot]) -> Seats:
+        """Return one bundle for each role, on its node. Ray knows of no GPUs."""
+        return Seats(
+            bundles=[{node_resource(slot.node): _NODE_SHARE} for slot in slots],
+            indices=range(len(slots)),
+            num_gpus=[0.0] * len(slots),
+        )
 
     @property
     def keeper_pid(self) -> int | None:
@@ -84,7 +102,7 @@ class RayHead:
         Raises: StoreError if the folder of `rendezvous_path` cannot be written.
         """
         self._clear_start_files()
-        settings_path = self.settings_path
+        settings_path = self.mark_path
         try:
             self._token = secrets.token_hex(32)
             write_secret(Path(self._settings.token_path), self._token)

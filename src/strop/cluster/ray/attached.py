@@ -1,0 +1,183 @@
+"""A Ray cluster that is already running, to which a run attaches and which it leaves as it was.
+
+Its scheduler knows its GPUs, so the run asks it for them, role by role, in one placement group that goes with
+the run. Its processes have other environments than the run: roles are given the variables that the run needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.errors import CheckRefused
+from strop.io.atomic import explain_write_failure
+from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
+from strop.spec.layout import RoleSlot
+
+_NODE_SHARE = 0.001
+"""Of the resource that Ray gives every node by its address: it only says where a role lives."""
+_KNOCK_LIMIT_S = 10.0
+_CARRIED = (ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, "HF_HOME", "HF_HUB_OFFLINE", "STROP_CACHE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seats:
+    """What a placement group reserves, and each role's place in it."""
+
+    bundles: Sequence[dict[str, float]]
+    indices: Sequence[int]
+    """The bundle of each role, in the order of the roles."""
+    num_gpus: Sequence[float]
+    """What each role asks of it; roles that share GPUs ask for parts of them."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the processes of the cluster lack."""
+
+
+class AttachedCluster:
+    """The cluster at `ray.address`, with this process connected to it."""
+
+    def __init__(self, address: str, work_dir: Path, num_nodes: int) -> None:
+        """`work_dir`: takes a file by which a role knows that it sees the disk of the run."""
+        self._address = address
+        self._num_nodes = num_nodes
+        self._hosts: list[str] = []
+        self._is_connected = False
+        self.mark_path = work_dir / "attached"
+
+    def launch(self) -> None:
+        """Write the mark. Raises: StoreError if `work_dir` cannot be written."""
+        try:
+            self.mark_path.parent.mkdir(parents=True, exist_ok=True)
+            self.mark_path.write_text(self._address)
+        except OSError as error:
+            raise explain_write_failure(error, self.mark_path) from error
+
+    async def connect(self) -> str:
+        """Connect this process, and choose the nodes: this machine's first, then those with the most GPUs.
+
+        Raises: CheckRefused if no cluster answers there, it has other software, or this machine is none of
+            its nodes.
+        """
+        host, colon, port = self._address.rpartition(":")
+        try:
+            if colon and port.isdecimal():
+                # Ray itself goes on asking for minutes.
+                await asyncio.wait_for(_knock(host.strip("[]"), int(port)), _KNOCK_LIMIT_S)
+        except (OSError, TimeoutError) as error:
+            raise self._refuse(f"nothing answers there ({error or 'in time'})") from error
+        import ray
+        from ray._private import ray_constants
+        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+        # Both as the user's environment has them; a run of this process may have changed them before.
+        switch = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+        ray_constants.ENABLE_RAY_CLUSTER = switch.lower() in ("1", "true")
+        AuthenticationTokenLoader.instance().reset_cache()
+        handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
+        try:
+            context = await asyncio.to_thread(
+                ray.init,
+                address=self._address,
+                # A name of its own: actors of two runs on one cluster do not meet.
+                namespace=f"strop-{uuid.uuid4().hex[:12]}",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError, AssertionError) as error:
+            raise self._refuse(" ".join(str(error).split())[:400]) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            sys.excepthook = hook
+        self._is_connected = True
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        own = [node for node in nodes if node["NodeID"] == ray.get_runtime_context().get_node_id()]
+        others = [node for node in nodes if node not in own]
+        others.sort(key=lambda node: -node["Resources"].get("GPU", 0.0))
+        chosen = [*own, *others][: self._num_nodes]
+        self._hosts = [str(node["NodeManagerAddress"]) for node in chosen]
+        return str(context.address_info["address"])
+
+    async def await_nodes(self, indices: Iterable[int], limit_s: float) -> None:
+        """Refuse a cluster with fewer nodes than the job asks for: nobody adds to it.
+
+        Raises: CheckRefused.
+        """
+        wanted = len(list(indices))
+        if len(self._hosts) < wanted:
+            raise CheckRefused(
+                f"the Ray cluster at {self._address} has {len(self._hosts)} nodes, and job.nodes is {wanted}",
+                allowed="as many nodes as the cluster has, or fewer",
+                next_step="lower job.nodes",
+            )
+
+    def reserve(self, slots: Sequence[RoleSlot]) -> Seats:
+        """Return one bundle for each share of GPUs, which its roles divide, and one for each other role.
+
+        Raises: CheckRefused if the cluster's nodes do not have so many GPUs.
+        """
+        import ray
+
+        keys = [
+            (slot.node, slot.devices) if slot.devices and slot.devices.count else (slot.node, slot.name)
+            for slot in slots
+        ]
+        sharing = Counter(keys)
+        order = list(dict.fromkeys(keys))
+        bundles, counts = [], []
+        for node, share in order:
+            count = 0 if isinstance(share, str) else share.count
+            gpus = {"GPU": float(count)} if count else {}
+            bundles.append({f"node:{self._hosts[node]}": _NODE_SHARE, **gpus})
+            counts.append(count)
+        total = {str(node["NodeManagerAddress"]): node["Resources"].get("GPU", 0.0) for node in ray.nodes()}
+        wanted: Counter[str] = Counter()
+        for (node, _), count in zip(order, counts, strict=True):
+            wanted[self._hosts[node]] += count
+        lacking = [f"{host} has {total[host]:g} of {n}" for host, n in wanted.items() if total[host] < n]
+        if lacking:
+            raise CheckRefused(
+                f"GPUs of the Ray cluster at {self._address}: {', '.join(lacking)}",
+                allowed="as many GPUs as Ray knows on a node",
+                next_step="ask for fewer in the job section",
+            )
+        indices = [order.index(key) for key in keys]
+        shares = [counts[index] / sharing[key] for index, key in zip(indices, keys, strict=True)]
+        # Ray divides one GPU, and hands out several whole.
+        num_gpus = [share if share < 1 else float(int(share)) for share in shares]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
+        return Seats(
+            bundles=bundles, indices=indices, num_gpus=num_gpus, variables={"PYTHONPATH": paths} | carried
+        )
+
+    def find_death(self) -> str | None:
+        """Return None: the cluster is not the run's, and its nodes' ends show in its list."""
+        return None
+
+    async def stop(self) -> None:
+        """Disconnect; the cluster goes on. May be called at any time, and twice."""
+        if self._is_connected:
+            import ray
+
+            self._is_connected = False
+            await asyncio.to_thread(ray.shutdown)
+        self.mark_path.unlink(missing_ok=True)
+
+    def _refuse(self, why: str) -> CheckRefused:
+        return CheckRefused(
+            f"ray.address={self._address}: {why}",
+            allowed="the address of a running cluster with this Ray and Python, or 'auto' on a node of it",
+            next_step="look at `ray status` there, or leave ray.address out: the run starts its own",
+        )
+
+
+async def _knock(host: str, port: int) -> None:
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()

@@ -1,0 +1,163 @@
+"""A run on a Ray cluster that is already running, which goes on afterwards as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strop.cluster import ModelSource
+from strop.cluster.build import build_placement
+from strop.cluster.ray.attached import AttachedCluster
+from strop.engine.contract import GenerationRequest
+from strop.errors import CheckRefused
+from strop.hardware.ports import LOOPBACK, hold_port
+from strop.hardware.process import spawn, terminate
+from strop.rollout import Sampling
+from strop.spec.layout import settle_layout
+from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.tiny_run import tiny_spec
+
+# Asked in a process of its own: one process is connected to one cluster at a time.
+STATE = """
+import json, ray, sys
+from ray.util.state import list_actors, list_placement_groups
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+print(json.dumps({
+    "free": {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")},
+    "nodes": sum(node["Alive"] for node in ray.nodes()),
+    "actors": len([1 for one in ray._private.state.actors().values() if one["State"] != "DEAD"]),
+    "groups": len([1 for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]),
+}))
+"""
+LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Loopback is an address to Ray only so."""
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LOOPBACK_ALONE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster of one node that believes it has three GPUs."""
+    folder = tmp_path_factory.mktemp("r")
+    with hold_port(LOOPBACK, 0) as held:
+        port = held.port
+    words = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    words += [f"--port={port}", f"--node-ip-address={LOOPBACK}", "--num-gpus=3", "--num-cpus=4"]
+    words += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    child = spawn(words, folder / "ray.log", {**os.environ, **LOOPBACK_ALONE})
+    found = f"{LOOPBACK}:{port}"
+    try:
+        while "Ray runtime started" not in child.tail(200):
+            assert child.poll() is None, child.tail()
+            time.sleep(0.2)
+        yield found
+        # It lives until it is ended here.
+        assert child.poll() is None
+    finally:
+        terminate(child, 20.0)
+
+
+def _ask(address: str) -> dict[str, Any] | None:
+    words = [sys.executable, "-c", STATE, address]
+    environment = {**os.environ, **LOOPBACK_ALONE}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
+    address: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The cluster was started without it: roles are given it, and prove that they have it.
+    monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
+    monkeypatch.setenv("PROMISED", "a,b 'c'")
+    before = _ask(address)
+    assert before is not None
+    assert before["free"]["GPU"] == 3.0
+    spec = settle_layout(
+        tiny_spec(
+            ray={"address": address},
+            job={"train_gpus": 1, "infer_gpus": 1, "env_gpus": 1},
+            engine={"max_num_seqs": 4},
+        )
+    )
+    assert spec.placement.kind == "ray"
+
+    async def act() -> dict[str, Any] | None:
+        placement = build_placement(spec, ModelSource(path=tiny_model_dir, digest="d"), tmp_path / "roles")
+        try:
+            roles = await placement.start()
+            meanwhile = await asyncio.to_thread(_ask, address)
+            request = GenerationRequest(
+                prompt_ids=np.array([1, 2, 3], dtype=np.int32),
+                seed=1,
+                sampling=Sampling(),
+                max_tokens=4,
+                stop_token_ids=frozenset(),
+            )
+            reply = await roles.engine.generate(request)
+            assert len(reply.token_ids) >= 1
+            return meanwhile
+        finally:
+            await placement.stop()
+
+    meanwhile = asyncio.run(act())
+    assert meanwhile is not None
+    # Learner, engine and rollout worker hold a GPU each of those that Ray knows.
+    assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"], meanwhile["groups"]) == (0.0, 3, 1)
+    assert _ask(address) == before
+    shown = [path.read_text() for path in sorted((tmp_path / "roles").rglob("*.log"))]
+    assert sum("on node 0" in text for text in shown) == 3
+
+
+@pytest.mark.slow
+@needs_ray
+def test_what_the_cluster_does_not_have_is_refused(address: str, tmp_path: Path) -> None:
+    async def act(num_nodes: int, gpus: int) -> None:
+        cluster = AttachedCluster(address, tmp_path, num_nodes)
+        cluster.launch()
+        try:
+            await cluster.connect()
+            await cluster.await_nodes(range(num_nodes), 1.0)
+            cluster.reserve(tiny_spec(job={"gpus": gpus}).layout.slots)
+        finally:
+            await cluster.stop()
+
+    with pytest.raises(CheckRefused, match=r"has 1 nodes, and job\.nodes is 2"):
+        asyncio.run(act(2, 1))
+    with pytest.raises(CheckRefused, match=r"127\.0\.0\.1 has 3 of 4"):
+        asyncio.run(act(1, 4))
+
+
+@pytest.mark.slow
+@needs_ray
+def test_an_address_where_nothing_listens_is_said(tmp_path: Path) -> None:
+    async def act() -> None:
+        cluster = AttachedCluster(f"{LOOPBACK}:1", tmp_path, 1)
+        cluster.launch()
+        await cluster.connect()
+
+    with pytest.raises(CheckRefused, match=r"ray\.address=127\.0\.0\.1:1"):
+        asyncio.run(act())
+
+
+def test_a_running_cluster_has_settings_of_its_own() -> None:
+    with pytest.raises(ValueError, match="has settings of its own"):
+        tiny_spec(ray={"address": "auto", "port": 7000})
+    with pytest.raises(ValueError, match="only Ray starts several"):
+        tiny_spec(ray={"address": "auto"}, placement={"kind": "inline"})
