@@ -71,7 +71,7 @@ class AttachedCluster:
                 # Ray itself goes on asking for minutes.
                 await asyncio.wait_for(_knock(host.strip("[]"), int(port)), _KNOCK_LIMIT_S)
         except (OSError, TimeoutError) as error:
-            raise self._refuse(f"nothing answers there ({error or 'in time'})") from error
+            raise self._refuse(f"nothing answers there ({str(error) or 'in time'})") from error
         import ray
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
