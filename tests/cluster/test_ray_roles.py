@@ -149,7 +149,7 @@ import json, os, sys
 from strop.cluster.ray.roles import RoleStart
 from strop.cluster.ray.workers import RolloutWorker
 start = RoleStart(
-    name="worker-0", node=1, log_path=sys.argv[1], mark_path=sys.argv[2], store={"STROP_STORE_URI": "s3://a/b"}
+    name="worker-0", node=1, log_path=sys.argv[1], mark_path=sys.argv[2], variables={"STROP_STORE_URI": "s3://a/b"}
 )
 facts = RolloutWorker(start).begin()
 print(json.dumps([facts.sees_run, os.environ["STROP_STORE_URI"]]))
