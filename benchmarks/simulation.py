@@ -39,7 +39,9 @@ from strop.engine.router import Router, RouterLimits
 from strop.errors import ConfigError
 from strop.hardware.accelerators import Accelerator, find_accelerator
 from strop.hardware.busy_clock import BusyClock
-from strop.plan.estimate import Work, decode_speed, learn_s, sync_s, verify_reply_s
+from strop.plan.estimate import learn_s, sync_s
+from strop.plan.generating import Work, decode_speed
+from strop.plan.judging import typical_reply_s
 from strop.plan.planning import plan_work
 from strop.plan.roles import RoleCounts
 from strop.plan.speeds import Speeds
@@ -291,7 +293,7 @@ class _Desk:
     async def run(self) -> Simulation:
         given, spec = self._given, self._spec
         self._engines = self._build_engines()
-        judge = ChanceJudge(given.wish.solved_frac, seed=spec.seed, judge_s=verify_reply_s(spec))
+        judge = ChanceJudge(given.wish.solved_frac, seed=spec.seed, judge_s=typical_reply_s(spec))
         roles = Roles(
             learner=self._learner,  # type: ignore[arg-type]
             engine=self._router,

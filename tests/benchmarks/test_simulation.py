@@ -17,7 +17,8 @@ from benchmarks.simulation import (
     simulated_speed,
 )
 from strop.errors import ConfigError
-from strop.plan.estimate import Work, learn_s
+from strop.plan.estimate import learn_s
+from strop.plan.generating import Work
 from strop.plan.roles import RoleCounts
 from strop.spec import RunSpec
 from strop.tasks import build_task

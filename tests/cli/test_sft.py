@@ -132,7 +132,8 @@ def test_a_plan_without_the_data_says_what_it_does_not_know(folder: Path, run: R
     ended = run("plan", "sft.toml", "sft.source=gone.jsonl", "--json")
     assert ended.code == 0, ended.err
     planned = json.loads(ended.out)
-    assert planned["time"] is None
+    assert planned["time"]["step_s"] > 0
+    assert "given_tokens_mean" in {one["name"] for one in planned["assumptions"]}
     assert any("gone.jsonl is not on this machine" in text for text in planned["unknown"])
 
 

@@ -15,7 +15,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
-from strop.plan.estimate import SIGNAL_FRAC
+from strop.plan.generating import SIGNAL_FRAC
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan, plan_work, predict_run
 from strop.record.rollouts import write_rollouts

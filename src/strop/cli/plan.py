@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from strop.cli.submit import SubmitArguments
     from strop.launch.contract import JobRequest
     from strop.plan.estimate import TimeEstimate
+    from strop.plan.judging import Judging
     from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room
     from strop.plan.target import Price
     from strop.spec import ResolvedSpec
@@ -185,6 +186,8 @@ def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozens
         _show_room(output, "disk", planned.disk)
     if planned.time is not None:
         _show_time(output, planned, planned.time)
+    if planned.judging is not None:
+        _show_judging(output, planned.judging)
     if planned.price is not None:
         _show_price(output, planned.price)
 
@@ -261,6 +264,24 @@ def _show_time(output: Output, planned: Plan, time: TimeEstimate) -> None:
     ]
     assumed += [(f"{one.name} (assumed)", f"{one.value:g}", one.why) for one in planned.assumptions]
     output.give_table(("the estimate rests on", "value", "because"), assumed)
+
+
+def _show_judging(output: Output, judging: Judging) -> None:
+    from strop.view.terminal import describe_duration
+
+    rows = []
+    if judging.programs_in_run:
+        rows.append(("programs run", f"{judging.programs_per_step:,.0f}", f"{judging.programs_in_run:,.0f}"))
+    if judging.limit_step_s is not None:
+        longest = describe_duration(judging.limit_step_s)
+        rows.append(("their time, if each ran into its limit", longest, ""))
+    if judging.calls_in_run:
+        tokens = f"{judging.read_tokens_in_run:,.0f} read, {judging.written_tokens_in_run:,.0f} written"
+        rows.append(
+            ("questions to a judge", f"{judging.calls_per_step:,.0f}", f"{judging.calls_in_run:,.0f}")
+        )
+        rows.append(("tokens of the judge", "", tokens))
+    output.give_table(("judging", "a step", "the run and its evaluations"), rows)
 
 
 def _show_price(output: Output, price: Price) -> None:

@@ -11,8 +11,10 @@ weights or the roles share a device; else the longer of generating and learning 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from strop.plan.generating import REPLY_LIMIT_FRAC, SIGNAL_FRAC, Work, attention_flop, generate_s
+from strop.plan.judging import Assumption, judge_s, list_judge_assumptions
 from strop.plan.roles import (
     ENGINE,
     LEARNER,
@@ -20,7 +22,6 @@ from strop.plan.roles import (
     Part,
     RoleCounts,
     count_roles,
-    count_rows,
     frozen_sizes,
     position_budget,
     recomputes,
@@ -29,37 +30,20 @@ from strop.plan.speeds import Speeds
 from strop.policy.footprint import (
     COPY_BYTES,
     ModelSize,
-    cache_bytes,
     checkpoint_bytes,
     count_trained,
-    decode_flop,
     learn_flop,
     prefill_flop,
     state_bytes,
 )
 from strop.spec import RunSpec
 
-REPLY_LIMIT_FRAC = 0.75
-SIGNAL_FRAC = 0.5
-VERIFY_S = 0.0001
-"""Judging one reply by rules: 10,000 a second, a quarter of what benchmarks/results/verify-* measured."""
-VERIFY_PROGRAM_S = 0.02
-"""Running the program in a reply: 55 a second on two cores, benchmarks/results/code-judge-*."""
 IMBALANCE = 1.05
 """The rank with the most work has so many times the mean, after balancing."""
 HASHED_BYTES_PER_S = 0.75e9
 """SHA-256 with the processor's own instructions, once on either side: half of 1.5 GB/s."""
 _MIN_GAIN_FRAC = 0.05
 """A change that saves less of a step is no relief."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumption:
-    """A number that was not measured for this run."""
-
-    name: str
-    value: float
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,37 +79,6 @@ class TimeEstimate:
     speeds: Speeds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What the time of a run depends on."""
-
-    spec: RunSpec
-    size: ModelSize
-    prompt_tokens_mean: float
-    max_reply_tokens: int
-    num_eval_examples: int
-    num_evals: int
-    given_tokens: float = 0.0
-    """Tokens of the demonstrations or pairs of one step, prompts included."""
-    given_scored: float = 0.0
-    """Those of them that the loss counts."""
-    reply_tokens_mean: float | None = None
-    """None: assumed from the limit."""
-    sampling_frac: float = 1.0
-    """Share of the steps that sample; distillation shows demonstrations in the others."""
-    signal_frac: float = SIGNAL_FRAC
-    layout: RoleCounts | None = None
-    """None: as the run file says."""
-    frozen: Mapping[str, ModelSize] = field(default_factory=dict)
-    """Sizes of the reference and the teacher by role; one that is not given counts like the policy."""
-
-    @property
-    def reply_tokens(self) -> float:
-        """Mean tokens of a reply."""
-        assumed = REPLY_LIMIT_FRAC * self.max_reply_tokens
-        return assumed if self.reply_tokens_mean is None else self.reply_tokens_mean
-
-
 def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tuple[Part, ...]:
     """Return what checkpoints take: those that are kept, the one being written, the one being sent.
 
@@ -135,11 +88,6 @@ def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tup
     num_kept = spec.train.keep_checkpoints
     kept = Part(name=f"{num_kept} checkpoints and one being written", amount=(num_kept + 1) * one)
     return (kept, Part(name="one held while it is mirrored", amount=one)) if is_mirrored else (kept,)
-
-
-def verify_reply_s(spec: RunSpec) -> float:
-    """Return seconds to judge one reply of the run's task."""
-    return VERIFY_PROGRAM_S if spec.task.runs_programs else VERIFY_S
 
 
 def signal_frac(spec: RunSpec) -> float:
@@ -170,9 +118,7 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
             value=signal_frac(spec),
             why="share of groups whose rewards differ; the others are not forwarded",
         ),
-        Assumption(
-            name="verify_s", value=verify_reply_s(spec), why="seconds to judge one reply of such a task"
-        ),
+        *list_judge_assumptions(spec),
         *shares,
     )
 
@@ -235,7 +181,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     num_prompts = train.prompts_per_step if train.has_rl else 0
     num_rollouts: float = num_prompts * train.group_size
     prompt_tokens = num_prompts * work.prompt_tokens_mean
-    generate_s, limit = _generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
+    generating_s, limit = generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
     # From here on of the mean step: not every one samples.
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
     reply_tokens = num_rollouts * work.reply_tokens
@@ -244,19 +190,16 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     positions = work.signal_frac * (reads * prompt_tokens + reply_tokens) + work.given_tokens
     scored = work.signal_frac * reply_tokens + work.given_scored
     seconds = {
-        "generate": work.sampling_frac * generate_s,
-        "verify": num_rollouts * verify_reply_s(spec) / max(layout.num_workers, 1),
+        "generate": work.sampling_frac * generating_s,
+        "verify": judge_s(work, speeds, layout, num_rollouts),
         "learn": learn_s(work, speeds, layout, positions, scored),
         "sync": sync_s(work, speeds, layout),
     }
-    per_example = 1 + (spec.eval.num_samples or 0)
-    eval_s, _ = _generate_s(
-        work,
-        speeds,
-        layout,
-        work.num_eval_examples * per_example,
-        work.num_eval_examples * work.prompt_tokens_mean,
+    num_eval_replies = work.num_eval_examples * (1 + (spec.eval.num_samples or 0))
+    eval_s, _ = generate_s(
+        work, speeds, layout, num_eval_replies, work.num_eval_examples * work.prompt_tokens_mean
     )
+    eval_s += judge_s(work, speeds, layout, num_eval_replies)
     step_s = step_period_s(seconds, layout, max_staleness=train.max_staleness, sync_every=train.sync_every)
     bottleneck, role = _name_bottleneck(seconds, eval_s * work.num_evals / train.steps, limit)
     return TimeEstimate(
@@ -290,60 +233,6 @@ def _name_bottleneck(seconds: Mapping[str, float], eval_step_s: float, limit: st
     return f"{slowest}, bound by {cause}", role
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSpeed:
-    """How long one engine takes for what."""
-
-    prefill_token_s: float
-    token_s: float
-    """Of arithmetic for one token of one reply."""
-    read_s: float
-    """Of reading the weights and the cache of all rows, in every decode step."""
-    overhead_s: float
-    """Of every decode step beside that."""
-    rows: int
-    """Replies decoded at once."""
-
-
-def decode_speed(work: Work, speeds: Speeds, layout: RoleCounts) -> DecodeSpeed:
-    """Return the speed of one engine among those of the layout. Those on one processor share it."""
-    size, dtype, known = work.size, work.spec.model.dtype, speeds.efficiency
-    num_sharing = layout.num_engines if speeds.is_processor else 1
-    rows = count_rows(work.spec, layout.num_engines, is_gpu=not speeds.is_processor)
-    rate = speeds.gflops * 1e9 * known.decode_frac / num_sharing
-    context = work.prompt_tokens_mean + work.reply_tokens / 2
-    read = size.num_params * COPY_BYTES[dtype] + cache_bytes(size, dtype, rows, int(context))
-    return DecodeSpeed(
-        prefill_token_s=prefill_flop(size, 1.0) / rate,
-        token_s=(decode_flop(size, 1.0) + _attention_flop(size, context)) / rate,
-        read_s=num_sharing * read / (speeds.copy_gb_per_s * 1e9),
-        overhead_s=size.num_layers * known.decode_layer_s,
-        rows=rows,
-    )
-
-
-def _generate_s(
-    work: Work, speeds: Speeds, layout: RoleCounts, num_rollouts: float, prompt_tokens: float
-) -> tuple[float, str]:
-    """Return seconds to generate replies, and whether arithmetic or memory sets them."""
-    if not num_rollouts:
-        return 0.0, "arithmetic"
-    speed = decode_speed(work, speeds, layout)
-    reply_tokens = num_rollouts * work.reply_tokens / layout.num_engines
-    rows = min(-(-num_rollouts // layout.num_engines), speed.rows)
-    # Some reply is as long as its limit, and all rows wait for it.
-    num_steps = max(reply_tokens / rows, work.max_reply_tokens)
-    compute_s, read_s = reply_tokens * speed.token_s, num_steps * speed.read_s
-    limit = "arithmetic" if compute_s >= read_s else "memory bandwidth"
-    prefill_s = prompt_tokens / layout.num_engines * speed.prefill_token_s
-    return prefill_s + max(compute_s, read_s) + num_steps * speed.overhead_s, limit
-
-
-def _attention_flop(size: ModelSize, num_pairs: float) -> float:
-    """FLOP of scores and weighted sums: 4 per layer, head value and (query, key) pair."""
-    return 4.0 * size.num_layers * size.num_heads * size.head_width * num_pairs
-
-
 def learn_s(work: Work, speeds: Speeds, layout: RoleCounts, positions: float, scored: float) -> float:
     """Return seconds of forward, backward, gathering shards, and the optimizer.
 
@@ -355,7 +244,7 @@ def learn_s(work: Work, speeds: Speeds, layout: RoleCounts, positions: float, sc
     adapters = count_trained(size, spec.lora)
     # Frozen weights have no gradient: two thirds of forward and backward are left.
     share = 1.0 if adapters is None else 2 / 3
-    flop = share * learn_flop(size, positions, scored) + 3.0 * _attention_flop(size, positions * context)
+    flop = share * learn_flop(size, positions, scored) + 3.0 * attention_flop(size, positions * context)
     if recomputes(spec, size, layout, speeds.memory_bytes, work.frozen):
         flop += prefill_flop(size, positions)
     flop = spec.train.epochs * flop + _scoring_flop(work, positions, scored)
@@ -393,7 +282,7 @@ def _scoring_flop(work: Work, positions: float, scored: float) -> float:
     return sum(
         prefill_flop(one, positions)
         + 2.0 * one.head_params * scored
-        + _attention_flop(one, positions * context)
+        + attention_flop(one, positions * context)
         for one in asked
     )
 

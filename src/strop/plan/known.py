@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import fmean
 
 from strop.errors import RemoteMissing
-from strop.plan.estimate import REPLY_LIMIT_FRAC, Assumption
+from strop.plan.generating import REPLY_LIMIT_FRAC
+from strop.plan.judging import Assumption
 from strop.plan.locate import (
     KnownModel,
     describe_model,

@@ -8,7 +8,8 @@ from typing import Any
 from strop.algorithm import Aggregation, build_algorithm
 from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
-from strop.plan.estimate import Assumption, TimeEstimate
+from strop.plan.estimate import TimeEstimate
+from strop.plan.judging import Assumption, Judging
 from strop.plan.locate import KnownModel
 from strop.plan.roles import Part, RoleMemory, count_rows
 from strop.plan.target import Price
@@ -110,6 +111,8 @@ class Plan:
     disk: Room | None
     time: TimeEstimate | None
     """None where the model or the hardware is not known."""
+    judging: Judging | None
+    """What judging costs beside its time; None where rules judge alone, or time is None."""
     price: Price | None
     """None where it is planned for no site, or the site's profile has no price."""
     assumptions: tuple[Assumption, ...]

@@ -19,14 +19,9 @@ from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
 from strop.hardware.number_format import AUTO, settle_format
-from strop.plan.estimate import (
-    TimeEstimate,
-    Work,
-    estimate_time,
-    list_assumptions,
-    list_disk_parts,
-    signal_frac,
-)
+from strop.plan.estimate import TimeEstimate, estimate_time, list_assumptions, list_disk_parts, signal_frac
+from strop.plan.generating import Work
+from strop.plan.judging import Judging, describe_judging
 from strop.plan.known import NUM_MEASURED_PROMPTS, Known, Lengths, find_frozen, look, settle_lengths
 from strop.plan.locate import KnownModel, training_examples_here
 from strop.plan.plan import (
@@ -53,6 +48,7 @@ from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
     Task,
+    TaskLimits,
     describe_counts,
     limits_of,
     render_prompt,
@@ -94,7 +90,7 @@ def make_plan(
     prompt = _plan_prompt(spec, task, known)
     speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
     lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
-    needs = _estimate_needs(spec, known, lengths, limit, speeds, target)
+    needs = _estimate_needs(spec, known, lengths, task.limits, speeds, machine, target)
     rooms = {
         "memory": _room(needs.memory, machine.memory_bytes) if needs.memory else None,
         "disk": _room(
@@ -125,14 +121,16 @@ def make_plan(
         hardware=speeds.device,
         disk=rooms["disk"],
         time=needs.time,
+        judging=needs.judging,
         price=price_run(target.rate, needs.time) if target else None,
         assumptions=(*lengths.assumed, *list_assumptions(spec, limit, speeds)),
         warnings=tuple(_list_warnings(spec, prompt, known.model, limit, rooms, needs.roles, speeds)),
-        unknown=(*known.unknown, *(_list_unknown(target) if target else ())),
+        unknown=(*known.unknown, *_list_unknown(target, needs.judging)),
         notices=(
             *resolved.notices,
             *filter(None, [find_idle_settings(spec)]),
             *([f"model.dtype: {number_format}"] if number_format.cost else []),
+            *(needs.judging.exceeded if needs.judging else ()),
         ),
     )
 
@@ -145,21 +143,31 @@ class _Needs:
     """Of a machine whose memory all roles share."""
     roles: tuple[RoleMemory, ...] = ()
     time: TimeEstimate | None = None
+    judging: Judging | None = None
 
 
 def _estimate_needs(
-    spec: RunSpec, known: Known, lengths: Lengths, limit: int, speeds: Speeds, target: Target | None
+    spec: RunSpec,
+    known: Known,
+    lengths: Lengths,
+    limits: TaskLimits,
+    speeds: Speeds,
+    machine: Machine,
+    target: Target | None,
 ) -> _Needs:
     if known.size is None or (target is not None and target.unknown):
         return _Needs()
     given, longest = count_offline_positions(spec, known.given), lengths.prompt_max
+    limit = limits.max_reply_tokens
+    work = _plan_work(spec, lengths, known, limit, machine)
     memory: tuple[Part, ...] = ()
     if speeds.is_processor:
         memory = split_memory(spec, known.size, limit, longest, given_positions=given, frozen=known.frozen)
     return _Needs(
         memory=memory,
         roles=_plan_roles(spec, known, speeds, limit, longest, given),
-        time=estimate_time(_plan_work(spec, lengths, known, _plan_schedule(spec, known), limit), speeds),
+        time=estimate_time(work, speeds),
+        judging=describe_judging(work, limits.verify_limit_s),
     )
 
 
@@ -171,8 +179,15 @@ def _free_disk_bytes(spec: RunSpec, target: Target | None) -> int | None:
     )
 
 
-def _list_unknown(target: Target) -> Iterator[str]:
-    """Yield what a site's profile does not tell."""
+def _list_unknown(target: Target | None, judging: Judging | None) -> Iterator[str]:
+    """Yield what neither a site's profile nor the run file tells."""
+    if judging is not None and judging.served:
+        yield (
+            f"price of judging: {', '.join(judging.served)} reads some {judging.read_tokens_in_run:,.0f}"
+            f" tokens in the run and writes {judging.written_tokens_in_run:,.0f}, at its server's price"
+        )
+    if target is None:
+        return
     if target.unknown:
         yield target.unknown
     if target.rate.num_gpus and target.rate.usd_per_gpu_hour is None:
@@ -209,12 +224,11 @@ def predict_run(
     prompt = _plan_prompt(spec, task, known)
     if prompt is None:
         return None
-    speeds = choose_speeds(
-        spec, machine or describe_machine(), read_calibration(cache_dir), read_efficiency(cache_dir)
-    )
+    machine = machine or describe_machine()
+    speeds = choose_speeds(spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir))
     limit = task.limits.max_reply_tokens
     lengths = settle_lengths(spec, task, known, prompt)
-    time = estimate_time(_plan_work(spec, lengths, known, _plan_schedule(spec, known), limit), speeds)
+    time = estimate_time(_plan_work(spec, lengths, known, limit, machine), speeds)
     positions = count_offline_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.layout.kind == "ray"
@@ -320,9 +334,9 @@ def _plan_roles(
     )
 
 
-def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, schedule: Schedule, limit: int) -> Work:
+def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, limit: int, machine: Machine) -> Work:
     assert known.size is not None
-    sampling_frac, given_frac = _step_shares(spec)
+    schedule, (sampling_frac, given_frac) = _plan_schedule(spec, known), _step_shares(spec)
     given_rows = given_frac * schedule.given_per_step
     return Work(
         spec=spec,
@@ -335,6 +349,7 @@ def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, schedule: Schedule
         given_scored=given_rows * lengths.given_scored,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
+        num_cores=machine.num_logical_cpus,
         frozen=known.frozen,
     )
 
@@ -376,7 +391,7 @@ def plan_work(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
     )
     lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
-    work = _plan_work(spec, lengths, known, _plan_schedule(spec, known), limit)
+    work = _plan_work(spec, lengths, known, limit, machine)
     return Planned(work=work, speeds=speeds, task=task, model_path=known.model.path)
 
 

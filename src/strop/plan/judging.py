@@ -1,0 +1,188 @@
+"""What judging a run's replies takes: rules, programs in sandboxes, questions to a judge that is a model.
+
+Rules are quick and run beside the loop. Programs run on the cores of the machine, as many at once as there
+are. A judge that is a model is asked over HTTP, so many times at once as the task says; of one that the run
+starts itself the time follows from its size, of a served one it is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strop.plan.generating import Work, generate_s
+from strop.plan.roles import RoleCounts
+from strop.plan.speeds import Speeds
+from strop.spec import RunSpec
+from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, LlmJudgeSpec, judge_sections
+from strop.spec.task import PartedSection, TaskSection
+
+VERIFY_S = 0.0001
+"""Judging one reply by rules: 10,000 a second, a quarter of what benchmarks/results/verify-* measured."""
+PROGRAM_S = 0.036
+"""Of one program on one core, its sandbox included: 55 a second on two, benchmarks/results/code-judge-*."""
+JUDGE_CALL_S = 5.0
+"""Of one answer of a served judge; nobody measured the one that a run asks."""
+JUDGE_ANSWER_TOKENS = 150
+"""Of one answer, whose limit is `MAX_ANSWER_TOKENS`: a sentence or two, and the score."""
+JUDGE_RUBRIC_TOKENS = 200
+"""Around prompt and reply in a question: 690 characters with the longest of our own rubrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumption:
+    """A number that was not measured for this run."""
+
+    name: str
+    value: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judging:
+    """What the judging of a run costs beside its time."""
+
+    programs_per_step: float
+    programs_in_run: float
+    """Evaluations included."""
+    limit_step_s: float | None
+    """Seconds of a step if every program ran into its limit; None where none is run."""
+    calls_per_step: float
+    """Questions to judges that are models. A reply that was judged before costs none, and counts here."""
+    calls_in_run: float
+    read_tokens_in_run: float
+    """Tokens of the questions."""
+    written_tokens_in_run: float
+    served: tuple[str, ...]
+    """Names of the judges that somebody else serves, at a price of their own."""
+    exceeded: tuple[str, ...]
+    """Sentences about judges that may not be asked as often."""
+
+
+def list_shares(task: TaskSection) -> Iterator[tuple[TaskSection, float]]:
+    """Yield every section that judges, and the share of all replies that it judges.
+
+    The parts of a mixture judge their own replies, those of a blend every one.
+    """
+    if not isinstance(task, PartedSection):
+        yield task, 1.0
+        return
+    parts = task.read_parts()
+    is_shared = len(task.posed_parts()) == len(parts)
+    # A mixture by the parts' sizes: only the data could tell them.
+    weights = {label: float(getattr(part, "weight", 1.0)) for label, part in parts.items()}
+    total = sum(weights.values())
+    for label, part in parts.items():
+        yield part.task, weights[label] / total if is_shared and total else 1.0
+
+
+def judge_s(work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float) -> float:
+    """Return seconds to judge so many replies, with all that judges them at work."""
+    return sum(
+        _section_s(section, work, speeds, layout, share * num_replies)
+        for section, share in list_shares(work.spec.task)
+    )
+
+
+def _section_s(
+    section: TaskSection, work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float
+) -> float:
+    if isinstance(section, LlmJudgeSpec):
+        return _ask_s(section, work, speeds, layout, num_replies)
+    if section.runs_programs:
+        return num_replies * PROGRAM_S / max(work.num_cores, 1)
+    return num_replies * VERIFY_S / max(layout.num_workers, 1)
+
+
+def _ask_s(judge: LlmJudgeSpec, work: Work, speeds: Speeds, layout: RoleCounts, num_calls: float) -> float:
+    """Return seconds until so many questions are answered."""
+    if judge.judge_url == ROLE:
+        engine = work.spec.engine.model_copy(update={"max_num_seqs": judge.judge_concurrency})
+        asked = replace(
+            work,
+            spec=work.spec.model_copy(update={"engine": engine}),
+            size=work.frozen.get(judge.judge_model, work.size),
+            prompt_tokens_mean=_question_tokens(work),
+            max_reply_tokens=JUDGE_ANSWER_TOKENS,
+            reply_tokens_mean=JUDGE_ANSWER_TOKENS,
+        )
+        alone = replace(layout, num_engines=1)
+        answered_s, _ = generate_s(asked, speeds, alone, num_calls, num_calls * _question_tokens(work))
+    else:
+        answered_s = num_calls * JUDGE_CALL_S / judge.judge_concurrency
+    return max(answered_s, num_calls / judge.judge_calls_per_s) if judge.judge_calls_per_s else answered_s
+
+
+def _question_tokens(work: Work) -> float:
+    return JUDGE_RUBRIC_TOKENS + work.prompt_tokens_mean + work.reply_tokens
+
+
+def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
+    """Return what judging costs; None where rules judge alone. `limit_s`: of one reply, by its task."""
+    spec, train = work.spec, work.spec.train
+    per_step = work.sampling_frac * train.prompts_per_step * train.group_size if train.has_rl else 0.0
+    in_run = train.steps * per_step
+    in_run += work.num_evals * work.num_eval_examples * (1 + (spec.eval.num_samples or 0))
+    shares = list(list_shares(spec.task))
+    programs = sum(share for section, share in shares if section.runs_programs)
+    judges = [(one, share) for one, share in shares if isinstance(one, LlmJudgeSpec)]
+    calls = sum(share for _, share in judges)
+    if not programs and not calls:
+        return None
+    longest_s = _program_limit_s(limit_s) if programs and limit_s is not None else None
+    return Judging(
+        programs_per_step=programs * per_step,
+        programs_in_run=programs * in_run,
+        limit_step_s=None if longest_s is None else programs * per_step * longest_s / max(work.num_cores, 1),
+        calls_per_step=calls * per_step,
+        calls_in_run=calls * in_run,
+        read_tokens_in_run=calls * in_run * _question_tokens(work),
+        written_tokens_in_run=calls * in_run * JUDGE_ANSWER_TOKENS,
+        served=tuple(one.judge_model for one, _ in judges if one.judge_url != ROLE),
+        exceeded=tuple(
+            f"about {share * in_run:,.0f} replies of the run are judged by {one.judge_model}, and"
+            f" task.max_judge_calls={one.max_judge_calls} ends its questions before; replies behind them have"
+            " no score"
+            for one, share in judges
+            if share * in_run > one.max_judge_calls
+        ),
+    )
+
+
+def _program_limit_s(limit_s: float) -> float:
+    """Return how long one program may run, of the time that judging its reply may take."""
+    # Here: what runs programs is not loaded for tasks without any.
+    from strop.tasks.code.extraction import SPARE_VERIFY_S
+
+    return limit_s - SPARE_VERIFY_S if limit_s > SPARE_VERIFY_S else limit_s
+
+
+def typical_reply_s(spec: RunSpec) -> float:
+    """Return seconds until one reply of the run's task is judged, where nothing is in its way."""
+    if judge_sections(spec.task):
+        return JUDGE_CALL_S
+    is_program = any(section.runs_programs for section, _ in list_shares(spec.task))
+    return PROGRAM_S if is_program else VERIFY_S
+
+
+def list_judge_assumptions(spec: RunSpec) -> tuple[Assumption, ...]:
+    """Return what is taken for granted of the run's judges."""
+    sections = [section for section, _ in list_shares(spec.task)]
+    judges = judge_sections(spec.task)
+    found = []
+    if any(section.runs_programs for section in sections):
+        why = "seconds of one program on one core: 55 a second on two, with programs of MBPP's size"
+        found.append(Assumption(name="program_s", value=PROGRAM_S, why=why))
+    if any(judge.judge_url != ROLE for judge in judges):
+        why = "seconds until a served judge answers; task.judge_concurrency questions are under way at once"
+        found.append(Assumption(name="judge_call_s", value=JUDGE_CALL_S, why=why))
+    if judges:
+        why = f"tokens of a judge's answer, {MAX_ANSWER_TOKENS} at most"
+        found.append(Assumption(name="judge_answer_tokens", value=JUDGE_ANSWER_TOKENS, why=why))
+    plain = [one for one in sections if not one.runs_programs and not isinstance(one, LlmJudgeSpec)]
+    if plain:
+        why = "seconds to judge one reply by rules"
+        if any(one.user_code for one in plain):
+            why += "; of your own code nobody knows more"
+        found.append(Assumption(name="verify_s", value=VERIFY_S, why=why))
+    return tuple(found)
