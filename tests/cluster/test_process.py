@@ -351,3 +351,23 @@ def test_engines_that_swap_adapters_get_nothing_else_after_the_base(
 def test_only_engines_that_can_are_sent_adapters(rank: int | None, kind: str, expected: bool) -> None:
     spec = tiny_spec(lora={"rank": rank}, engine={"kind": kind}, placement={"kind": "process"})
     assert can_swap_adapters(spec) is expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "words"), [("engine=debug", "DEBUG"), ("error,judge=debug", None)])
+def test_an_engine_logs_at_the_level_of_its_role(
+    tiny_model_dir: Path, tmp_path: Path, level: str, words: str | None
+) -> None:
+    spec = process_spec()
+    spec = spec.model_copy(update={"output": spec.output.model_copy(update={"log_level": level})})
+    engine = EngineProcess(spec, tiny_model_dir, tmp_path)
+
+    async def act() -> None:
+        engine.launch()
+        await (await engine.connect()).close()
+        await engine.stop()
+
+    asyncio.run(act())
+    log = (tmp_path / "engine.log").read_text()
+    assert ("listening on" in log) == (words is not None)
+    assert words is None or words in log

@@ -158,6 +158,7 @@ def test_a_whole_configuration_becomes_a_run_that_loads_and_plans(
 def test_every_key_without_an_equivalent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, notices = bring(write(tmp_path, "rl.toml", UNKNOWN), capsys)
     assert (spec.task.name, spec.task.num_train) == ("gsm8k", 100)
+    assert spec.output.log_level == "debug"
     assert {one.partition(",")[0] for one in notices if "," in one} == {
         "trainer.enable_router_replay",
         "trainer.dist_timeout_seconds",
@@ -176,7 +177,6 @@ def test_every_key_without_an_equivalent_is_named(tmp_path: Path, capsys: pytest
         "inference.server.port",
         "slurm.partition",
         "slurm.template_path",
-        "log.level",
         "rollouts_per_example = 1: strop compares the rollouts of one prompt",
         "max_steps is not given: PRIME-RL goes on without end",
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
+from strop.io.variables import level_variables, log_level_of
 from strop.spec import load_spec
 from strop.spec.job import JobSpec, format_duration, parse_duration_s
 from strop.spec.reader import Flag
@@ -149,3 +153,39 @@ def test_the_form_of_schedulers_by_hand() -> None:
         # One day, one hour, one minute, one second.
         "1-01:01:01",
     ]
+
+
+# How much the roles log.
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        ("none", (None, None, None)),
+        ("debug", ("debug", "debug", "debug")),
+        ("engine=debug", (None, "debug", None)),
+        ("warning,engine=debug,judge=error", ("warning", "debug", "error")),
+    ],
+)
+def test_a_log_level_is_of_all_roles_or_of_one(
+    run_file: str, text: str, levels: tuple[str | None, ...]
+) -> None:
+    output = load_spec(run_file, [f"output.log_level={text}"]).spec.output
+    assert tuple(log_level_of(output.log_level, role) for role in ("train", "engine", "judge")) == levels
+
+
+@pytest.mark.parametrize("text", ["loud", "engine=loud", "cook=debug", "debug,warning", "engine"])
+def test_other_log_levels_are_refused(run_file: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"output\.log_level="):
+        load_spec(run_file, [f"output.log_level={text}"])
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("debug", True), ("error", False), (None, False)])
+def test_a_process_logs_from_the_level_that_it_or_its_parent_says(level: str | None, is_told: bool) -> None:
+    code = "import logging, sys; from strop.io.variables import log_from; log_from(sys.argv[1] or None);"
+    code += " logging.getLogger('library').info('told')"
+    for own, variable in ((level or "", None), ("", level)):
+        environment = {**os.environ, **level_variables(variable)}
+        words = [sys.executable, "-c", code, own]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+        assert ("INFO library: told" in done.stderr) == is_told

@@ -133,7 +133,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
             "tripwires.max_memory_growth_bytes",
         ),
         *("tripwires.max_stall_s", "tripwires.max_slowdown_ratio", "tripwires.on_alarm"),
-        *("output.root", "output.dir", "store.uri", "store.order"),
+        *("output.root", "output.dir", "output.log_level", "store.uri", "store.order"),
         *("store.mirror", "store.mirror_as", "store.mirror_every_s", "store.max_mb_per_s"),
         *("store.keep_last", "store.keep_every", "store.flush_limit_s", "store.stop_flush_limit_s"),
         *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.infer_nodes"),

@@ -28,6 +28,7 @@ from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, write_secret
+from strop.io.variables import level_variables, log_level_of
 from strop.spec.run import RunSpec
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -65,7 +66,8 @@ class EngineProcess:
         self._version = version
         self._limits = limits
         self._host = host
-        self._environment = dict(environment or {})
+        own = level_variables(log_level_of(spec.output.log_level, "engine"))
+        self._environment = {**own, **(environment or {})}
         self._key = ""
         self._python = sys.executable
         self._url = ""

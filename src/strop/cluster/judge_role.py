@@ -21,6 +21,7 @@ from strop.hardware.allocation import take_devices
 from strop.hardware.process import tail
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, hand_over, withdraw
+from strop.io.variables import log_level_of
 from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
@@ -134,7 +135,9 @@ class JudgeRoles:
     ) -> EngineProcess:
         width = {"tensor_parallel": share.count if share else 1}
         engine = self._spec.engine.model_copy(update={"kind": section.judge_engine, **width})
-        spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
+        level = log_level_of(self._spec.output.log_level, "judge")
+        output = self._spec.output.model_copy(update={"log_level": level})
+        spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec(), "output": output})
         return EngineProcess(
             spec,
             self._models[section.judge_model].path,

@@ -54,6 +54,7 @@ from strop.engine.wire import (
 from strop.errors import ConfigError, DataError, EngineError, StropError, describe_error, format_error
 from strop.hardware.busy_clock import BusyClock
 from strop.io.atomic import write_bytes_atomically
+from strop.io.variables import LOG_FORMAT, log_from
 from strop.rollout import REASONING, FinishReason, Message, Sampling
 from strop.tokenizer import Tokenizer
 
@@ -392,7 +393,8 @@ def server_parser(program: str, description: str | None) -> argparse.ArgumentPar
 
 def run_server(options: argparse.Namespace, load: Callable[[argparse.Namespace], Awaitable[Loaded]]) -> int:
     """Load an engine and serve it. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    log_from(None)
 
     async def act() -> None:
         key = read_key(options.key_file)

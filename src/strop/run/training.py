@@ -38,6 +38,7 @@ from strop.hardware.number_format import (
     settle_format,
 )
 from strop.hardware.ports import count_nodes
+from strop.io.variables import log_from, log_level_of
 from strop.kernels import kernel_status
 from strop.plan.planning import predict_run
 from strop.plan.roles import split_memory
@@ -111,6 +112,7 @@ def _train_resolved(
     on_run: Callable[[RunDir], None],
     on_trained: Callable[[TrainOutcome], None],
 ) -> TrainOutcome:
+    log_from(log_level_of(resolved.spec.output.log_level, "train"))
     threads = set_threads(resolved.spec.placement.threads)
     # A Ray cluster that is running has nodes that are not this job's.
     is_attached = resolved.spec.ray.address is not None

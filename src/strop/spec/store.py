@@ -83,8 +83,12 @@ class StoreSpec(Section):
     )
 
 
+_LEVEL = "(debug|info|warning|error)"
+_ROLE_LEVEL = f"(train|engine|judge)={_LEVEL}"
+
+
 class OutputSpec(Section):
-    """Folders of the run. Not part of what was asked: they do not enter the spec's digest."""
+    """Folders and logs of the run. Not part of what was asked: they do not enter the spec's digest."""
 
     root: str = Field(
         default="runs",
@@ -98,4 +102,12 @@ class OutputSpec(Section):
         description="The run's own folder. Relative as for output.root; a folder called none is written"
         " './none'. none = a new folder under output.root, named after the run and the time.",
         json_schema_extra=expert("a run may be started again in the very directory that it left"),
+    )
+    log_level: str | None = Field(
+        default=None,
+        pattern=f"^({_LEVEL}|{_ROLE_LEVEL})(,{_ROLE_LEVEL})*$",
+        description="Least serious message that the roles' logs hold: debug, info, warning or error; for"
+        " single roles as in 'warning,engine=debug', of train, engine (vLLM included) and judge. none ="
+        " info of engines and judges, warning of train.",
+        json_schema_extra=expert("a fault is looked for in one role's log, and the others would hide it"),
     )

@@ -120,6 +120,21 @@ def _examples(given: Given, out: Translation) -> None:
     out.set("eval.num_examples", given.value if given.value > 0 else None, given.origin)
 
 
+def _log_level(given: Given, out: Translation) -> None:
+    """Of the whole run, or of trainer and orchestrator, which are one process here."""
+    if given.value not in ("debug", "info", "warning", "error"):
+        out.note(given, "output.log_level is debug, info, warning or error")
+        return
+    known = str(out.settings.get("output.log_level", ("", ""))[0]).split(",")
+    of_train = [one for one in known if one.startswith("train=")]
+    of_all = [one for one in known if one and "=" not in one]
+    if given.key.startswith(("trainer", "orchestrator")):
+        of_train = [f"train={given.value}"]
+    else:
+        of_all = [str(given.value)]
+    out.settings["output.log_level"] = (",".join([*of_all, *of_train]), given.origin)
+
+
 def _environments(given: Given, out: Translation) -> None:
     tables = given.value if isinstance(given.value, list) else [given.value]
     out.envs += [(table, given.origin) for table in tables]
@@ -179,6 +194,7 @@ RULES: Mapping[str, Rule] = {
     rf"{ROLE}weight_broadcast\.type": _broadcast,
     rf"{ROLE}output_dir": take_output_dir,
     rf"{ROLE}(wandb\.name|slurm\.job_name)": _name,
+    rf"{ROLE}log\.level": _log_level,
     rf"{ROLE}ckpt|inference|trainer|orchestrator": _quiet,
     # Trainer.
     rf"{TRAINER}optim\.type": _optimizer,
