@@ -11,7 +11,9 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import AtomicDirectory
 from strop.launch.fetch import Fetched, Part, fetch_run, follow_run
-from strop.record.files import DirectoryRecord
+from strop.record.files import DirectoryRecord, StoreRecord
+from strop.store import open_store
+from strop.store.s3_objects import S3Objects
 
 
 def checkpoint(run: Path, step: int, *, size_bytes: int = 1000) -> None:
@@ -278,6 +280,39 @@ def test_traces_and_checkpoints_come_as_they_appear(run: Path, tmp_path: Path) -
         f"{home}/checkpoints/step-0000{step}" for step in (10, 20, 40)
     ]
     assert not [name for name in names_in(home) if name.startswith(".") or "secrets" in name]
+
+
+def test_a_mirror_in_a_store_is_followed_without_reading_what_is_here(s3_root: str, tmp_path: Path) -> None:
+    root = f"{s3_root}/checkpoints/run"
+    store, objects = open_store(root), S3Objects()
+    checkpoint(tmp_path / "r", 10)
+    objects.write(f"{root}/traces/metrics.jsonl", b'{"step": 1}\n')
+    objects.write(f"{root}/traces/rollouts/step-000001.parquet", b"rows")
+
+    def save() -> None:
+        store.put(tmp_path / "r" / "checkpoints" / "step-000010", f"{root}/run_step10")
+        objects.write(f"{root}/traces/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
+
+    home, living, read = tmp_path / "home", LivingRun(lambda: None, save), list[str]()
+
+    class Counted(S3Objects):
+        def read(self, uri: str) -> bytes:
+            read.append(uri.rpartition("/")[2])
+            return super().read(uri)
+
+    fetched = follow_run(
+        StoreRecord(Counted(), root, run="run"),
+        home,
+        Part.ALL,
+        is_over=living.is_over,
+        say=living.said.append,
+        pause=living.pause,
+    )
+    assert fetched.steps == (10,)
+    assert (home / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (home / "rollouts" / "step-000001.parquet").read_bytes() == b"rows"
+    # Once when it appears, and once at the end.
+    assert read.count("step-000001.parquet") == 2
 
 
 def test_following_again_goes_on_and_another_run_is_refused(run: Path, tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def test_a_whole_configuration_becomes_a_run_that_loads_and_plans(
     engine = spec.engine
     assert (engine.kind, engine.gpu_memory_frac, engine.is_eager) == ("vllm", 0.8, True)
     assert (engine.max_model_tokens, engine.max_num_seqs) == (4096, 96)
-    assert (spec.placement.kind, spec.placement.engines) == ("ray", 2)
+    # Placement and engines follow from the GPUs.
+    assert (spec.placement.kind, spec.placement.engines) == (None, None)
     assert (spec.job.train_gpus, spec.job.infer_gpus) == (1, 2)
     assert [one.partition(",")[0] for one in notices] == [
         "wandb.project",
@@ -206,7 +207,7 @@ def test_files_of_the_roles_and_what_they_extend(tmp_path: Path, capsys: pytest.
     spec = load_spec(out).spec
     assert (spec.name, spec.model.uri, spec.train.steps) == ("stage-1", "org/base", 500)
     assert (spec.task.name, spec.task.max_reply_tokens) == ("math", 1024)
-    assert (spec.train.prompts_per_step, spec.engine.tensor_parallel, spec.placement.engines) == (128, 2, 2)
+    assert (spec.train.prompts_per_step, spec.engine.tensor_parallel) == (128, 2)
     assert (spec.job.train_gpus, spec.job.infer_gpus, spec.job.cpus_per_gpu) == (2, 4, 6)
     assert spec.output.dir == str(Path("x").absolute())
     capsys.readouterr()
@@ -237,10 +238,9 @@ def test_nodes_that_learn_and_nodes_that_generate(tmp_path: Path, capsys: pytest
         '[deployment]\ntype = "multi_node"\nnum_train_nodes = 1\nnum_infer_nodes = 1\ngpus_per_node = 8\n'
         '[[orchestrator.env]]\nid = "gsm8k"\n[inference.parallel]\ntp = 2\n'
     )
-    spec, notices = bring(write(tmp_path, "rl.toml", text), capsys)
-    assert (spec.job.nodes, spec.job.train_gpus, spec.job.infer_gpus) == (2, 4, 4)
-    assert spec.placement.engines == 4
-    assert any("each of 2 does both" in one for one in notices)
+    spec, _ = bring(write(tmp_path, "rl.toml", text), capsys)
+    assert (spec.job.nodes, spec.job.infer_nodes, spec.job.gpus) == (2, 1, 8)
+    assert main(["plan", str(tmp_path / "rl-strop.toml")]) == 0
 
 
 def test_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

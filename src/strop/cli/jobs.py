@@ -26,8 +26,6 @@ Reference = Annotated[
 Trial = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
 Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
-FOLLOW_EVERY_S = 2.0
-"""Pause between two looks at a run that is fetched while it goes on."""
 
 
 def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
@@ -232,8 +230,9 @@ def fetch(
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
     from strop.errors import ConfigError
+    from strop.launch.backends import BACKENDS
     from strop.launch.fetch import Part, fetch_run, follow_run
-    from strop.launch.launcher import require_trial
+    from strop.launch.launcher import ASK_EVERY_S, ASK_HERE_EVERY_S, require_trial
 
     output: Output = context.obj
     if only not in set(Part):
@@ -253,13 +252,15 @@ def fetch(
     part = Part.CHECKPOINTS if step is not None else Part(only)
     record = launcher.backend.open_record(ref, trial or 0)
     if follow:
+        # Requests to schedulers and stores are throttled and paid for.
+        every_s = ASK_HERE_EVERY_S if BACKENDS[ref.backend].is_here else ASK_EVERY_S
         fetched = follow_run(
             record,
             to.absolute(),
             part,
             is_over=launcher.watch_end(ref, trial or 0),
             say=output.say,
-            pause=lambda: time.sleep(FOLLOW_EVERY_S),
+            pause=lambda: time.sleep(every_s),
         )
     else:
         fetched = fetch_run(record, to.absolute(), part, step=step)

@@ -124,7 +124,9 @@ def follow_run(
                 moved, steps = moved + (size or 0), steps | ({step} if size is not None else set())
                 if size:
                     say(f"{dest / CHECKPOINTS}/step-{step:06d}: {size / 1e6:.1f} MB")
-        moved += sum(_bring(record, name, dest / name) for name in names if step_of(name) is None)
+        # What grows is compared as a whole at the end: an attempt that went on may have written it anew.
+        bring = _replace if over else _bring
+        moved += sum(bring(record, name, dest / name) for name in names if step_of(name) is None)
         if over:
             break
         pause()
@@ -176,6 +178,8 @@ def _bring(record: RecordFiles, name: str, path: Path) -> int:
     if not (name.endswith(_GROWING) and path.is_file()):
         return _replace(record, name, path)
     size = path.stat().st_size
+    if not record.read_from(name, size):
+        return 0
     last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2] + b"\n" if size else b""
     data = record.read_from(name, size - len(last))
     if not data.startswith(last):

@@ -195,7 +195,7 @@ RULES: Mapping[str, Rule] = {
     rf"{ROLE}output_dir": take_output_dir,
     rf"{ROLE}(wandb\.name|slurm\.job_name)": _name,
     rf"{ROLE}log\.level": _log_level,
-    rf"{ROLE}ckpt|inference|trainer|orchestrator": _quiet,
+    rf"{ROLE}ckpt|inference|trainer|orchestrator|deployment\.type": _quiet,
     # Trainer.
     rf"{TRAINER}optim\.type": _optimizer,
     rf"{TRAINER}optim\.lr": _to("optimizer.lr"),
@@ -254,7 +254,6 @@ RULES: Mapping[str, Rule] = {
     r"deployment\.gpus_per_node": _keep("node_gpus"),
     r"deployment\.num_train_nodes|deployment\.num_nodes": _keep("train_nodes"),
     r"deployment\.num_infer_nodes": _keep("infer_nodes"),
-    r"deployment\.type": _quiet,
     rf"{ROLE}slurm\.(partition|account|qos|constraint|project_dir)": _site,
     # Supervised fine-tuning.
     r"data\.(name|dataset|path)": _sft_data,

@@ -219,27 +219,21 @@ def _finish_gpus(out: Translation) -> None:
     out.settings.setdefault("engine.kind", ("vllm", "inference"))
     if numbers.get("single_gpu"):
         out.set("job.single_gpu", True, "single_gpu")
-        out.set("placement.kind", "process", "vLLM is a process of its own")
         return
-    train, infer = int(numbers.get("train_gpus", 1)), int(numbers.get("infer_gpus", 1))
     if "infer_nodes" in numbers:
         nodes = [int(numbers.get("train_nodes", 1)), int(numbers["infer_nodes"])]
-        on_each = int(numbers.get("node_gpus", 8))
-        train = min(max(1, round(on_each * nodes[0] / sum(nodes))), on_each - 1)
-        infer = on_each - train
         out.set("job.nodes", sum(nodes), "deployment.num_train_nodes + num_infer_nodes")
-        out.notices.append(
-            f"deployment: {nodes[0]} nodes learn and {nodes[1]} generate; here each of {sum(nodes)} does both"
-            f" with {train} and {infer} GPUs"
-        )
-    out.set("job.train_gpus", train, "deployment.num_train_gpus")
-    out.set("job.infer_gpus", infer, "deployment.num_infer_gpus")
+        out.set("job.infer_nodes", nodes[1], "deployment.num_infer_nodes")
+        out.set("job.gpus", int(numbers.get("node_gpus", 8)), "deployment.gpus_per_node")
+        num_gpus = nodes[1] * int(numbers.get("node_gpus", 8))
+    else:
+        num_gpus = int(numbers.get("infer_gpus", 1))
+        out.set("job.train_gpus", int(numbers.get("train_gpus", 1)), "deployment.num_train_gpus")
+        out.set("job.infer_gpus", num_gpus, "deployment.num_infer_gpus")
     parallel = int(out.settings.get("engine.tensor_parallel", (1, ""))[0])
-    engines = max(1, infer // parallel) * int(out.settings.get("job.nodes", (1, ""))[0])
+    engines = max(1, num_gpus // parallel)
     if numbers.get("engines", engines) != engines:
         out.notices.append(
-            f"inference.parallel.dp = {numbers['engines']:g}: {infer} GPUs of {parallel} each are {engines}"
-            " engines"
+            f"inference.parallel.dp = {numbers['engines']:g}: {num_gpus} GPUs by {parallel} are"
+            f" {engines} engines"
         )
-    out.set("placement.kind", "ray", "trainer and inference are processes of their own")
-    out.set("placement.engines", engines, "infer_gpus / inference.parallel.tp")
