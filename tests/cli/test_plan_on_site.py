@@ -43,7 +43,7 @@ repository = "123456789012.dkr.ecr.us-east-1.amazonaws.com/strop"
 instance_type = "ml.g6e.12xlarge"
 max_runtime = "10h"
 """
-KNOWN = "model.uri=Qwen/Qwen2.5-7B"
+KNOWN, SMALL = "model.uri=Qwen/Qwen2.5-7B", "model.uri=Qwen/Qwen3-0.6B"
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +173,22 @@ def test_a_run_knows_what_an_hour_of_its_job_costs(run: Run) -> None:
     job = plan(run, "cluster", "job.gpus=2", "job.nodes=1", "placement.kind=ray")["job"]
     assert job["environment"]["sources"]["STROP_USD_PER_HOUR"] == "launcher"
     assert "STROP_USD_PER_HOUR" not in plan(run, "silent", "job.gpus=1")["job"]["environment"]["sources"]
+
+
+def test_plan_and_job_have_the_same_gpus_where_the_site_says_how_many(run: Run) -> None:
+    # Nobody asked for GPUs; the instance has four, and the job uses them.
+    found = plan(run, "cloud", KNOWN)
+    assert found["job"]["resources"]["gpus_per_node"] == 4
+    assert found["hardware"] == "l40s"
+    assert sum(role["count"] for role in found["roles"] if "learner" in role["role"]) == 4
+
+
+def test_limits_are_those_of_the_sites_nodes(run: Run) -> None:
+    limits = {one["name"]: one for one in plan(run, "cloud", "job.gpus=4", SMALL)["limits"]}
+    assert limits["placement.threads"]["origin"] in {"run.toml:17", "cores of a node of cloud"}
+    positions = limits["train.micro_batch_tokens"]
+    assert positions["origin"] == "memory of one l40s"
+    assert positions["value"] > 1280
+    given = plan(run, "cloud", "job.gpus=4", SMALL, "train.micro_batch_tokens=2000")["limits"]
+    (own,) = (one for one in given if one["name"] == "train.micro_batch_tokens")
+    assert (own["value"], own["origin"]) == (2000, "override")

@@ -12,11 +12,13 @@ from strop.errors import ConfigError
 from strop.plan.locate import describe_model
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
+from strop.rollout import Split
 from strop.spec import load_spec
-from strop.store import follow_store
+from strop.store import fetch_data_source, follow_store, open_store
 from strop.store.descriptions import fetch_description
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
+from strop.tasks import build_task
 from tests.fixtures.commands import Run
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import follow
@@ -199,3 +201,43 @@ def test_fetch_of_what_cannot_be_fetched_is_refused(run: Run) -> None:
     offline = run("plan", "run.toml", "--fetch", "model.uri=org/absent")
     assert offline.code != 0
     assert "offline mode forbids" in offline.err
+
+
+def test_a_missing_order_file_in_a_real_store_is_unknown_until_it_is_fetched(
+    place: Path, run: Run, s3_root: str
+) -> None:
+    order = f"{s3_root}/orders/easy.jsonl"
+    words = ("plan", "run.toml", f"task.order_file={order}", "--json")
+    # The store answers and has no such key: plan does not ask it, training would fail.
+    with only_connects_to() as attempts:
+        ended = run(*words)
+    assert (ended.code, attempts) == (0, [])
+    assert f"{order} is not on this machine" in ended.err
+    ids = [
+        example.example_id for example in build_task(load_spec("run.toml").spec.task).examples(Split.TRAIN)
+    ]
+    (place / "easy.jsonl").write_text("".join(json.dumps({"example_id": one}) + "\n" for one in ids[:7]))
+    open_store(order).put(place / "easy.jsonl", order)
+    fetch_data_source(order)
+    found = json.loads(run(*words).out)
+    assert found["schedule"]["num_train_examples"] == 7
+    assert not any("is not on this machine" in line for line in found["unknown"])
+
+
+def test_fetch_asks_s3_for_the_description_of_a_model(run: Run, tiny_model_dir: Path, s3_root: str) -> None:
+    uri = f"{s3_root}/models/mine"
+    # As another tool sends it: files side by side, without a manifest.
+    store = open_store(uri)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        store.put(tiny_model_dir / name, f"{uri}/{name}")
+    before = run("plan", "run.toml", f"model.uri={uri}", "--json")
+    assert json.loads(before.out)["time"] is None
+    after = run("plan", "run.toml", f"model.uri={uri}", "--fetch", "--json")
+    assert after.code == 0, after.err
+    found = json.loads(after.out)
+    assert found["time"]["step_s"] > 0
+    assert found["prompt"]["num_tokens"] > 0
+    assert not list(Path(found["model_path"]).rglob("*.safetensors"))
+    gone = run("plan", "run.toml", f"model.uri={s3_root}/models/gone", "--fetch")
+    assert gone.code != 0
+    assert "models/gone/config.json" in gone.err

@@ -23,6 +23,7 @@ from strop.policy.footprint import (
     learn_flop,
     prefill_flop,
     read_model_size,
+    size_of_config,
     state_bytes,
 )
 from strop.policy.kv_cache import KVCache
@@ -185,3 +186,44 @@ def test_a_config_without_sizes_is_refused(
     damage(tmp_path / "config.json")
     with pytest.raises(ConfigError, match=rf"sizes of the model in .* cannot be read.*{named}.*Next: fetch"):
         read_model_size(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "config", "has_others"),
+    [
+        ({"total_parameters": 10**6}, {}, True),
+        ({"total_size": 2 * 10**6}, {"torch_dtype": "bfloat16"}, True),
+        ({"total_size": 4 * 10**6}, {"dtype": "float32"}, True),
+        # Of packed numbers the size says nothing.
+        ({"total_size": 10**6}, {"dtype": "bfloat16", "quantization_config": {"bits": 4}}, False),
+        ({"total_size": 10**6}, {"dtype": None, "torch_dtype": None}, False),
+        ({}, {}, False),
+    ],
+)
+def test_an_index_counts_weights_that_are_elsewhere(
+    tmp_path: Path, metadata: dict[str, Any], config: dict[str, Any], has_others: bool
+) -> None:
+    path = make_model(tmp_path)
+    known = read_model_size(path).num_params
+    (path / "model.safetensors").unlink()
+    own = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**own, "dtype": None, **config}))
+    index = {"metadata": metadata, "weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = read_model_size(path)
+    # The sizes explain what they explain; a million are layers that they do not.
+    assert found.num_params == (pytest.approx(10**6, abs=10) if has_others else known)
+
+
+def test_experts_that_a_token_does_not_pass_through_are_no_work(tmp_path: Path) -> None:
+    dense = {
+        "hidden_size": 10, "num_hidden_layers": 4, "intermediate_size": 50, "num_attention_heads": 1,
+        "vocab_size": 100, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    sparse = {**dense, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    size = size_of_config({**sparse, "n_shared_experts": 1, "first_k_dense_replace": 1})
+    # Three layers of two chosen and one shared expert of 20, one of 50: 230 / 4, rounded down.
+    assert size.mlp_width == 57
+    # Six experts of 20 in three layers, each three matrices of 10 rows.
+    assert size.other_params == 3 * 6 * 20 * 3 * 10
+    assert size_of_config(dense).other_params == 0

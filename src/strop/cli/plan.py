@@ -74,6 +74,8 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
 
         asked = SubmitArguments(run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True)
         request = read_arguments(asked)
+        # With what the site says of a job's GPUs.
+        resolved = request.resolved
         target = describe_target(request, accelerator)
     planned = make_plan(resolved, accelerator=accelerator, target=target)
     if args.json:

@@ -12,6 +12,7 @@ from strop.plan.estimate import TimeEstimate
 from strop.plan.judging import Assumption, Judging
 from strop.plan.locate import KnownModel
 from strop.plan.roles import Part, RoleMemory, count_rows
+from strop.plan.speeds import Speeds
 from strop.plan.target import Price
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.policy.objective import lr_at
@@ -134,9 +135,19 @@ _NORMALIZERS = {
 
 
 def list_limits(
-    resolved: ResolvedSpec, task: Task, model: KnownModel | None, machine: Machine, *, is_gpu: bool
+    resolved: ResolvedSpec,
+    task: Task,
+    model: KnownModel | None,
+    machine: Machine,
+    speeds: Speeds,
+    *,
+    num_positions: int | None,
+    place: str,
 ) -> tuple[PlannedValue, ...]:
-    """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
+    """Return the one limit that takes effect where several could (SMP-2), and what is derived.
+
+    `num_positions`: of a micro-batch, None where it is not known; `place`: whose cores the machine's are.
+    """
     spec = resolved.spec
     values = [
         _effective(
@@ -145,20 +156,20 @@ def list_limits(
         _effective(
             resolved,
             "train.micro_batch_tokens",
-            spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
-            "strop's own",
+            num_positions or spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+            "strop's own" if speeds.is_processor else f"memory of one {speeds.device}",
         ),
         _effective(
             resolved,
             "engine.max_num_seqs",
-            spec.engine.max_num_seqs or count_rows(spec, is_gpu=is_gpu),
+            spec.engine.max_num_seqs or count_rows(spec, is_gpu=not speeds.is_processor),
             "rollouts of a step",
         ),
         _effective(
             resolved,
             "placement.threads",
             spec.placement.threads or machine.num_physical_cores,
-            "cores of this machine",
+            f"cores of {place}",
         ),
     ]
     if model is not None:

@@ -34,7 +34,7 @@ from strop.plan.plan import (
     list_optimizer,
     list_terms,
 )
-from strop.plan.roles import Part, RoleMemory, count_roles, list_roles, split_memory
+from strop.plan.roles import Part, RoleMemory, count_roles, list_roles, position_budget, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.plan.target import Target, price_run
 from strop.policy.footprint import read_model_size
@@ -78,11 +78,9 @@ def make_plan(
             # What was measured on this machine.
             calibration = efficiency = None
     machine = machine or describe_machine()
+    device = _device(machine, accelerator)
     spec, number_format = settle_format(
-        settle_layout(resolved.spec),
-        machine,
-        _device(machine, accelerator),
-        calibration=calibration,
+        settle_layout(resolved.spec), machine, device, calibration=calibration
     )
     with follow_store(spec.store):
         task, known = look(spec, cache_dir)
@@ -91,13 +89,10 @@ def make_plan(
     speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
     lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
     needs = _estimate_needs(spec, known, lengths, task.limits, speeds, machine, target)
+    disk = list_disk_parts(spec, known.size, is_mirrored=is_mirrored) if known.size else ()
     rooms = {
-        "memory": _room(needs.memory, machine.memory_bytes) if needs.memory else None,
-        "disk": _room(
-            list_disk_parts(spec, known.size, is_mirrored=is_mirrored), _free_disk_bytes(spec, target)
-        )
-        if known.size
-        else None,
+        "memory": _room(needs.memory, machine.memory_bytes),
+        "disk": _room(disk, _free_disk_bytes(spec, target)),
     }
     is_open = resolved.spec.model.dtype == AUTO
     dtype = PlannedValue(
@@ -105,6 +100,7 @@ def make_plan(
         value=number_format.dtype,
         origin=number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT),
     )
+    place = "this machine" if target is None or target.is_here else f"a node of {target.site}"
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
@@ -112,7 +108,12 @@ def make_plan(
         model_source=known.model.source if known.model else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=(*list_limits(resolved, task, known.model, machine, is_gpu=not speeds.is_processor), dtype),
+        limits=(
+            *list_limits(
+                resolved, task, known.model, machine, speeds, num_positions=needs.num_positions, place=place
+            ),
+            dtype,
+        ),
         schedule=_plan_schedule(spec, known),
         algorithm=list_terms(resolved, limit),
         optimizer=list_optimizer(resolved),
@@ -144,6 +145,8 @@ class _Needs:
     roles: tuple[RoleMemory, ...] = ()
     time: TimeEstimate | None = None
     judging: Judging | None = None
+    num_positions: int | None = None
+    """Of a micro-batch on one rank, at most."""
 
 
 def _estimate_needs(
@@ -168,6 +171,9 @@ def _estimate_needs(
         roles=_plan_roles(spec, known, speeds, limit, longest, given),
         time=estimate_time(work, speeds),
         judging=describe_judging(work, limits.verify_limit_s),
+        num_positions=position_budget(
+            spec, known.size, count_roles(spec, is_processor=speeds.is_processor), speeds.memory_bytes
+        ),
     )
 
 
@@ -250,7 +256,9 @@ def predict_run(
     )
 
 
-def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
+def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room | None:
+    if not parts:
+        return None
     return Room(parts=parts, needed_bytes=sum(part.amount for part in parts), available_bytes=available_bytes)
 
 

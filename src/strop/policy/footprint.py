@@ -156,8 +156,8 @@ def read_model_size(model_dir: Path) -> ModelSize:
     Raises: ConfigError if the file is missing or lacks a size.
     """
     try:
-        size = size_of_config(json.loads((model_dir / "config.json").read_text()))
-        num_stored = _count_stored(model_dir)
+        config = json.loads((model_dir / "config.json").read_text())
+        size, num_stored = size_of_config(config), _count_stored(model_dir, config)
         if num_stored is None or abs(num_stored - size.num_params) <= _EXPLAINED_FRAC * num_stored:
             return size
         return replace(size, other_params=size.other_params + num_stored - size.num_params)
@@ -169,21 +169,33 @@ def read_model_size(model_dir: Path) -> ModelSize:
         ) from error
 
 
-def _count_stored(model_dir: Path) -> int | None:
-    """Count the numbers in a model's weights by the files' headers, None where there are no files."""
-    index = model_dir / WEIGHTS_INDEX
+def _count_stored(model_dir: Path, config: Mapping[str, Any]) -> int | None:
+    """Count the numbers in a model's weights: by the files' headers, else by their index, else None."""
+    index_path, index = model_dir / WEIGHTS_INDEX, None
     names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+    if index_path.is_file():
+        index = json.loads(index_path.read_text())
+        names = set(index["weight_map"].values())
     paths = [model_dir / name for name in sorted(names)]
     if not all(path.is_file() for path in paths):
-        return None
+        return None if index is None else _count_indexed(index.get("metadata") or {}, config)
     total = 0
     for path in paths:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
     return total
+
+
+def _count_indexed(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """Count the numbers in weights that are elsewhere, by what their index says; None if it does not."""
+    if metadata.get("total_parameters"):
+        return int(metadata["total_parameters"])
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    item = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(dtype))
+    if item is None or "total_size" not in metadata or config.get("quantization_config"):
+        return None
+    return int(metadata["total_size"]) // item
 
 
 def state_bytes(size: ModelSize, dtype: str, num_trained: int | None = None) -> int:
