@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from strop.io.atomic import verify_directory
 from strop.launch.drill import compare_metrics
 from tests.fixtures.commands import Run
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
@@ -111,3 +112,22 @@ def test_a_drill_of_a_job_that_ignores_the_signal_fails_with_the_first_missing_p
     assert drilled.code == 1
     assert "the drill failed: newer checkpoint: no checkpoint since the signal" in drilled.err
     assert run("cancel", "early", "--grace", 60).code == 0
+
+
+@pytest.mark.slow
+def test_a_job_is_fetched_while_it_runs(place: Path, run: Run) -> None:
+    settings = ("train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=1", "name=followed")
+    assert run("submit", "run.toml", *settings, "--on", "local").code == 0
+    words = [sys.executable, "-m", "strop.cli", "fetch", "followed", "--to", "copy", "--follow"]
+    followed = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
+    assert followed.returncode == 0, followed.stderr
+    (home,) = Path("runs").glob("followed-*")
+    assert read_metrics(Path("copy")) == read_metrics(home)
+    assert "copy/checkpoints/step-000006: " in followed.stderr
+    assert verify_directory(Path("copy/checkpoints/step-000006")) == verify_directory(
+        home / "checkpoints" / "step-000006"
+    )
+    assert run("fetch", "followed", "--to", "copy", "--follow").code == 1
+    assert run("fetch", "followed", "--to", "other", "--follow", "--step", 2).code == 2
+    shown = run("status", "followed", "--gpus")
+    assert "no running job has told what its GPUs do" in shown.err

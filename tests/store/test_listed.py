@@ -174,6 +174,24 @@ def test_a_namesake_is_refused_by_what_its_configuration_says(s3_root: str, tmp_
         get_model("other/big")
 
 
+def test_a_directory_that_has_it_under_its_name_alone(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    model = shard_model(root / "models" / "big")
+    with follow_store(follow(str(root), "store-only")):
+        found = get_model("org/big")
+        assert (found.path, found.source) == (model, "store")
+        assert "models/big has no COMPLETE" in (found.notice or "")
+        with pytest.raises(ConfigError, match="models/big stands for org/big"):
+            get_model("other/big")
+        # Where strop itself sends models, a folder without a record is unfinished.
+        shard_model(root / "models" / "org" / "new")
+        with pytest.raises(RemoteMissing, match="models/org/new is no complete record"):
+            get_model("org/new")
+        (model / SHARDS[0]).unlink()
+        with pytest.raises(ConfigError, match=f"{SHARDS[0]} missing"):
+            get_model("org/big")
+
+
 @pytest.mark.parametrize("order", ["store-first", "hub-first"])
 def test_a_missing_store_key_is_named_beside_the_hub(s3_root: str, order: str) -> None:
     with follow_store(follow(s3_root, order)):

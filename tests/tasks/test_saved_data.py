@@ -103,6 +103,17 @@ def test_saved_splits_in_a_bucket_stand_for_the_hubs_files(s3_root: str, tmp_pat
     ]
 
 
+def test_saved_splits_in_a_directory_are_read_where_they_stand(tmp_path: Path) -> None:
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        save_split(rows, tmp_path / "store" / "datasets" / f"gsm8k_{name}")
+        save_split(rows, tmp_path / "store" / "datasets" / f"words_{name}")
+    with follow_store(follow(str(tmp_path / "store"), "store-only")):
+        assert {split: len(ids) for split, ids in read_ids().items()} == {Split.TRAIN: 20, Split.HELD_OUT: 5}
+        words = ["name=x", "task.name=rows", "task.source=org/words", "task.prompt=question"]
+        spec = load_spec(None, [*words, "task.answer=answer", "task.reward=exact"]).spec.task
+        assert [len(build_task(spec).examples(split)) for split in Split] == [20, 5]
+
+
 def test_a_split_that_the_bucket_lacks_is_named_beside_the_hub(s3_root: str, tmp_path: Path) -> None:
     sync(save_split(TRAIN, tmp_path / "train"), f"{s3_root}/datasets/gsm8k_train")
     with follow_store(follow(s3_root)), pytest.raises(DataError) as caught:

@@ -26,13 +26,16 @@ from strop.rollout import (
     Turn,
     make_example,
 )
+from strop.spec import load_spec
 from strop.spec.offline import SftSpec
+from strop.store.data_files import collect_data_files
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.prompt import render_prompt
-from strop.train.data.offline import Demonstration, Demonstrations, Framing, find_source
+from strop.train.data.offline import Demonstration, Demonstrations, Framing, find_source, read_demonstrations
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
+from tests.fixtures.saved_data import save_split, save_splits
 from tests.fixtures.tiny_run import SpellTask, new_run
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -477,3 +480,25 @@ def test_what_is_recorded_is_what_an_attempt_left(tmp_path: Path, framing: Frami
     path = write_run(tmp_path, *record(framing))
     with RunDir.open(path):
         assert len(choose(path, framing, min_reward=0.5).members) == 4
+
+
+# What the datasets library saved, and tables.
+
+
+@pytest.mark.parametrize("kind", ["split", "splits", "csv"])
+def test_demonstrations_that_users_already_have(tiny_model_dir: Path, tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f"{n} * 7?", "completion": str(n * 7)} for n in range(20)]
+    source = tmp_path / ("rows.csv" if kind == "csv" else "saved")
+    if kind == "split":
+        save_split(rows, source, num_files=2)
+    elif kind == "splits":
+        save_splits({"train": rows, "test": rows[:2]}, source)
+    else:
+        source.write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows))
+    words = ["name=x", "task.name=arithmetic", "train.terms=sft", f"sft.source={source}"]
+    spec = load_spec(None, words).spec
+    with collect_data_files() as files:
+        found = read_demonstrations(spec, build_task(spec.task), tiny_model_dir)
+    assert found is not None
+    assert len(found.members) == 20
+    assert {file.source for file in files} == {str(source)}

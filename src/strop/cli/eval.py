@@ -107,6 +107,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.rollout import Split
     from strop.run.evaluation import evaluate_here
     from strop.run.inference import read_askings
+    from strop.store.data_files import collect_notices
 
     output: Output = context.obj
     if options.config is not None:
@@ -128,7 +129,10 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     askings = read_askings(tasks, options.settings or (), split)
     wish = _read_wish(options)
     opened = _open_model(output, options)
-    results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
+    with collect_notices() as notices:
+        results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
+    for notice in notices:
+        output.say(notice)
     show_results(output, results, is_json=options.json)
     for result in results:
         say_references(output, options.model, result)

@@ -112,8 +112,10 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
         return get_model(uri, cache_dir=cache, offline=True).path
     repo, revision = match["repo"], match["revision"]
     policy = read_policy()
-    copies = (_find_fetched(place, cache) for place in policy.model_uris(repo, revision))
-    fetched = next(filter(None, copies), None)
+    own, *short = policy.model_uris(repo, revision) or ("",)
+    fetched = next(filter(None, (_find_fetched(place, cache) for place in (own, *short) if place)), None)
+    # In a directory, what stands under the name alone is used where it stands.
+    fetched = fetched or next((Path(one) for one in short if Path(one, "config.json").is_file()), None)
     if fetched is not None and policy.asks_store_first:
         return fetched
     found = find_cached_snapshot(repo, revision) if policy.asks_hub else None

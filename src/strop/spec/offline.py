@@ -15,10 +15,10 @@ class SftSpec(Section):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the demonstrations are: a file of JSONL (.jsonl, .json) or Parquet (.parquet), or"
-        " the folder of a run, or of the replies that `strop eval` kept, whose best rollouts are imitated. A"
-        " relative path is taken from the file that"
-        " names it. none = nothing is imitated.",
+        description="Where the demonstrations are: a file of JSONL (.jsonl, .json), Parquet (.parquet) or CSV"
+        " (.csv), a folder that `save_to_disk` of the datasets library wrote, or the folder of a run, or of"
+        " the replies that `strop eval` kept, whose best rollouts are imitated. A relative path is taken from"
+        " the file that names it. none = nothing is imitated.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",

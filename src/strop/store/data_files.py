@@ -159,7 +159,7 @@ def fetch_saved_split(source: str, saved_as: Sequence[str]) -> Path | None:
     """
     policy = read_policy()
     uri = policy.dataset_uri(source)
-    if uri is None or not uri.startswith("s3://") or not policy.asks_store_first:
+    if uri is None or not policy.asks_store_first:
         return None
     if _local_only.get() is not None:
         return next(_find_saved(policy, saved_as), None)
@@ -305,8 +305,10 @@ def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             open_record_store(uri).get_file(uri, file, path)
     except RemoteMissing as lack:
-        if not uri.startswith("s3://") or open_record_store(uri).find_manifest(uri) is not None:
+        if open_record_store(uri).find_manifest(uri) is not None:
             raise
+        if not is_remote(uri):
+            return _from_saved(policy, saved_as, lack)
         try:
             path = _tell(fetch_listed_data(uri, _listed_copy(uri, file), name=file)) / file
         except RemoteMissing as error:
@@ -323,7 +325,9 @@ def _from_saved(policy: SourcePolicy, saved_as: Sequence[str], lack: RemoteMissi
     lacks = [lack]
     for place in filter(None, map(policy.dataset_uri, saved_as)):
         try:
-            path = fetch_data_source(place)
+            # In a directory it is used where it stands, as another tool put it there.
+            is_here = not is_remote(place) and Path(place).is_dir()
+            path = Path(place) if is_here else fetch_data_source(place)
         except RemoteMissing as error:
             lacks.append(error)
             continue

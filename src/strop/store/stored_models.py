@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.errors import ConfigError, RemoteMissing, given_of, split_error
-from strop.io.atomic import write_bytes_atomically
+from strop.io.atomic import is_complete, write_bytes_atomically
 from strop.store.listed import Copied, fetch_listed_model
 from strop.store.model_files import check_model_dir
 from strop.store.opening import open_record_store
+from strop.store.uris import is_remote
 
 
 def stored_path(uri: str, cache: Path) -> Path:
@@ -45,18 +46,32 @@ def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Copied:
     lacks: list[RemoteMissing] = []
     for place in places:
         try:
-            copy = fetch_stored_model(place, cache)
+            copy = _find_in_folder(place) if place != places[0] else None
+            copy = copy or fetch_stored_model(place, cache)
         except RemoteMissing as error:
             lacks.append(error)
             continue
         if place != places[0]:
-            _refuse_namesake(repo, place, copy.path)
+            _refuse_namesake(repo, place, copy.path, cache)
         return copy
     _, allowed, next_step = split_error(str(lacks[0]))
     raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
 
 
-def _refuse_namesake(repo: str, uri: str, path: Path) -> None:
+def _find_in_folder(place: str) -> Copied | None:
+    """Return a model that another tool put into a directory's models/NAME, used where it stands.
+
+    strop itself writes to models/org/name alone, so what is there is no unfinished record of its own.
+    """
+    path = Path(place)
+    if is_remote(place) or is_complete(path) or not path.is_dir():
+        return None
+    check_model_dir(path)
+    notice = f"{place} has no COMPLETE: another tool filled it, and it is used as it is"
+    return Copied(path=path, notice=notice)
+
+
+def _refuse_namesake(repo: str, uri: str, path: Path, cache: Path) -> None:
     """Refuse a model that is kept without its organisation, and is or was taken to be another one's.
 
     Raises: ConfigError naming both.
@@ -65,7 +80,7 @@ def _refuse_namesake(repo: str, uri: str, path: Path) -> None:
         said = str(json.loads((path / "config.json").read_bytes()).get("_name_or_path", ""))
     except (ValueError, AttributeError):
         said = ""
-    memory_path = path.with_name(f"{path.name}.repo")
+    memory_path = cache / "models" / f"{stored_path(uri, cache).name}.repo"
     taken = memory_path.read_text("utf-8") if memory_path.is_file() else repo
     is_namesake = said != repo and said.count("/") == 1 and said.rpartition("/")[2] == repo.rpartition("/")[2]
     other = said if is_namesake else taken
@@ -77,4 +92,5 @@ def _refuse_namesake(repo: str, uri: str, path: Path) -> None:
             next_step=f"send yours to models/{repo}; or, if it is the one you mean, write {uri} into the run"
             " file",
         )
+    memory_path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(memory_path, repo.encode())

@@ -26,6 +26,7 @@ from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat, resolve_prompt_format
+from strop.tasks.rows.arrow import find_saved_split, is_saved
 from strop.tokenizer import Tokenizer
 
 OVERLONG = "longer than the model's positions"
@@ -395,7 +396,8 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
     source = spec.sft.source
     assert source is not None
     path = find_source(source)
-    read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
+    is_from_file = spec.sft.is_from_file or is_saved(path)
+    read = read_file_demonstrations if is_from_file else read_run_demonstrations
     found = read(spec.sft, path, read_framing(spec, task, model_dir))
     require_enough(found, spec.sft.rows_per_step)
     return found
@@ -426,9 +428,15 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
     if not path.exists():
         raise DataError(
             f"{setting}={source} does not exist",
-            allowed="a file of JSONL or Parquet, or a folder of rollouts; a path, or a URI of a store",
+            allowed="a file of JSONL, Parquet or CSV, a folder of save_to_disk, or one of rollouts; a path"
+            " or a URI of a store",
             next_step=f"correct the path in {setting}",
         )
+    if path.is_dir() and (saved := find_saved_split(path, ("train",)) or [path] * is_saved(path)):
+        for file in sorted(one for one in saved[0].rglob("*") if one.is_file()):
+            name = file.relative_to(saved[0]).as_posix()
+            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
+        return saved[0]
     if path.is_dir():
         from strop.train.data.sft_sources import find_rollouts_files
 
