@@ -3,7 +3,7 @@
 Places: `open_store` gives the `Store` of an s3:// or hf:// URI or a directory; `follow_store` says
 which one hub ids are looked for in.
 Models: `get_model` turns any name of a model into a directory that loads; `list_models`.
-Data: `fetch_data_file`, `fetch_data_source`.
+Data: `fetch_data_file`, `fetch_data_source`. What other tools sent, without a record: `listed`.
 This room lies under `record` and knows nothing of runs. How bytes reach this disk: `io`.
 """
 

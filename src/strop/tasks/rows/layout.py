@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,10 @@ def read_split_rows(
 
 
 def _read_all(files: Sequence[Path]) -> list[Row]:
-    rows = (row for file in files for row in read_rows(file))
-    return [replace(row, index=index) for index, row in enumerate(rows)]
+    rows: list[Row] = []
+    for file in files:
+        rows += read_rows(file, first_index=len(rows))
+    return rows
 
 
 def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
@@ -288,17 +290,23 @@ def _split_by_content(
     return train, held_out
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, *, first_index: int = 0) -> list[Row]:
     """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order, or of a folder of Arrow files.
 
-    Values of CSV are texts.
+    Values of CSV are texts. `first_index`: of the first row, behind those of other files.
     Raises: DataError if it cannot be read.
     """
     if path.is_dir():
-        return [Row(values=values, place=place) for values, place in read_saved(path)]
+        return [
+            Row(values=values, place=place, index=index)
+            for index, (values, place) in enumerate(read_saved(path), start=first_index)
+        ]
     read = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)
     values = list(read(path))
-    return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]
+    return [
+        Row(values=value, place=f"{path}, row {number}", index=first_index + number - 1)
+        for number, value in enumerate(values, start=1)
+    ]
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
