@@ -77,6 +77,8 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
         # With what the site says of a job's GPUs.
         resolved = request.resolved
         target = describe_target(request, accelerator)
+        # With what follows from the site, such as the GPUs of its instances.
+        resolved = request.resolved
     planned = make_plan(resolved, accelerator=accelerator, target=target)
     if args.json:
         job = {} if request is None else {"job": _plan_job(output, request, asked)}
