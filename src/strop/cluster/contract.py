@@ -14,6 +14,7 @@ from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
+    from strop.policy.device_wires import Wire
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Term
     from strop.policy.optimizer import StepPlan, StepReport
@@ -105,6 +106,14 @@ class LearnerRole(Protocol):
         """Write the compute copies to one safetensors file. Returns their digest.
 
         Raises: StoreError if the file cannot be written.
+        """
+        ...
+
+    async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
+        """Begin to send the compute copies from device to device; return their address and digest at once.
+
+        What is asked of the learner next waits until they are sent. See `strop.policy.device_wires`.
+        Raises: StoreError if `host` is no address of this machine.
         """
         ...
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from strop.engine.server import LOOPBACK
 from strop.errors import EngineError
 from strop.hardware import free_memory_bytes
 from strop.hardware.tuning import compute_in_thread
+from strop.policy.device_wires import DeviceSender, Wire
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.head import token_places
@@ -64,6 +66,9 @@ class LocalLearner:
     def __init__(self, local: Learner, *, is_async: bool = False) -> None:
         self.local = local
         self._frozen: dict[str, FrozenModel] = {}
+        self._sender: DeviceSender | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._num_offers = count()
         # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_async else None
 
@@ -132,6 +137,15 @@ class LocalLearner:
         """Write a Hugging Face model directory. See `LearnerRole.export`."""
         return await self._do(partial(self.local.export, target, tokenizer_dir))
 
+    async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
+        """Begin to send. See `LearnerRole.offer_weights`."""
+        digest = await self._do(self.local.device_digest)
+        self._sender = self._sender or DeviceSender(host)
+        name = f"v{self.version:06d}-{next(self._num_offers)}"
+        send = partial(self.local.send_weights, self._sender, wire, name, num_receivers)
+        self._sending = asyncio.create_task(asyncio.to_thread(send))
+        return self._sender.address(wire, name), digest
+
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form. Returns the digest of their tensors."""
         return await compute_in_thread(partial(self.local.write_adapter, target))
@@ -145,6 +159,10 @@ class LocalLearner:
         self.local.load_state(source)
 
     async def _do(self, work: Callable[[], Answer]) -> Answer:
+        if self._sending is not None:
+            # The weights that are being sent must not move.
+            await self._sending
+            self._sending = None
         if self._thread is None:
             return work()
         run = copy_context().run

@@ -22,6 +22,7 @@ from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.errors import ConfigError
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
+from strop.policy.device_wires import Wire
 from strop.policy.footprint import read_model_size
 from strop.policy.publication import WeightSender
 from strop.spec.run import RunSpec
@@ -161,6 +162,37 @@ class BroadcastPublisher:
         clear_publications(self._weights_dir)
 
 
+class DevicePublisher:
+    """Publishes from GPU to GPU, once the first publication has gone another way.
+
+    That one has a digest of the stored files, by which an engine proves that it loaded the learner's base.
+    """
+
+    def __init__(
+        self, learner: LearnerRole, first: Publisher, wire: Wire, *, host: str, num_receivers: int
+    ) -> None:
+        """`host` is reached by all receivers; `first` publishes the first time."""
+        self._learner = learner
+        self._first = first
+        self._wire: Wire = wire
+        self._host = host
+        self._num_receivers = num_receivers
+        self._is_begun = False
+
+    async def publish(self) -> WeightUpdate:
+        """Offer the learner's compute copies. Raises: StoreError if the first ones cannot be written."""
+        if not self._is_begun:
+            self._is_begun = True
+            return await self._first.publish()
+        version = self._learner.version
+        path, digest = await self._learner.offer_weights(self._wire, self._host, self._num_receivers)
+        return WeightUpdate(version=version, digest=digest, transport=WeightTransport.BROADCAST, path=path)
+
+    async def close(self) -> None:
+        """Remove the first publication; what is being sent ends with the learner."""
+        await self._first.close()
+
+
 class StorePublisher:
     """Publishes by file, and sends each file to a store that engines read; it keeps only what is needed.
 
@@ -241,14 +273,20 @@ def open_publisher(
     Raises: ConfigError if weights go through a store and there is none; StoreError if `host` is not ours.
     """
     transport = choose_transport(spec.engine.transport, is_apart=is_apart)
-    if transport == "broadcast":
-        # Each of vLLM's workers receives for itself.
-        layout = spec.layout
-        num_receivers = layout.num_engines * layout.tensor_parallel
-        return BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
+    layout = spec.layout
+    # Each of vLLM's workers receives for itself.
+    num_receivers = layout.num_engines * layout.tensor_parallel
     files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
-    if transport == "file":
-        return files
+    sent: Publisher = files
+    if transport == "broadcast":
+        sent = BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
+    # Adapters are small, or merged on the CPU.
+    is_whole = spec.lora.rank is None and spec.engine.transport in ("auto", "broadcast")
+    if is_whole and layout.has_gpus and learner.device == "cuda":
+        wire: Wire = "ipc" if layout.is_shared else "nccl"
+        return DevicePublisher(learner, sent, wire, host=host, num_receivers=num_receivers)
+    if transport in ("file", "broadcast"):
+        return sent
     root = read_policy().root
     if root is None:
         raise ConfigError(

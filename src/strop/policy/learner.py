@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch
 
 from strop.errors import ConfigError, LearnerError
 from strop.policy.balancing import require_disjoint
+from strop.policy.device_wires import DeviceSender, Wire, device_digest
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.head import (
     EntropyBonus,
@@ -265,6 +267,19 @@ class Learner:
         """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
         copies, model = self._collect_copies(), self.model
         return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(model, copies).items()))
+
+    def device_digest(self) -> str:
+        """Return the digest of the compute copies as `device_wires` has it. Every rank must call it."""
+        return device_digest(self._weights.compute_copies())
+
+    def send_weights(self, sender: DeviceSender | None, wire: Wire, name: str, num_receivers: int) -> None:
+        """Send the compute copies from device to device. Every rank must call it, the first with a sender."""
+        copies = self._weights.compute_copies()
+        if sender is not None:
+            sender.send(wire, name, copies, num_receivers)
+        else:
+            # The others take part in gathering each tensor.
+            deque(copies, maxlen=0)
 
     def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form into a directory. Returns the digest of its tensors.

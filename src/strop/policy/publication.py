@@ -4,7 +4,8 @@ Through process groups no disk is between learner and engines. A publication is 
 the sender keeps: `tcp://host:port/name`. It says there what the tensors look like; each receiver draws a
 number and takes the tensors, in order of name, in a gloo group of its own with the sender. So a receiver that
 dies or comes late does not affect the others; the price is one copy through the sender's network for each
-receiver. What was received is proven by its digest. Not here: NCCL, encryption.
+receiver. What was received is proven by its digest. Not here: what goes from GPU to GPU (`device_wires`), and
+encryption.
 
 Needs no package but torch and safetensors, so that an engine's process with pins of its own can import it.
 """
@@ -33,6 +34,7 @@ from safetensors.torch import load_file
 
 from strop.errors import StoreError, WeightMismatch
 from strop.hardware.leftovers import SHARED_MEMORY
+from strop.policy.device_wires import DIGEST_PREFIX, SCHEMES, device_digest, receive_on_device
 
 # Its stubs lack most of what is used here.
 distributed: Any = torch.distributed
@@ -218,18 +220,21 @@ _MAX_THREADS = 8
 
 
 def read_published(source: Path | str, *, expected_digest: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, or those that come from a `tcp://` address.
+    """Return the tensors of a safetensors file, or those that come from an address of a sender.
 
     Raises: WeightMismatch if they cannot be read, or have another digest.
     """
-    if str(source).startswith("tcp://"):
+    if str(source).startswith(SCHEMES):
+        tensors = receive_on_device(str(source))
+    elif str(source).startswith("tcp://"):
         tensors = receive_tensors(str(source))
     else:
         try:
             tensors = load_file(source)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _mismatch(f"published weights {source} cannot be read ({error})") from error
-    actual = tensors_digest(tensors.items())
+    is_on_device = expected_digest.startswith(DIGEST_PREFIX)
+    actual = (device_digest if is_on_device else tensors_digest)(tensors.items())
     if actual != expected_digest:
         raise _mismatch(f"published weights {source} have digest {actual}, not {expected_digest}")
     return tensors

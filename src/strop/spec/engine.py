@@ -85,8 +85,9 @@ class EngineSpec(Section):
     transport: Literal["auto", "file", "broadcast", "store"] = Field(
         default="auto",
         description="How weights reach an engine in another process. 'file' writes a file below the run's"
-        " directory, 'broadcast' sends the tensors through process groups (gloo), 'store' goes through"
-        " the store (store.uri). 'auto' is a file in shared memory on one machine, else a broadcast.",
+        " directory, 'broadcast' sends the tensors through process groups (NCCL between GPUs, handles of CUDA"
+        " IPC on one GPU, gloo on CPUs), 'store' goes through the store (store.uri). 'auto' is a broadcast"
+        " between GPUs of the job and between machines, else a file in shared memory.",
         json_schema_extra=expert("a cluster may forbid a path between its nodes"),
     )
 

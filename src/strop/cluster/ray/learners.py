@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
+    from strop.policy.device_wires import DeviceSender, Wire
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Learner, Term
     from strop.policy.optimizer import StepPlan, StepReport
@@ -70,6 +72,7 @@ class LearnerRank(RayRole):
     def __init__(self, start: RoleStart) -> None:
         super().__init__(start)
         self._staged = StagedState()
+        self._sender: DeviceSender | None = None
 
     def open_rendezvous(self, host: str, num_ranks: int) -> int:
         """Listen where all ranks meet; return the port. Only the first rank does this."""
@@ -172,6 +175,21 @@ class LearnerRank(RayRole):
         """Write the compute copies; return the digest."""
         return self._learner.write_weights(path)
 
+    def device_digest(self) -> str:
+        """Return the digest of the compute copies as `device_wires` has it."""
+        return self._learner.device_digest()
+
+    def open_sender(self, host: str) -> str:
+        """Open the place of this rank's receivers, once; return the address that names stand behind."""
+        from strop.policy.device_wires import DeviceSender
+
+        self._sender = self._sender or DeviceSender(host)
+        return self._sender.address("nccl", "").removeprefix("nccl://")
+
+    def send_weights(self, wire: Wire, name: str, num_receivers: int) -> None:
+        """Send the compute copies from device to device."""
+        self._learner.send_weights(self._sender, wire, name, num_receivers)
+
     def write_adapter(self, target: Path) -> str:
         """Write the adapters; return the digest."""
         return self._learner.write_adapter(target)
@@ -235,6 +253,8 @@ class RayLearner:
         self._watch = watch
         self._facts = facts
         self._version = facts.version
+        self._num_offers = count()
+        self._sending: list[Any] = []
 
     @property
     def version(self) -> int:
@@ -320,6 +340,15 @@ class RayLearner:
         """Write the compute copies. See `LearnerRole.write_weights`."""
         digests: list[str] = await self._gather([rank.write_weights.remote(path) for rank in self._ranks])
         return digests[0]
+
+    async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
+        """Begin to send. See `LearnerRole.offer_weights`."""
+        digests = await self._gather([rank.device_digest.remote() for rank in self._ranks])
+        place = await self._gather([self._ranks[0].open_sender.remote(host)])
+        name = f"v{self.version:06d}-{next(self._num_offers)}"
+        # A rank answers one call after the other: what comes next waits.
+        self._sending = [rank.send_weights.remote(wire, name, num_receivers) for rank in self._ranks]
+        return f"{wire}://{place[0]}{name}", str(digests[0])
 
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters. See `LearnerRole.write_adapter`."""

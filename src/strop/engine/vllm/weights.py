@@ -152,7 +152,7 @@ def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
     rows = slice(start, start + len(tensor))
     plain = getattr(module, leaf)
     if plain.numel():
-        held = plain.detach()[rows].cpu()
+        held = plain.detach()[rows].to(tensor.device)
         if held.shape != tensor.shape or not torch.equal(held.to(tensor.dtype), tensor):
             return False
     if leaf != "weight" or not hasattr(module, "cpu_linear"):
