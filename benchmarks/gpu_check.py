@@ -28,6 +28,7 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "device": ("benchmarks.gpu.device_part", "run_device", 60.0),
     "parity": ("benchmarks.gpu.parity", "run_parity", 240.0),
     "engine": ("benchmarks.gpu.engine", "run_engine", 150.0),
+    "wires": ("benchmarks.gpu.wires", "run_wires", 150.0),
     "grpo-0.5b": ("benchmarks.gpu.grpo", "run_grpo_0_5b", 150.0),
     "grpo-1.5b": ("benchmarks.gpu.grpo", "run_grpo_1_5b", 180.0),
     "memory": ("benchmarks.gpu.memory", "run_head_memory", 120.0),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from strop.hardware.leftovers import clear_shared_memory
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.weights import weights_digest
+from strop.spec.layout import settle_layout
 from strop.store.opening import open_record_store
 from strop.store.policy import URI_VARIABLE
 from strop.tokenizer import Tokenizer
@@ -83,6 +86,74 @@ def test_a_spec_gets_its_publisher(
         build("store")
     monkeypatch.setenv(URI_VARIABLE, str(tmp_path / "store"))
     assert isinstance(build("store"), StorePublisher)
+
+
+def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    local = LocalLearner(make_learner(tiny_model_dir))
+    offered: list[tuple[str, str, int]] = []
+
+    class OnGpu:
+        """The learner, as on a GPU; what it offers is noted."""
+
+        version, device = 0, "cuda"
+        write_weights = local.write_weights
+
+        async def offer_weights(self, wire: str, host: str, num_receivers: int) -> tuple[str, str]:
+            offered.append((wire, host, num_receivers))
+            return f"{wire}://{host}:1/v1", "sum64:1"
+
+    def build(**sections: Any) -> Any:
+        return open_publisher(
+            settle_layout(tiny_spec(**sections)),
+            OnGpu(),  # type: ignore[arg-type]
+            tmp_path,
+            lambda: None,
+            run_name="run",
+            host="127.0.0.1",
+        )
+
+    apart = build(job={"train_gpus": 1, "infer_gpus": 2})
+    first, second = asyncio.run(apart.publish()), asyncio.run(apart.publish())
+    assert (first.transport, first.digest) == ("file", weights_digest(local.local.model))
+    assert (second.transport, second.path, second.digest) == ("broadcast", "nccl://127.0.0.1:1/v1", "sum64:1")
+    asyncio.run(apart.close())
+    shared = build(job={"gpus": 2})
+    for _ in range(2):
+        asyncio.run(shared.publish())
+    assert offered == [("nccl", "127.0.0.1", 2), ("ipc", "127.0.0.1", 2)]
+    assert isinstance(build(job={"gpus": 2}, engine={"transport": "file"}), FilePublisher)
+    assert isinstance(build(job={"gpus": 2}, lora={"rank": 4}), FilePublisher)
+    assert isinstance(build(placement={"kind": "process"}), FilePublisher)
+
+
+def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
+    learner = LocalLearner(make_learner(tiny_model_dir))
+    order: list[str] = []
+
+    class Slow:
+        """Sends, after a while."""
+
+        def address(self, wire: str, name: str) -> str:
+            return f"{wire}://there/{name}"
+
+        def send(self, *arguments: object) -> int:
+            time.sleep(0.3)
+            order.append("sent")
+            return 1
+
+    async def act() -> tuple[str, str]:
+        learner._sender = Slow()  # type: ignore[assignment]
+        offer = await learner.offer_weights("nccl", "127.0.0.1", 1)
+        order.append("offered")
+        await learner.hold()
+        order.append("held")
+        return offer
+
+    address, digest = asyncio.run(act())
+    assert (address, digest) == ("nccl://there/v000000-0", learner.local.device_digest())
+    assert order == ["offered", "sent", "held"]
 
 
 def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -> None:

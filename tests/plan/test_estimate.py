@@ -10,7 +10,7 @@ import pytest
 from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
-from strop.plan.estimate import estimate_time, list_assumptions, list_disk_parts, step_period_s
+from strop.plan.estimate import estimate_time, list_assumptions, list_disk_parts, step_period_s, sync_s
 from strop.plan.generating import Work
 from strop.plan.roles import RoleCounts, RoleMemory, count_roles, count_rows, list_roles, split_memory
 from strop.plan.speeds import Speeds, choose_speeds
@@ -302,6 +302,23 @@ def test_more_devices_share_the_work() -> None:
     assert estimate_time(make_work(spec, layout=four), make_speeds()).step_parts[0].amount == pytest.approx(
         one.step_parts[0].amount
     )
+
+
+def test_weights_that_cross_gpus_take_no_way_through_the_cpu() -> None:
+    devices = make_speeds(is_processor=False, memory_bytes=10**9)
+    sizes = {"train": {"prompts_per_step": 4, "group_size": 4, "steps": 10}}
+    by_file = make_spec(placement={"kind": "process"}, **sizes)
+    across = make_spec(job={"train_gpus": 2, "infer_gpus": 3}, **sizes)
+    num_bytes = SIZE.num_params * 2
+    link, copy = devices.link_gb_per_s * 1e9, devices.copy_gb_per_s * 1e9
+    counts = count_roles(across, is_processor=False)
+    found = sync_s(make_work(across), devices, counts)
+    # By hand: gathered twice by half of it, sent to three engines, summed up on both sides.
+    assert found == pytest.approx((num_bytes + 3 * num_bytes) / link + 20 * num_bytes / copy)
+    named = across.model_copy(update={"engine": across.engine.model_copy(update={"transport": "file"})})
+    through_disk = sync_s(make_work(named), devices, counts)
+    assert through_disk == sync_s(make_work(by_file), devices, count_roles(by_file, is_processor=False))
+    assert through_disk == pytest.approx(3 * num_bytes / link + num_bytes / 0.75e9)
 
 
 def test_the_plan_says_what_would_help_most() -> None:

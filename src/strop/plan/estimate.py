@@ -42,6 +42,8 @@ IMBALANCE = 1.05
 """The rank with the most work has so many times the mean, after balancing."""
 HASHED_BYTES_PER_S = 0.75e9
 """SHA-256 with the processor's own instructions, once on either side: half of 1.5 GB/s."""
+DIGEST_PASSES = 10
+"""How often a digest on the device goes through memory for each byte: words, places, factors, products."""
 _MIN_GAIN_FRAC = 0.05
 """A change that saves less of a step is no relief."""
 
@@ -288,10 +290,22 @@ def _scoring_flop(work: Work, positions: float, scored: float) -> float:
 
 
 def sync_s(work: Work, speeds: Speeds, layout: RoleCounts) -> float:
-    """Return seconds of one publication: nothing in one process, else the copies written, hashed and read."""
+    """Return seconds of one publication: nothing in one process.
+
+    Between GPUs of the job each engine is sent a copy, which both sides sum up; else the copies are written,
+    hashed and read.
+    """
     if work.spec.layout.kind == "inline" or not work.spec.train.has_rl:
         return 0.0
     adapters = count_trained(work.size, work.spec.lora)
     num_sent = work.size.num_params if adapters is None else adapters
     num_bytes = num_sent * COPY_BYTES[work.spec.model.dtype]
-    return 3.0 * num_bytes / (speeds.link_gb_per_s * 1e9) + num_bytes / HASHED_BYTES_PER_S
+    link, engine = speeds.link_gb_per_s * 1e9, work.spec.engine
+    is_whole = adapters is None and engine.transport in ("auto", "broadcast")
+    if is_whole and work.spec.layout.has_gpus and not speeds.is_processor:
+        num_receivers = layout.num_engines * (engine.tensor_parallel or 1)
+        # Of several ranks each gathers what the others have, once for the digest and once to send.
+        gathered = 2 * num_bytes * (layout.num_learners - 1) / layout.num_learners
+        summed = 2 * DIGEST_PASSES * num_bytes / (speeds.copy_gb_per_s * 1e9)
+        return (gathered + num_receivers * num_bytes) / link + summed
+    return 3.0 * num_bytes / link + num_bytes / HASHED_BYTES_PER_S
