@@ -26,6 +26,7 @@ from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, WeightMismatch
 from strop.hardware.leftovers import clear_shared_memory
+from strop.policy.device_wires import device_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.weights import weights_digest
@@ -152,7 +153,7 @@ def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
         return offer
 
     address, digest = asyncio.run(act())
-    assert (address, digest) == ("nccl://there/v000000-0", learner.local.device_digest())
+    assert (address, digest) == ("nccl://there/v000000-0", device_digest(learner.local.compute_copies()))
     assert order == ["offered", "sent", "held"]
 
 

@@ -25,6 +25,7 @@ from strop.policy.device_wires import (
     export_handle,
     fingerprint,
     receive_on_device,
+    send_copies,
 )
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
@@ -139,10 +140,12 @@ def test_a_learners_weights_arrive_in_an_engine_and_other_ones_are_refused(tiny_
     with torch.no_grad():
         for _, parameter in learner.model.named_parameters():
             parameter.mul_(1.5)
-    sender, digest = DeviceSender(LOOPBACK, limit_s=30.0), learner.device_digest()
+    sender, digest = DeviceSender(LOOPBACK, limit_s=30.0), device_digest(learner.compute_copies())
 
     def publish(name: str, expected: str) -> None:
-        thread = threading.Thread(target=learner.send_weights, args=(sender, "nccl", name, 1))
+        thread = threading.Thread(
+            target=send_copies, args=(sender, "nccl", name, learner.compute_copies(), 1)
+        )
         thread.start()
         try:
             load_published(model, sender.address("nccl", name), expected_digest=expected)
@@ -155,7 +158,7 @@ def test_a_learners_weights_arrive_in_an_engine_and_other_ones_are_refused(tiny_
     publish("v2", digest)
     assert device_digest(model.named_parameters()) == digest
     # Ranks without a sender take part in gathering, and send nothing.
-    learner.send_weights(None, "nccl", "v3", 1)
+    send_copies(None, "nccl", "v3", learner.compute_copies(), 1)
 
 
 def test_a_sender_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from strop.engine.server import LOOPBACK
 from strop.errors import EngineError
 from strop.hardware import free_memory_bytes
 from strop.hardware.tuning import compute_in_thread
-from strop.policy.device_wires import DeviceSender, Wire
+from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_copies
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.head import token_places
@@ -139,11 +139,12 @@ class LocalLearner:
 
     async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
         """Begin to send. See `LearnerRole.offer_weights`."""
-        digest = await self._do(self.local.device_digest)
+        digest = await self._do(lambda: device_digest(self.local.compute_copies()))
         self._sender = self._sender or DeviceSender(host)
         name = f"v{self.version:06d}-{next(self._num_offers)}"
-        send = partial(self.local.send_weights, self._sender, wire, name, num_receivers)
-        self._sending = asyncio.create_task(asyncio.to_thread(send))
+        copies = self.local.compute_copies()
+        sending = asyncio.to_thread(send_copies, self._sender, wire, name, copies, num_receivers)
+        self._sending = asyncio.create_task(sending)
         return self._sender.address(wire, name), digest
 
     async def write_adapter(self, target: Path) -> str:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -249,6 +250,20 @@ class DeviceSender:
         if len(found) < num_receivers:
             _log.warning("%d of %d receivers came for %s", len(found), num_receivers, name)
         return found
+
+
+def send_copies(
+    sender: DeviceSender | None,
+    wire: Wire,
+    name: str,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    num_receivers: int,
+) -> None:
+    """Send tensors from the rank that has a sender; the others take part in gathering each of them."""
+    if sender is not None:
+        sender.send(wire, name, tensors, num_receivers)
+    else:
+        deque(tensors, maxlen=0)
 
 
 def receive_on_device(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torch.Tensor]:

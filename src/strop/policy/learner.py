@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ import torch
 
 from strop.errors import ConfigError, LearnerError
 from strop.policy.balancing import require_disjoint
-from strop.policy.device_wires import DeviceSender, Wire, device_digest
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.head import (
     EntropyBonus,
@@ -248,7 +246,7 @@ class Learner:
 
     def digest_tensors(self) -> dict[str, str]:
         """Return the digest of each tensor computed with, adapters left out; on the first rank only."""
-        return digest_each(without_adapters(self._weights.compute_copies()), is_kept=self._ranks.index == 0)
+        return digest_each(without_adapters(self.compute_copies()), is_kept=self._ranks.index == 0)
 
     def write_weights(self, path: Path) -> str:
         """Write the compute copies to one safetensors file for engines, adapters merged. Returns the digest.
@@ -265,29 +263,19 @@ class Learner:
 
     def weights_digest(self) -> str:
         """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
-        copies, model = self._collect_copies(), self.model
-        return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(model, copies).items()))
+        copies = self._collect_copies()
+        return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(self.model, copies).items()))
 
-    def device_digest(self) -> str:
-        """Return the digest of the compute copies as `device_wires` has it. Every rank must call it."""
-        return device_digest(self._weights.compute_copies())
-
-    def send_weights(self, sender: DeviceSender | None, wire: Wire, name: str, num_receivers: int) -> None:
-        """Send the compute copies from device to device. Every rank must call it, the first with a sender."""
-        copies = self._weights.compute_copies()
-        if sender is not None:
-            sender.send(wire, name, copies, num_receivers)
-        else:
-            # The others take part in gathering each tensor.
-            deque(copies, maxlen=0)
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor computed with, whole, on this rank's device; every rank must take them all."""
+        return self._weights.compute_copies()
 
     def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form into a directory. Returns the digest of its tensors.
 
         Raises: StoreError, on every rank, if a file cannot be written.
         """
-        spec = self.model.adapters
-        assert spec is not None, "only a model with adapters has any to write"
+        assert (spec := self.model.adapters) is not None, "only a model with adapters has any to write"
         adapters = name_for_peft(self._collect_copies())
         run_on_first(self._ranks, lambda: write_adapter(adapters, spec, target))
         return run_on_first(self._ranks, lambda: tensors_digest(adapters.items()))
@@ -296,7 +284,6 @@ class Learner:
         """Write a Hugging Face model directory, adapters merged and, in `adapter/`, in peft's form.
 
         Returns the digest of its tensors, that of `weights_digest`.
-
         Raises: StoreError, on every rank, if it is not the live policy.
         """
         copies, model = self._collect_copies(), self.model
@@ -311,9 +298,8 @@ class Learner:
     def _collect_copies(self) -> dict[str, torch.Tensor]:
         """Return the whole model in the type computed with, on the first rank only."""
         is_first = self._ranks.index == 0
-        copies = self._weights.compute_copies()
         # One tensor after the other: no rank but the first ever holds more than one whole tensor.
-        return {name: tensor.detach().cpu() for name, tensor in copies if is_first}
+        return {name: tensor.detach().cpu() for name, tensor in self.compute_copies() if is_first}
 
     def save_state(self, target: Path) -> None:
         """Write masters, moments and counters into an existing directory."""

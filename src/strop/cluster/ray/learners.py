@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from strop.cluster.contract import ModelSource, Scorer
 from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.roles import RayRole, RoleStart
+from strop.cluster.ray.staging import StagedState, fetch_files, send_files
 from strop.errors import EngineLost
-from strop.io.atomic import explain_write_failure
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from strop.policy.packing import PackedGroup
     from strop.policy.scoring import FrozenModel
 
-Guard = Callable[[Awaitable[Any]], Awaitable[Any]]
 CALL_LIMIT_S = 3600.0
 """A step, a score or a write takes no longer."""
 LOAD_LIMIT_S = 900.0
@@ -177,7 +174,9 @@ class LearnerRank(RayRole):
 
     def device_digest(self) -> str:
         """Return the digest of the compute copies as `device_wires` has it."""
-        return self._learner.device_digest()
+        from strop.policy.device_wires import device_digest
+
+        return device_digest(self._learner.compute_copies())
 
     def open_sender(self, host: str) -> str:
         """Open the place of this rank's receivers, once; return the address that names stand behind."""
@@ -188,7 +187,9 @@ class LearnerRank(RayRole):
 
     def send_weights(self, wire: Wire, name: str, num_receivers: int) -> None:
         """Send the compute copies from device to device."""
-        self._learner.send_weights(self._sender, wire, name, num_receivers)
+        from strop.policy.device_wires import send_copies
+
+        send_copies(self._sender, wire, name, self._learner.compute_copies(), num_receivers)
 
     def write_adapter(self, target: Path) -> str:
         """Write the adapters; return the digest."""
@@ -436,81 +437,3 @@ class _RayScorer:
     async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `Scorer.score`."""
         return await self._learner.score_frozen(self._role, groups, temperature)
-
-
-# The optimizer's state of ranks that do not see the run's disk crosses in pieces, through Ray, over
-# connections that carry the run's token. Each rank saves its own files, and reads what it needs from all.
-
-PIECE_BYTES = 64 << 20
-"""Some of them fit into Ray's smallest object store at a time."""
-
-
-class StagedState:
-    """A folder on a rank's machine through which its state passes."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-
-    def open(self) -> Path:
-        """Make the folder, empty. Raises: StoreError."""
-        self.clear()
-        try:
-            # In the attempt's own folder, which goes with its lease.
-            self._path = Path(tempfile.mkdtemp(prefix="strop-state-"))
-        except OSError as error:
-            raise explain_write_failure(error, Path(tempfile.gettempdir())) from error
-        return self._path
-
-    def list_files(self) -> dict[str, int]:
-        """Return names and sizes in bytes of what is in it."""
-        return {path.name: path.stat().st_size for path in sorted(self._opened().iterdir())}
-
-    def read(self, name: str, offset: int) -> bytes:
-        """Return a piece of a file."""
-        with (self._opened() / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(PIECE_BYTES)
-
-    def append(self, name: str, piece: bytes) -> None:
-        """Add a piece to the end of a file. Raises: StoreError."""
-        _append(self._opened() / name, piece)
-
-    def clear(self) -> None:
-        """Remove the folder."""
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path = None
-
-    def _opened(self) -> Path:
-        assert self._path is not None, "open comes first"
-        return self._path
-
-
-async def fetch_files(rank: Any, sizes: Mapping[str, int], target: Path, guard: Guard) -> None:
-    """Write the files that a rank has staged into a folder here.
-
-    Raises: StoreError; what `guard` does where the rank has ended.
-    """
-    for name, num_bytes in sizes.items():
-        for offset in range(0, num_bytes, PIECE_BYTES):
-            piece = await guard(rank.read_staged.remote(name, offset))
-            await asyncio.to_thread(_append, target / name, piece)
-
-
-async def send_files(source: Path, rank: Any, guard: Guard) -> None:
-    """Stage every file of a folder here with a rank.
-
-    Raises: StoreError; OSError if a file cannot be read; what `guard` does where the rank has ended.
-    """
-    for path in await asyncio.to_thread(lambda: sorted(source.iterdir())):
-        with path.open("rb") as file:
-            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-                await guard(rank.append_staged.remote(path.name, piece))
-
-
-def _append(path: Path, piece: bytes) -> None:
-    try:
-        with path.open("ab") as file:
-            file.write(piece)
-    except OSError as error:
-        raise explain_write_failure(error, path) from error
