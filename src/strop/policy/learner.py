@@ -275,8 +275,8 @@ class Learner:
 
         Raises: StoreError, on every rank, if a file cannot be written.
         """
-        assert (spec := self.model.adapters) is not None, "only a model with adapters has any to write"
-        adapters = name_for_peft(self._collect_copies())
+        spec, adapters = self.model.adapters, name_for_peft(self._collect_copies())
+        assert spec is not None, "only a model with adapters has any to write"
         run_on_first(self._ranks, lambda: write_adapter(adapters, spec, target))
         return run_on_first(self._ranks, lambda: tensors_digest(adapters.items()))
 
