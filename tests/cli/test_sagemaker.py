@@ -90,9 +90,14 @@ def test_after_stage_the_unedited_run_file_is_submitted(
         f'name = "small"\nmodel.uri = "{model}"\nstore.uri = "{s3_root}"\n[task]\nname = "mixture"\n'
         f'[task.parts.words]\nname = "gsm8k"\nsource = "{data}"\n[task.parts.sums]\nname = "arithmetic"\n'
     )
+    held_out = write_data(tmp_path / "held-out")
+    (folder / "eval.toml").write_text(f'task.name = "gsm8k"\ntask.source = "{held_out}"\n')
+    with run_file.open("a") as file:
+        file.write('[job]\neval_config = "eval.toml"\n')
     with pytest.raises(ConfigError, match="a path of this machine, which no training job can reach"):
         submit("--dry-run")
-    staged = {one.kind: one for one in stage_run(load_spec(str(run_file)))}
+    (staged_model, staged_data, staged_held_out) = stage_run(load_spec(str(run_file)))
+    staged = {"model": staged_model, "data": staged_data}
     assert submit("--dry-run") == 0
     said = capsys.readouterr().err
     for key, kind, path in (("model.uri", "model", model), ("task.parts.words.source", "data", data)):
@@ -100,6 +105,8 @@ def test_after_stage_the_unedited_run_file_is_submitted(
     request = read_request(
         str(run_file), SubmitOptions(site="cloud", has_snapshot=False), environ=os.environ, now=0.0
     )
+    assert request.evaluation is not None
+    assert request.evaluation.values["task", "source"] == staged_held_out.uri
     resolved = request.resolved
     assert resolved.spec.model.uri == staged["model"].uri
     assert get_model(resolved.spec.model.uri).digest == get_model(str(model)).digest

@@ -35,6 +35,7 @@ from strop.launch.options import Site, SiteOptions
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
 from strop.record.prediction import PRICE_VARIABLE
+from strop.run.staged_copies import use_copies
 from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, read_eval_file
@@ -97,15 +98,13 @@ def read_request(
     if implied := profile.implied_settings(resolved.spec.job, given):
         flags = (*flags, *implied)
         resolved = load_spec(run_file, options.overrides, flags)
-    if not profile.has_shared_disk and not getattr(profile, "local", False):
-        from strop.run.staged_copies import use_copies
-
-        resolved = use_copies(resolved)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
     # Of every trial, so that a mistake shows before anything is written.
     trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
     evaluation = read_evaluation(trials or [resolved.spec])
+    if not profile.has_shared_disk and not getattr(profile, "local", False):
+        resolved, evaluation = use_copies(resolved, evaluation)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ

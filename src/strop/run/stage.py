@@ -16,9 +16,11 @@ from pathlib import Path
 from strop.errors import ConfigError, HubUnreachable
 from strop.io.atomic import Manifest, read_manifest
 from strop.rollout import Split
+from strop.run.evaluation import read_file_asking
 from strop.run.staged_copies import note_copies
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
+from strop.spec.eval_file import read_eval_file
 from strop.spec.judge import judge_sections, role_judges
 from strop.store import follow_store, get_model
 from strop.store.data_files import DataFile, collect_data_files, locate_named
@@ -81,6 +83,7 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             may_replace=may_replace,
         )
         staged = [*_stage_models(spec, sender), *_stage_data(spec, sender)]
+        staged += _stage_evaluation(spec, sender, {one.name for one in staged})
     if not is_check:
         note_copies({one.name: one.stands_for for one in staged if one.stands_for is not None}, sender.files)
     return staged
@@ -215,6 +218,17 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             place = sender.policy.dataset_uri(source)
             assert place is not None
             yield sender.send("data", source, place, paths)
+
+
+def _stage_evaluation(spec: RunSpec, sender: _Sender, known: set[str]) -> Iterator[Staged]:
+    """Send what the file of an evaluation beside the run reads and the run does not."""
+    if spec.job.eval_config is None:
+        return
+    file = read_eval_file(spec.job.eval_config)
+    for one in _stage_data(read_file_asking(file, spec).spec, sender):
+        if one.name not in known:
+            advice = None if one.advice is None else f"in {file.origin}: {one.advice}"
+            yield replace(one, advice=advice)
 
 
 def _list_settings(spec: RunSpec, source: str) -> list[str]:

@@ -20,6 +20,7 @@ from strop.io.variables import user_cache_dir
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, walk_values
+from strop.spec.eval_file import EvalFile
 
 SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")
 """Sections in which models and data are named."""
@@ -42,41 +43,57 @@ def note_copies(copies: Mapping[str, str], files: Mapping[str, Mapping[str, Path
         write_bytes_atomically(path, json.dumps(notes, indent=1).encode())
 
 
-def use_copies(resolved: ResolvedSpec) -> ResolvedSpec:
-    """Return the spec with the copies in S3 in place of the paths that have one, and a notice for each.
+def use_copies(resolved: ResolvedSpec, evaluation: EvalFile | None) -> tuple[ResolvedSpec, EvalFile | None]:
+    """Put the copies in S3 in place of the paths that have one, with a notice for each.
 
+    `evaluation`: the file of `job.eval_config`, whose data may be staged too.
     Raises: CheckRefused naming a path whose files have changed since it was staged.
     """
-    notes = _read_notes()
+    notes, notices, origins = _read_notes(), list(resolved.notices), dict(resolved.origins)
     values = resolved.spec.model_dump(mode="json")
-    named = [(path, value) for path, value in walk_values({one: values[one] for one in SECTIONS})]
-    found = {path: notes[value] for path, value in named if isinstance(value, str) and value in notes}
-    found = {path: note for path, note in found.items() if str(note["uri"]).startswith("s3://")}
-    if not found:
-        return resolved
-    origins, notices = dict(resolved.origins), list(resolved.notices)
-    for path, note in found.items():
-        key, name = dotted(path), _exchange(values, path, note["uri"])
-        changed = [file for file, mark in note["files"].items() if _mark(Path(file)) != mark]
-        if changed:
-            raise CheckRefused(
-                f"{key}={name}: {changed[0]} has changed since it was staged as {note['uri']}",
-                allowed="the files that were staged: the job would read other bytes than this machine has",
-                next_step="run `strop stage RUN.toml` again",
-            )
-        origins[key] = f"staged copy of {name} ({origins.get(key, DEFAULT)})"
-        notices.append(f"{key}: {note['uri']}, which `strop stage` sent, stands for {name}")
-    return replace(resolved, spec=RunSpec.model_validate(values), origins=origins, notices=tuple(notices))
+    for path, name in walk_values({one: values[one] for one in SECTIONS}):
+        if (uri := _find_copy(notes, dotted(path), name)) is not None:
+            _exchange(values, path, uri)
+            origins[dotted(path)] = f"staged copy of {name} ({origins.get(dotted(path), DEFAULT)})"
+            notices.append(_describe(dotted(path), uri, name))
+    if evaluation is not None:
+        asked = dict(evaluation.values)
+        for path, name in evaluation.values.items():
+            if (uri := _find_copy(notes, dotted(path), name)) is not None:
+                asked[path] = uri
+                notices.append(f"{evaluation.origin}: {_describe(dotted(path), uri, name)}")
+        evaluation = replace(evaluation, values=asked)
+    if len(notices) == len(resolved.notices):
+        return resolved, evaluation
+    spec = RunSpec.model_validate(values)
+    return replace(resolved, spec=spec, origins=origins, notices=tuple(notices)), evaluation
 
 
-def _exchange(values: dict[str, Any], path: KeyPath, new: str) -> str:
-    """Set a leaf of a tree, and return what it was."""
+def _describe(key: str, uri: str, name: str) -> str:
+    return f"{key}: {uri}, which `strop stage` sent, stands for {name}"
+
+
+def _find_copy(notes: Mapping[str, Any], key: str, name: object) -> str | None:
+    """Return the URI in S3 of a name's copy, None where it has none. Raises: CheckRefused."""
+    note = notes.get(name) if isinstance(name, str) else None
+    if note is None or not str(note["uri"]).startswith("s3://"):
+        return None
+    changed = [file for file, mark in note["files"].items() if _mark(Path(file)) != mark]
+    if changed:
+        raise CheckRefused(
+            f"{key}={name}: {changed[0]} has changed since it was staged as {note['uri']}",
+            allowed="the files that were staged: the job would read other bytes than this machine has",
+            next_step="run `strop stage RUN.toml` again",
+        )
+    return str(note["uri"])
+
+
+def _exchange(values: dict[str, Any], path: KeyPath, new: str) -> None:
+    """Set a leaf of a tree."""
     node = values
     for part in path[:-1]:
         node = node[part]
-    old = str(node[path[-1]])
     node[path[-1]] = new
-    return old
 
 
 def _notes_path() -> Path:
