@@ -233,6 +233,27 @@ def test_several_environments_are_a_mixture(tmp_path: Path, capsys: pytest.Captu
     assert parts["reasoning-gym"].task.model_dump()["dataset"] == "spell_backward"
 
 
+def test_a_data_set_of_ones_own_is_not_taken_for_the_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "seq_len = 8192\n[orchestrator.sampling]\nmax_tokens = 8192\n"
+        '[[orchestrator.env]]\nid = "math-env"\n[orchestrator.env.args]\ndataset_name = "org/problems"\n'
+        'dataset_subset = "default"\nquestion_key = "problem"\nmath_verify_timeout = 60\n'
+    )
+    spec, notices = bring(write(tmp_path, "rl.toml", text), capsys)
+    task = spec.task.model_dump()
+    assert (task["name"], task["source"], task["answer"], task["reward"]) == (
+        *("rows", "org/problems", "answer"),
+        ("math",),
+    )
+    assert task["prompt"].format(problem="1 + 1?").startswith("1 + 1?\n\nPut the final answer in \\boxed{}")
+    assert task["max_reply_tokens"] == 8192
+    # No prompt would fit beside such a reply.
+    assert (spec.train.micro_batch_tokens, spec.engine.max_model_tokens) == (None, None)
+    assert any("args.math_verify_timeout" in one for one in notices)
+
+
 def test_nodes_that_learn_and_nodes_that_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         '[deployment]\ntype = "multi_node"\nnum_train_nodes = 1\nnum_infer_nodes = 1\ngpus_per_node = 8\n'
@@ -281,6 +302,22 @@ def test_bad_configurations_are_refused_and_leave_nothing(
     assert main(["import", "prime-rl", str(path), *words]) == 2
     assert message in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["rl.toml"]
+
+
+def test_a_newer_file_for_fine_tuning_is_evaluated_on_its_own_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        'max_steps = 100\n[model]\nname = "org/base"\n[data]\nbatch_size = 32\n'
+        '[[data.source]]\ndataset = "mine.jsonl"\n[[data.source]]\ndataset = "more.jsonl"\n'
+        '[[eval.source]]\nname = "words"\nenv.taskset.id = "org/reverse_text-v1"\n'
+        "[deployment]\nnum_train_gpus = 1\nnum_infer_gpus = 1\n"
+    )
+    spec, notices = bring(write(tmp_path, "sft.toml", text), capsys)
+    assert (spec.train.terms, spec.task.name) == ("sft", "reverse-text")
+    assert (spec.sft.source, spec.job.gpus) == (str(tmp_path / "mine.jsonl"), 1)
+    assert any("more.jsonl" in one for one in notices)
+    assert any("num_infer_gpus" in one for one in notices)
 
 
 def test_a_run_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,6 @@ from strop.launch.options import Site, SiteOptions
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
 from strop.record.prediction import PRICE_VARIABLE
-from strop.run.staged_copies import use_copies
 from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, read_eval_file
@@ -104,6 +103,9 @@ def read_request(
     trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
     evaluation = read_evaluation(trials or [resolved.spec])
     if not profile.has_shared_disk and not getattr(profile, "local", False):
+        # Here: other sites, and commands that only ask, do without it.
+        from strop.run.staged_copies import use_copies
+
         resolved, evaluation = use_copies(resolved, evaluation)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(

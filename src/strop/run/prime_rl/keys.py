@@ -54,7 +54,7 @@ def _only(value: Any, why: str) -> Rule:
 
 
 def _name(given: Given, out: Translation) -> None:
-    out.names.append(str(given.value))
+    out.names.append((str(given.value), given.origin))
 
 
 def _seq_len(given: Given, out: Translation) -> None:
@@ -141,7 +141,9 @@ def _environments(given: Given, out: Translation) -> None:
 
 
 def _eval_environments(given: Given, out: Translation) -> None:
-    names = ", ".join(env_name(table) for table in given.value if isinstance(table, dict))
+    tables = [table for table in given.value if isinstance(table, dict)]
+    out.eval_envs += [(table, given.origin) for table in tables]
+    names = ", ".join(map(env_name, tables))
     out.note(
         given,
         f"a run evaluates the held-out examples of its own task; {names} beside it is a file for"
@@ -163,11 +165,14 @@ def _site(given: Given, out: Translation) -> None:
 
 def _sft_data(given: Given, out: Translation) -> None:
     out.is_sft = True
-    value = str(given.value)
-    if value.endswith((".jsonl", ".json", ".parquet")):
-        out.set("sft.source", value, given.origin)
+    tables = given.value if isinstance(given.value, list) else [{"dataset": given.value}]
+    names = [str(table.get("dataset") or table.get("name")) for table in tables]
+    if len(names) > 1:
+        out.note(given, f"sft.source is one file: write {', '.join(names[1:])} into it too")
+    if names[0].endswith((".jsonl", ".json", ".parquet", ".csv")):
+        out.set("sft.source", names[0], given.origin)
     else:
-        out.set("sft.source", f"./{value.rpartition('/')[2]}.jsonl", given.origin)
+        out.set("sft.source", f"./{names[0].rpartition('/')[2]}.jsonl", given.origin)
         out.note(given, "sft.source takes a file: write the data set there as JSONL or Parquet")
 
 
@@ -185,7 +190,7 @@ RULES: Mapping[str, Rule] = {
     rf"{ROLE}model\.name": _to("model.uri"),
     rf"{ROLE}max_steps": _to("train.steps", bool, "PRIME-RL goes on without end; train.steps is strop's"),
     rf"{ROLE}(model\.)?(seq_len|max_seq_len)|data\.seq_len": _seq_len,
-    r"max_model_len|inference\.(model\.)?max_model_len": _to("engine.max_model_tokens", bool),
+    r"max_model_len|inference\.((model|vllm)\.)?max_model_len": _to("engine.max_model_tokens", bool),
     rf"{ROLE}(max_async_level|async_level)": _to("train.max_staleness"),
     rf"{ORCH}seed": _to("seed", lambda value: value is not None),
     rf"{ROLE}ckpt\.interval": _to("train.checkpoint_every"),
@@ -240,11 +245,11 @@ RULES: Mapping[str, Rule] = {
     rf"{ORCH}verification\.enabled": _only(True, "strop judges every reply"),
     rf"{ORCH}advantage\.type": _only("default", "algorithm.advantage has other names for them"),
     # Inference.
-    rf"{INFER}parallel\.tp|{INFER}tensor_parallel_size": _to("engine.tensor_parallel"),
-    rf"{INFER}parallel\.dp|{INFER}data_parallel_size": _keep("engines"),
-    rf"{INFER}gpu_memory_utilization": _to("engine.gpu_memory_frac"),
-    rf"{INFER}(model\.)?enforce_eager": _to("engine.is_eager"),
-    rf"{INFER}vllm_extra\.max_num_seqs|{INFER}max_num_seqs": _to("engine.max_num_seqs"),
+    rf"{INFER}(parallel\.tp|(vllm\.)?tensor_parallel_size)": _to("engine.tensor_parallel"),
+    rf"{INFER}(parallel\.dp|(vllm\.)?data_parallel_size)": _keep("engines"),
+    rf"{INFER}(vllm\.)?gpu_memory_utilization": _to("engine.gpu_memory_frac"),
+    rf"{INFER}((model|vllm)\.)?enforce_eager": _to("engine.is_eager"),
+    rf"{INFER}((vllm|vllm_extra)\.)?max_num_seqs": _to("engine.max_num_seqs"),
     # Launchers.
     r"(deployment\.)?(num_train_gpus|train_gpus)|deployment\.num_gpus|deployment\.gpus": _keep("train_gpus"),
     r"(deployment\.)?(num_infer_gpus|infer_gpus)": _keep("infer_gpus"),
@@ -256,7 +261,7 @@ RULES: Mapping[str, Rule] = {
     r"deployment\.num_infer_nodes": _keep("infer_nodes"),
     rf"{ROLE}slurm\.(partition|account|qos|constraint|project_dir)": _site,
     # Supervised fine-tuning.
-    r"data\.(name|dataset|path)": _sft_data,
+    rf"data\.(name|dataset|path|source)|{ORCH}algo\.dataset\.name": _sft_data,
     r"data\.batch_size": _to("sft.rows_per_step"),
     r"data\.loss_mask\.\w+": _loss_mask,
 }

@@ -6,6 +6,7 @@ Environments become a task, rollouts a step become prompts a step, and deploymen
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from strop.spec.display import show_value
 _DEFAULT_LR = 1e-6
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "algorithm.name": ("trainer.loss", "dppo"),
+    "train.max_staleness": ("max_async_level", 1),
     "optimizer.lr": ("trainer.optim.lr", _DEFAULT_LR),
     "optimizer.weight_decay": ("trainer.optim.weight_decay", 0.01),
     "optimizer.beta2": ("trainer.optim.betas2", 0.999),
@@ -67,12 +69,13 @@ class Translation:
     """Where the run file will be: relative paths start there."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    """Names that the configuration gives the run."""
+    names: list[tuple[str, str]] = field(default_factory=list)
+    """Names that the configuration gives the run, with their origins."""
     numbers: dict[str, float] = field(default_factory=dict)
     """What several settings are made of, by a word for it."""
     envs: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     """Environments that are trained on, with their origins."""
+    eval_envs: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     ratios: Sequence[float] = ()
     is_sft: bool = False
 
@@ -95,8 +98,16 @@ class Translation:
         if "final_lr" in self.numbers:
             lr = self.settings.get("optimizer.lr", (_DEFAULT_LR, ""))[0]
             self.set("optimizer.final_frac", min(1.0, self.numbers["final_lr"] / lr), "scheduler.min_lr")
+        reply = self.settings.get("task.max_reply_tokens", (0, ""))[0]
+        for key in ("train.micro_batch_tokens", "engine.max_model_tokens"):
+            if isinstance(reply, int) and self.settings.get(key, (reply + 1, ""))[0] <= reply:
+                value, origin = self.settings.pop(key)
+                self.notices.append(
+                    f"{key} = {value} ({origin}) is left out: a prompt stands before {reply} tokens"
+                )
         for key, (name, value) in DEFAULTS.items():
-            if key == "algorithm.name" and self.is_sft:
+            is_of_rl = key in ("algorithm.name", "train.max_staleness")
+            if is_of_rl and (self.is_sft or (key != "algorithm.name" and "job.single_gpu" in self.settings)):
                 continue
             self.settings.setdefault(key, (value, f"default of {name}"))
         if not self.is_sft and self.settings["engine.kind"][0] != "vllm":
@@ -111,7 +122,8 @@ def env_name(env: Mapping[str, Any]) -> str:
     """Return what an environment is called, whichever version of the configuration names it."""
     taskset = env.get("taskset") or env.get("env", {}).get("taskset") or {}
     name = str(env.get("id") or taskset.get("id") or env.get("name") or "")
-    return name.rpartition("/")[2].partition("@")[0].replace("_", "-").lower()
+    plain = name.rpartition("/")[2].partition("@")[0].replace("_", "-").lower()
+    return re.sub(r"-v\d+$", "", plain)
 
 
 def take_output_dir(given: Given, out: Translation) -> None:
@@ -130,7 +142,7 @@ def take_options(out: Translation, options: Mapping[str, Any]) -> None:
             out.numbers.pop(word, None)
         out.numbers |= {"train_gpus" if name == "gpus" else name: value for name, value in split.items()}
     if "job_name" in options:
-        out.names.insert(0, options["job_name"])
+        out.names.insert(0, (options["job_name"], "--job-name"))
     if "output_dir" in options:
         out.settings.pop("output.dir", None)
         take_output_dir(Given(key="output_dir", value=options["output_dir"], origin="--output-dir"), out)
@@ -148,6 +160,9 @@ def _finish_task(out: Translation) -> None:
         for env, origin in out.envs:
             out.notices.append(f"{origin} = {env_name(env)!r}: --task {out.task} stands for it")
         return
+    if out.is_sft and not out.envs:
+        # What is imitated has no task; what is evaluated beside it has one.
+        out.envs = out.eval_envs[:1]
     unknown = [env_name(env) or "none" for env, _ in out.envs if env_name(env) not in _TASKS]
     if unknown or not out.envs:
         raise ConfigError(
@@ -176,9 +191,14 @@ def _count(out: Translation, env: Mapping[str, Any]) -> int:
 
 
 def _write_env(out: Translation, env: Mapping[str, Any], origin: str, table: str) -> None:
-    out.set(f"{table}.name", _TASKS[env_name(env)], origin)
-    left = {key: value for key, value in env.items() if key not in ("id", "name", "taskset", "args")}
-    arguments = {**env.get("args", {}), **{k: v for k, v in env.get("taskset", {}).items() if k != "id"}}
+    left = {key: value for key, value in env.items() if key not in ("id", "name", "taskset", "args", "env")}
+    taskset = env.get("taskset") or env.get("env", {}).get("taskset") or {}
+    arguments = {**env.get("args", {}), **{k: v for k, v in taskset.items() if k != "id"}}
+    task = _TASKS[env_name(env)]
+    if task == "math" and "dataset_name" in arguments:
+        task = "rows"
+        _write_rows(out, arguments, origin, table)
+    out.set(f"{table}.name", task, origin)
     for key, value in arguments.items():
         setting = _ENV_SETTINGS.get(key)
         if setting is None or (setting == "dataset" and env_name(env) != "reasoning-gym"):
@@ -187,9 +207,23 @@ def _write_env(out: Translation, env: Mapping[str, Any], origin: str, table: str
             # -1 is all of them.
             out.set(f"{table}.{setting}", value, f"{origin}.args.{key}")
     for key, value in left.items():
-        out.notices.append(
-            f"{origin}.{key} = {show_value(value)}: task {_TASKS[env_name(env)]} has no such setting"
-        )
+        out.notices.append(f"{origin}.{key} = {show_value(value)}: task {task} has no such setting")
+
+
+def _write_rows(out: Translation, arguments: dict[str, Any], origin: str, table: str) -> None:
+    """Write a data set of one's own for mathematics, and take what says so out of the arguments."""
+    column = arguments.pop("question_key", "question")
+    settings = {
+        "source": arguments.pop("dataset_name"),
+        "prompt": f"{{{column}}}\n\nPut the final answer in \\boxed{{{{}}}}.",
+        "answer": arguments.pop("answer_key", "answer"),
+        "reward": "math",
+    }
+    if arguments.get("dataset_subset") == "default":
+        del arguments["dataset_subset"]
+    for key, value in settings.items():
+        out.set(f"{table}.{key}", value, f"{origin}.args")
+    out.notices.append(f"{origin}: task.prompt is worded by strop, and graded as its reward math does")
 
 
 def _finish_batch(out: Translation) -> None:
@@ -211,6 +245,8 @@ def _finish_gpus(out: Translation) -> None:
     """Share out the GPUs of a node, and say how many nodes there are."""
     numbers = out.numbers
     if out.is_sft:
+        if numbers.get("infer_gpus"):
+            out.notices.append("num_infer_gpus: a run that imitates evaluates on the GPUs that learn")
         if "train_gpus" in numbers:
             out.set("job.gpus", int(numbers["train_gpus"]), "deployment")
         if "train_nodes" in numbers:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, split_error
 from strop.io.atomic import write_bytes_atomically
 from strop.io.leftovers import partial_path_of
 from strop.run.prime_rl.keys import RULES
@@ -78,7 +78,8 @@ def import_prime_rl(request: ImportRequest) -> Imported:
         _translate(one, translation)
     take_options(translation, request.options)
     translation.finish()
-    translation.settings.setdefault("name", (_make_name(translation.names, first), "name of the file"))
+    name, origin = next(iter(translation.names), (_name_of_file(first), "name of the file"))
+    translation.settings.setdefault("name", (_make_name(name), origin))
     _write_checked(translation, out, first)
     return Imported(path=out, notices=tuple(dict.fromkeys(translation.notices)))
 
@@ -128,9 +129,12 @@ def _translate(given: Given, translation: Translation) -> None:
     translation.note(given, reason or "strop has no such setting")
 
 
-def _make_name(names: Sequence[str], first: Path) -> str:
-    stem = first.stem if first.stem not in _STEMS else f"{first.absolute().parent.name}-{first.stem}"
-    name = re.sub(r"[^a-z0-9]+", "-", (next(iter(names), None) or stem).lower()).strip("-")
+def _name_of_file(first: Path) -> str:
+    return first.stem if first.stem not in _STEMS else f"{first.absolute().parent.name}-{first.stem}"
+
+
+def _make_name(text: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return name[:_MAX_NAME].rstrip("-") or "imported"
 
 
@@ -142,15 +146,15 @@ def _write_checked(translation: Translation, out: Path, source: Path) -> None:
     # Beside its place, because relative paths start there; with the suffix that a run file has.
     trial_path = partial_path_of(out).with_suffix(".toml")
     try:
-        wanted = translation.settings.pop(_REPLY_LIMIT, None)
         trial_path.write_text(_render(translation, source), "utf-8")
-        if wanted is not None:
-            limit = build_task(load_spec(trial_path).spec.task).limits.max_reply_tokens
-            if wanted[0] <= limit:
-                translation.settings[_REPLY_LIMIT] = wanted
-            else:
-                shown = f"{_REPLY_LIMIT} = {wanted[0]} ({wanted[1]})"
-                translation.notices.append(f"{shown} is left out: the task's own limit is {limit}")
+        section = load_spec(trial_path).spec.task
+        if _REPLY_LIMIT in translation.settings:
+            try:
+                build_task(section)
+            except ConfigError as error:
+                wanted, origin = translation.settings.pop(_REPLY_LIMIT)
+                shown = f"{_REPLY_LIMIT} = {wanted} ({origin})"
+                translation.notices.append(f"{shown} is left out: {split_error(str(error))[1]}")
         trial_path.write_text(_render(translation, source), "utf-8")
         load_spec(trial_path)
     finally:
