@@ -101,6 +101,10 @@ def test_a_judges_tokens_and_calls_are_counted() -> None:
     (said,) = found.exceeded
     assert "about 160 replies of the run are judged by big" in said
     assert "task.max_judge_calls=100" in said
+    # One on this machine costs what this machine costs.
+    here = describe_judging(work_of({**SERVED, "judge_url": "http://127.0.0.1:8000/v1"}), 65.0)
+    assert here is not None
+    assert here.served == ()
     enough = describe_judging(replace(work_of(SERVED), num_evals=0), 65.0)
     assert enough is not None
     assert enough.exceeded == ()

@@ -14,7 +14,7 @@ from strop.plan.generating import Work, generate_s
 from strop.plan.roles import RoleCounts
 from strop.plan.speeds import Speeds
 from strop.spec import RunSpec
-from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, LlmJudgeSpec, judge_sections
+from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, LlmJudgeSpec, is_this_machine, judge_sections
 from strop.spec.task import PartedSection, TaskSection
 
 VERIFY_S = 0.0001
@@ -54,7 +54,7 @@ class Judging:
     """Tokens of the questions."""
     written_tokens_in_run: float
     served: tuple[str, ...]
-    """Names of the judges that somebody else serves, at a price of their own."""
+    """Names of the judges that another machine serves, at a price that nobody says here."""
     exceeded: tuple[str, ...]
     """Sentences about judges that may not be asked as often."""
 
@@ -138,7 +138,11 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
         calls_in_run=calls * in_run,
         read_tokens_in_run=calls * in_run * _question_tokens(work),
         written_tokens_in_run=calls * in_run * JUDGE_ANSWER_TOKENS,
-        served=tuple(one.judge_model for one, _ in judges if one.judge_url != ROLE),
+        served=tuple(
+            one.judge_model
+            for one, _ in judges
+            if one.judge_url != ROLE and not is_this_machine(one.judge_url)
+        ),
         exceeded=tuple(
             f"about {share * in_run:,.0f} replies of the run are judged by {one.judge_model}, and"
             f" task.max_judge_calls={one.max_judge_calls} ends its questions before; replies behind them have"
