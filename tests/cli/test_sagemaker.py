@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from strop import __version__
+from strop.cli import main
 from strop.cli.output import Output
 from strop.cli.submit import sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
@@ -22,8 +23,6 @@ from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.prepare import push_for
 from strop.rollout import Split
-from strop.run.stage import stage_run
-from strop.spec import load_spec
 from strop.store import get_model
 from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
@@ -96,19 +95,21 @@ def test_after_stage_the_unedited_run_file_is_submitted(
         file.write('[job]\neval_config = "eval.toml"\n')
     with pytest.raises(ConfigError, match="a path of this machine, which no training job can reach"):
         submit("--dry-run")
-    (staged_model, staged_data, staged_held_out) = stage_run(load_spec(str(run_file)))
-    staged = {"model": staged_model, "data": staged_data}
+    capsys.readouterr()
+    assert main(["stage", str(run_file), "--json"]) == 0
+    uris = [one["stands_for"] for one in json.loads(capsys.readouterr().out)]
+    model_uri, data_uri, held_out_uri = uris
     assert submit("--dry-run") == 0
     said = capsys.readouterr().err
-    for key, kind, path in (("model.uri", "model", model), ("task.parts.words.source", "data", data)):
-        assert f"{key}: {staged[kind].uri}, which `strop stage` sent, stands for {path}" in said
+    for key, uri, path in (("model.uri", model_uri, model), ("task.parts.words.source", data_uri, data)):
+        assert f"{key}: {uri}, which `strop stage` sent, stands for {path}" in said
     request = read_request(
         str(run_file), SubmitOptions(site="cloud", has_snapshot=False), environ=os.environ, now=0.0
     )
     assert request.evaluation is not None
-    assert request.evaluation.values["task", "source"] == staged_held_out.uri
+    assert request.evaluation.values["task", "source"] == held_out_uri
     resolved = request.resolved
-    assert resolved.spec.model.uri == staged["model"].uri
+    assert resolved.spec.model.uri == model_uri
     assert get_model(resolved.spec.model.uri).digest == get_model(str(model)).digest
     assert [len(build_task(resolved.spec.task).examples(split)) > 0 for split in Split] == [True, True]
     assert resolved.origins["model.uri"] == f"staged copy of {model} ({run_file}:2)"

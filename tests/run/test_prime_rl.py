@@ -293,6 +293,12 @@ def test_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("max_steps = \n", (), "cannot be read as TOML"),
         ('max_steps = "many"\n', ("--task", "gsm8k"), "train.steps='many'"),
         ("max_steps = 3\n", ("--task", "nonsense"), "nonsense"),
+        ("max_steps = 3\n", ("--task", "gsm8k", "--gpus", "2"), "--gpus for a configuration of RL"),
+        (
+            '[data]\nname = "x.jsonl"\n',
+            ("--task", "gsm8k", "--single-gpu"),
+            "--single-gpu for a configuration of",
+        ),
     ],
 )
 def test_bad_configurations_are_refused_and_leave_nothing(

@@ -23,8 +23,10 @@ from strop.tasks import build_task
 from strop.train.data.offline import find_source
 from strop.train.data.sft_sources import find_rollouts_files
 from tests.fixtures.object_store import SpoilingProxy
+from tests.fixtures.saved_data import save_split
 from tests.fixtures.sockets import only_connects_to
 from tests.record.test_rollouts import make_rollout
+from tests.store.test_listed import shard_model, sync
 from tests.store.test_models import PACKAGE_URI, cached_package_model, write_model
 
 pytestmark = pytest.mark.usefixtures("away_from_home")
@@ -308,3 +310,16 @@ def test_the_command(local_run: str, capsys: pytest.CaptureFixture[str]) -> None
     assert 'write into the run file: task.source = "' in out.err
     assert main(["stage", local_run, "store.uri=none"]) == 2
     assert "no store is configured" in capsys.readouterr().err
+
+
+def test_what_another_tool_sent_is_staged_already(s3_root: str, tmp_path: Path) -> None:
+    sync(shard_model(tmp_path / "m"), f"{s3_root}/models/big")
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        sync(save_split(rows, tmp_path / name), f"{s3_root}/datasets/gsm8k_{name}")
+    words = ["name=x", "model.uri=org/big", "task.name=gsm8k", f"store.uri={s3_root}"]
+    found = stage_run(load_spec(None, words))
+    assert [(one.uri.removeprefix(s3_root), one.num_moved) for one in found] == [
+        ("/models/big", 0),
+        ("/datasets/gsm8k_train", 0),
+        ("/datasets/gsm8k_test", 0),
+    ]

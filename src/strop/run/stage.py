@@ -119,7 +119,8 @@ class _Sender:
         store = open_record_store(uri)
         if kind == "model" and store.find_manifest(uri) is None:
             # Of another tool: its listing is proven by fetching it.
-            return _describe(kind, name, uri, read_manifest(get_model(name).path))
+            manifest = read_manifest(get_model(name).path)
+            return _describe(kind, name, str(manifest.facts.get("uri", uri)), manifest)
         return _describe(kind, name, uri, store.verify(uri))
 
 

@@ -133,7 +133,20 @@ def take_output_dir(given: Given, out: Translation) -> None:
 
 
 def take_options(out: Translation, options: Mapping[str, Any]) -> None:
-    """Let the older launcher's options win: of the GPUs all or none, the others one by one."""
+    """Let the older launcher's options win: of the GPUs all or none, the others one by one.
+
+    Raises: ConfigError for GPUs of the other kind of run.
+    """
+    foreign = ("train_gpus", "infer_gpus", "single_gpu") if out.is_sft else ("gpus",)
+    if wrong := [name for name in foreign if name in options]:
+        kind, allowed = (
+            ("SFT", "--gpus") if out.is_sft else ("RL", "--train-gpus, --infer-gpus, --single-gpu")
+        )
+        raise ConfigError(
+            f"--{wrong[0].replace('_', '-')} for a configuration of {kind}",
+            allowed=allowed,
+            next_step="use these",
+        )
     split = {
         name: options[name] for name in ("gpus", "train_gpus", "infer_gpus", "single_gpu") if name in options
     }
