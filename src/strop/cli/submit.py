@@ -271,6 +271,7 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
         output.say(f"notice: {notice}")
     if (auth := describe_auth(plan.environment)) is not None:
         output.say(auth)
+    output.say(f"placement {request.resolved.spec.layout.describe()}")
     if len(plan.roles) > 1:
         for role in plan.roles:
             output.say(f"role {role.name}: {_describe_place(role)}")

@@ -165,6 +165,13 @@ def list_limits(
             spec.engine.max_num_seqs or count_rows(spec, is_gpu=not speeds.is_processor),
             "rollouts of a step",
         ),
+        PlannedValue(
+            name="placement.kind",
+            value=resolved.spec.layout.describe(),
+            origin=resolved.origins.get(
+                "placement.kind", "nodes and GPUs of the job, engine.kind, staleness"
+            ),
+        ),
         _effective(
             resolved,
             "placement.threads",

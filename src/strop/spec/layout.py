@@ -118,6 +118,14 @@ class Layout:
         """Whether learner and engines take turns on the same devices, so that neither hides the other."""
         return self.kind == "inline" or not any(INFER in node.gpus for node in self.nodes)
 
+    def describe(self) -> str:
+        """Return kind and roles in a line."""
+        counts = {kind.value: len(self.of(kind)) for kind in RoleKind}
+        roles = [f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n]
+        turns = ", learners and engines in turns on the same GPUs" if self.is_shared and self.has_gpus else ""
+        width = f", {self.tensor_parallel} GPUs for each engine" if self.tensor_parallel > 1 else ""
+        return f"{self.kind}: {', '.join(roles)}{width}{turns}"
+
 
 def settle_layout(spec: RunSpec, num_nodes: int | None = None) -> RunSpec:
     """Return the spec with what follows from its GPUs filled in: placement, learners, engines, and theirs.

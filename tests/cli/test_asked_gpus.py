@@ -1,0 +1,139 @@
+"""GPUs that are asked for are GPUs that are used: the commands that were accepted and did something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.commands import Run
+
+RUN = 'name = "x"\nmodel.uri = "Qwen/Qwen2.5-0.5B"\ntask.name = "arithmetic"\n'
+SFT = 'train.terms = "sft"\nsft.source = "rows.jsonl"\n'
+SITES = """
+[sites.cluster]
+backend = "slurm"
+accelerator = "h100"
+[sites.cloud]
+backend = "sagemaker"
+region = "eu-west-1"
+role = "arn:aws:iam::123456789012:role/train"
+bucket = "bucket"
+repository = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "sft.toml").write_text(RUN + SFT)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "reply": "b"}\n')
+    (tmp_path / "strop-sites.toml").write_text(SITES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def dry_run(run: Run, *words: str) -> dict[str, Any]:
+    ended = run(*words, "--dry-run", "--json")
+    assert ended.code == 0, ended.err
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def planned(run: Run, file: str, *words: str) -> dict[str, int]:
+    ended = run("plan", file, "--json", *words)
+    assert ended.code == 0, ended.err
+    return {role["role"]: role["count"] for role in json.loads(ended.out)["roles"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "said"),
+    [
+        # One of four trained, because the placement was inline.
+        (("slurm", "sft", "sft.toml", "--gpus", "4"), {"train": 4}, "ray: 4 learners, 1 engine"),
+        (
+            ("slurm", "rl", "run.toml", "--train-gpus", "2", "--infer-gpus", "2"),
+            {"infer": 2, "train": 2},
+            "ray: 2 learners, 2 engines",
+        ),
+        # With Ray one engine had both, of which vLLM used one.
+        (
+            ("slurm", "rl", "run.toml", "--infer-gpus", "2", "placement.kind=ray", "engine.kind=vllm"),
+            {"infer": 2, "train": 1},
+            "ray: 1 learner, 2 engines",
+        ),
+        (
+            (
+                "submit",
+                "run.toml",
+                "--on",
+                "cluster",
+                "job.train_gpus=5",
+                "job.infer_gpus=1",
+                "job.env_gpus=1",
+            ),
+            {"infer": 1, "train": 5, "env": 1},
+            "ray: 5 learners, 1 engine, 1 worker",
+        ),
+        # It had none of its eight.
+        (("submit", "run.toml", "--on", "cloud"), {"train": 8}, "ray: 8 learners, 8 engines"),
+    ],
+)
+def test_what_is_asked_for_is_given_to_roles(
+    run: Run, words: tuple[str, ...], gpus: dict[str, int], said: str
+) -> None:
+    plan = dry_run(run, *words)
+    assert plan["roles"][0]["gpus"] == gpus
+    assert plan["resources"]["gpus_per_node"] == sum(gpus.values())
+    ended = run(*words, "--dry-run")
+    assert f"placement {said}" in ended.out + ended.err
+
+
+def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run) -> None:
+    """It counted 4 learners where the run starts 8."""
+    words = ("job.nodes=2", "job.train_gpus=4", "job.infer_gpus=4")
+    assert planned(run, "run.toml", "--on", "cluster", *words) == {"learner": 8, "engine": 8}
+    plan = dry_run(run, "submit", "run.toml", "--on", "cluster", *words)
+    assert [(role["name"], role["nodes"], role["gpus"]) for role in plan["roles"]] == [
+        ("train", "first", {"infer": 4, "train": 4}),
+        ("ray", "others", {"infer": 4, "train": 4}),
+    ]
+
+
+def test_one_node_learns_and_the_other_generates(run: Run) -> None:
+    words = ("job.nodes=2", "job.gpus=8", "job.infer_nodes=1")
+    assert planned(run, "run.toml", "--on", "cluster", *words) == {"learner": 8, "engine": 8}
+    plan = dry_run(run, "submit", "run.toml", "--on", "cluster", *words)
+    assert [(role["name"], role["nodes"], role["gpus"]) for role in plan["roles"]] == [
+        ("train", "first", {"train": 8}),
+        ("ray", "1-1", {"infer": 8}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("plan", "run.toml"), ("check", "run.toml"), ("submit", "run.toml", "--dry-run"), ("train", "run.toml")],
+)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("job.infer_gpus=3", "placement.engines=2"), "GPUs would be idle: 1 of the 3 for job.infer_gpus"),
+        (("job.gpus=4", "placement.kind=inline"), "only Ray starts several processes of a role"),
+        (("job.train_gpus=2", "placement.learners=1"), "placement.learners is 1 and the nodes have 2"),
+    ],
+)
+def test_an_impossible_layout_passes_no_command(
+    run: Run, command: tuple[str, ...], words: tuple[str, ...], said: str
+) -> None:
+    """It passed plan, dry run and check, and the run refused itself on the node."""
+    ended = run(*command, *words)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_an_instance_with_gpus_that_nobody_would_use_is_refused_by_name(run: Run) -> None:
+    ended = run("submit", "run.toml", "--on", "cloud", "job.single_gpu=true", "--dry-run")
+    assert ended.code == 2
+    assert "1 GPU is asked for in the job section, and ml.p4de.24xlarge gives 8: 7 would be idle" in ended.err
