@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused
+from strop.errors import CheckRefused, ConfigError
+from strop.hardware import Gpu
+from strop.launch.build_request import list_roles
 from strop.launch.contract import JobRef, JobState, JobStatus
 from strop.launch.launcher import Launcher, watch
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.supervisor_files import order_end, read_identity
 from strop.launch.logs import LogFilter
+from strop.spec.reader import Flag
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
@@ -321,3 +327,50 @@ time.sleep(600)
     assert outcome.ended_by == "KILL"
     assert stand_of(launcher, ref).state is JobState.FAILED
     wait_for(lambda: not is_running(marker))
+
+
+SEEN = """
+import os, pathlib, sys
+names = ("CUDA_VISIBLE_DEVICES", "STROP_INFER_DEVICES", "STROP_ENV_DEVICES")
+pathlib.Path(sys.argv[1], "seen").write_text(" ".join(os.environ.get(name, "-") for name in names))
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "seen"),
+    [("2,0,1", "0 2 1"), ("GPU-2,GPU-1,GPU-0", "GPU-1 GPU-2 GPU-0")],
+    ids=["indices", "uuids"],
+)
+def test_gpus_that_are_named_are_those_that_each_part_sees(
+    project: Path,
+    launcher: Launcher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: str,
+    seen: str,
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    gpus = [
+        Gpu(index=str(n), uuid=f"GPU-{n}", name="FAKE", memory_bytes=80 << 30, free_memory_bytes=79 << 30)
+        for n in range(4)
+    ]
+    install_fake_nvidia_smi(folder, gpus)
+    asked = ("job.train_gpus=1", "job.infer_gpus=1", "job.env_gpus=1", "job.preflight=none")
+    flags = (Flag(key="", value=devices, name="--devices"),)
+    request = make_request(project, [], *asked, flags=flags)
+    # Of the roles that the run file makes, a program in the place of the training.
+    (train,) = list_roles("train", request.resolved.spec, sys.executable, request.site)
+    shown = role("train", SEEN, "{run}", gpus=train.gpus)
+    submitted = launcher.submit(replace(request, roles=(shown,)))
+    assert wait_for_end(launcher, submitted.ref).state is JobState.SUCCEEDED
+    assert (Path(submitted.ref.home) / "seen").read_text() == seen
+    # What the run does not ask for would be idle.
+    with pytest.raises(ConfigError, match="2 would be idle"):
+        make_request(project, [], "job.gpus=1", flags=flags)
+
+
+def test_several_nodes_are_not_one_machine(project: Path, launcher: Launcher) -> None:
+    with pytest.raises(ConfigError, match=r"job\.nodes=2 at local, which is one machine"):
+        launcher.plan(make_request(project, [saver(1)], "job.nodes=2"))
