@@ -192,3 +192,14 @@ def test_limits_are_those_of_the_sites_nodes(run: Run) -> None:
     given = plan(run, "cloud", "job.gpus=4", SMALL, "train.micro_batch_tokens=2000")["limits"]
     (own,) = (one for one in given if one["name"] == "train.micro_batch_tokens")
     assert (own["value"], own["origin"]) == (2000, "override")
+
+
+def test_a_runs_report_says_what_it_cost(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the launcher sets it for a job.
+    monkeypatch.setenv("STROP_USD_PER_HOUR", "360")
+    assert run("train", "run.toml", "output.dir=runs/priced", "eval.num_examples=1").code == 0
+    predicted = json.loads((place / "runs" / "priced" / "plan.json").read_text())
+    assert predicted["usd_per_hour"] == 360.0
+    assert predicted["total_s"] > 0
+    page = (place / "runs" / "priced" / "report.html").read_text()
+    assert "at 360.00 USD an hour; planned " in page
