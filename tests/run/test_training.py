@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -33,7 +34,9 @@ from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.judging import InlineJudge
 from strop.train import EvalSummary
 from tests.evaluate.stored_results import make_result
+from tests.fixtures.saved_data import save_split
 from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
+from tests.store.test_listed import sync
 
 RUN_FILE = """
 name = "here"
@@ -390,3 +393,19 @@ def test_threads_are_fixed_and_counted() -> None:
         assert set_threads(None) == torch.get_num_threads() >= 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_another_tool_put_into_the_bucket_is_told_at_the_start(
+    here: Here, s3_root: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    sync(tiny_model_dir, f"{s3_root}/models/tiny")
+    for name, first in (("train", 0), ("test", 100)):
+        rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 12)]
+        sync(save_split(rows, tmp_path / name), f"{s3_root}/datasets/gsm8k_{name}")
+    words = ["model.uri=org/tiny", "task.name=gsm8k", f"store.uri={s3_root}", "store.order=store-only"]
+    # A random model earns nothing here, and the gate may say so; it was told before.
+    with suppress(CheckRefused):
+        here.train(*words, "store.mirror=false")
+    told = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]
+    for place in ("models/tiny", "datasets/gsm8k_train", "datasets/gsm8k_test"):
+        assert any(f"{s3_root}/{place} has no COMPLETE" in one for one in told), told

@@ -65,6 +65,7 @@ def status(
 ) -> None:
     """Show the status of jobs; without a name, of all your jobs that have not ended."""
     from strop.errors import ConfigError
+    from strop.launch.backends import BACKENDS
     from strop.launch.status import list_statuses
 
     output: Output = context.obj
@@ -87,6 +88,8 @@ def status(
     else:
         found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
     if gpus:
+        # A job's directory that is damaged has no site to ask.
+        found = [one for one in found if one.ref.backend in BACKENDS]
         show_gpus(output, [open_job(one.ref.home, root)[0] for one in found], found, is_json=json)
     else:
         show_statuses(output, found, is_json=json)
