@@ -80,7 +80,7 @@ def test_the_harness_asks_in_its_own_words(run: Run, rows: Path, tiny_model_dir:
     words = ("--harness", "lm-eval", "--task", "gsm8k", "source=./rows.jsonl", "system_prompt=Be brief.")
     ended = run("eval", tiny_model_dir, *words, *ASK, "--split", "held_out")
     assert (ended.code, ended.out) == (2, "")
-    assert "--harness lm-eval with task.system_prompt. Allowed: its pinned protocol" in ended.err
+    assert "--harness lm-eval with task.system_prompt. Allowed: settings that choose examples" in ended.err
 
 
 def test_the_gate_refuses_a_stop_string_that_cuts_gold(run: Run, rows: Path) -> None:

@@ -51,7 +51,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "absent.toml"), 2, ("run file absent.toml does not exist",)),
     (("submit", "run.toml", "--on", "lab"), 2, ("there is no site 'lab'", "strop-sites.toml", "[sites.lab]")),
     (("submit", "run.toml", "--on", "slrum"), 2, ("did you mean slurm?",)),
-    (("submit", "run.toml", "--command", "eval"), 2, ("--command 'eval'", "train or sft")),
+    (("submit", "run.toml", "--command", "evil"), 2, ("--command 'evil'", "train or sft or eval")),
     (("submit", "run.toml", "--command", "sft"), 2, ("train.terms",)),
     (("submit", "run.toml", "--project-dir", "absent"), 2, ("absent is no folder",)),
     (

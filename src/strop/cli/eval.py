@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import AskSettings, Json, ModelName, SplitName, takes
+from strop.cli.arguments import AskSettings, Json, NamedModel, SplitName, takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
@@ -39,7 +39,8 @@ COLUMNS = (
 class EvalOptions:
     """What `strop eval` is given."""
 
-    model: ModelName
+    # Asked for below: a file may name it.
+    model: NamedModel = None
     settings: AskSettings = None
     task: Annotated[
         str | None, typer.Option(help="Task name, or several separated by commas; see `strop tasks ls`.")
@@ -90,6 +91,14 @@ class EvalOptions:
     harness: Annotated[
         str | None, typer.Option(help="Evaluate with this harness, in its own environment: lm-eval.")
     ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --config: processes that share the work. Default: one for each group of GPUs."
+        ),
+    ] = None
+    node: Annotated[str | None, typer.Option(hidden=True, help="K/N: which node of a job this is.")] = None
+    part: Annotated[str | None, typer.Option(hidden=True, help="K/N: ask this share alone.")] = None
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(
@@ -113,6 +122,10 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     if options.config is not None:
         _evaluate_by_file(output, options, options.config)
         return
+    if options.model is None:
+        raise typer.BadParameter("Missing argument 'MODEL', or --config EVAL.toml with model.uri")
+    if options.workers is not None or options.part is not None or options.node is not None:
+        raise typer.BadParameter("--workers takes --config EVAL.toml, which says what is evaluated")
     if options.follow:
         raise typer.BadParameter("--follow takes --config EVAL.toml, which says what is evaluated")
     if options.task is None or options.split is None:
@@ -135,7 +148,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         output.say(notice)
     show_results(output, results, is_json=options.json)
     for result in results:
-        say_references(output, options.model, result)
+        say_references(output, options.model or "", result)
     # After they were shown: the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
@@ -149,11 +162,13 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
 
 def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     """Evaluate one model, or the checkpoints of a run as they appear, as a file says."""
-    from strop.run.evaluation import evaluate_by_file
+    from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
+    from strop.evaluate.table import show_row
     from strop.run.following import follow_run
+    from strop.run.shares import FileEvaluation, evaluate_file
 
     said = EvalOptions(model=options.model, config=path)
-    free = {"follow", "out", "json"}
+    free = {"follow", "out", "json", "workers", "part", "node", "confirm_run_unsafe_code"}
     extra = [name for name in vars(said) if name not in free and vars(options)[name] != vars(said)[name]]
     extra += ["out"] if options.follow and options.out is not None else []
     if extra:
@@ -162,18 +177,54 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         )
         raise typer.BadParameter(f"--config says everything itself: leave {words} out")
     if options.follow:
+        if options.model is None:
+            raise typer.BadParameter("--follow takes a run as MODEL")
         follow_run(Path(options.model).absolute(), path, say=output.say)
         return
-    stored = evaluate_by_file(path, _open_model(output, options), out_dir=options.out, say=output.say)
-    show_results(output, [stored.result], is_json=options.json)
-    if not stored.result.is_valid:
-        output.say(f"strop: {stored.result.task}: {stored.result.verdict}")
+    asked = FileEvaluation(
+        path=path,
+        model=options.model,
+        out_dir=None if options.out is None else options.out.absolute(),
+        may_run_code=options.confirm_run_unsafe_code,
+        num_workers=options.workers,
+        node=_read_share(options.node, "--node") or (0, 1),
+        part=_read_share(options.part, "--part"),
+    )
+    found = evaluate_file(asked, say=output.say)
+    if found.own:
+        show_results(output, found.own, is_json=options.json)
+    elif options.json and found.harness:
+        output.give_json([result.model_dump(mode="json") for result in found.harness])
+    is_beside = found.harness or any(row.baseline is not None for row in found.rows)
+    if is_beside and not options.json:
+        output.give_table(
+            TABLE_COLUMNS, [show_row(row) for row in found.rows], title="beside published scores"
+        )
+        for row in found.rows:
+            if row.note:
+                output.say(f"{row.task} {row.metric}: {row.note}")
+    for table in found.tables:
+        output.say(f"table: {table}")
+    invalid = [result for result in found.own if not result.is_valid]
+    for result in invalid:
+        output.say(f"strop: {result.task}: {result.verdict}")
+    if invalid:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
+    """Read `K/N`."""
+    if text is None:
+        return None
+    first, _, number = text.partition("/")
+    if not (first.isdecimal() and number.isdecimal() and int(first) < int(number)):
+        raise typer.BadParameter(f"{name} takes K/N with K below N, not {text}")
+    return int(first), int(number)
 
 
 def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
     """Evaluate by lm-eval and print its numbers."""
-    from strop.run.evaluation import evaluate_by_harness
+    from strop.run.harness import evaluate_by_harness
 
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
@@ -189,7 +240,7 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: 
         say=output.say,
     )
     for result in results:
-        say_references(output, options.model, result)
+        say_references(output, options.model or "", result)
     if options.json:
         output.give_json([result.model_dump(mode="json") for result in results])
         return
@@ -234,6 +285,7 @@ def say_references(output: Output, model: str, result: EvalResult | HarnessResul
 def _open_model(output: Output, options: EvalOptions) -> OpenedModel:
     from strop.run.inference import open_model
 
+    assert options.model is not None
     opened = open_model(options.model)
     if opened.notice:
         output.say(opened.notice)

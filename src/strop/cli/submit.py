@@ -56,7 +56,13 @@ class SubmitArguments:
     run_file: RunFile
     overrides: Overrides = None
     on: Site = "local"
-    command: Annotated[str, typer.Option(help="Command of the job: train or sft.")] = "train"
+    command: Annotated[
+        str,
+        typer.Option(
+            help="Command of the job: train, sft or eval. Default: eval for a file that asks for an"
+            " evaluation and says nothing of training, else train."
+        ),
+    ] = "auto"
     output_dir: OutputDir = None
     job_name: Annotated[
         Text,
@@ -98,6 +104,13 @@ class SubmitArguments:
     auto_auth: Annotated[bool, typer.Option(help="Pass the local hub login to the job.")] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write and print everything; submit nothing.")
+    ] = False
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option(
+            "--confirm-run-unsafe-code",
+            help="In an evaluation by lm-eval: allow it to run model-written code without a sandbox.",
+        ),
     ] = False
     check: Annotated[bool, typer.Option("--check", help="Only run the checks before submission.")] = False
     resume: Annotated[
@@ -341,6 +354,7 @@ def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
     return SubmitOptions(
         site=args.on,
         command=args.command,
+        may_run_code=args.confirm_run_unsafe_code,
         overrides=tuple(args.overrides or ()),
         flags=(*to_flags(args), *flags),
         project_path=args.project_dir,

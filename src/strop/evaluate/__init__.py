@@ -10,6 +10,7 @@ Left out on purpose: verdicts over several runs.
 from strop.evaluate.accuracy import (
     EvalSettings,
     PlannedEvaluation,
+    attempt_share,
     evaluate_task,
     plan_evaluation,
     run_evaluation,
@@ -69,6 +70,7 @@ __all__ = [
     "ShardFolder",
     "Summary",
     "Validity",
+    "attempt_share",
     "clustered_interval",
     "compare_results",
     "dump_result",

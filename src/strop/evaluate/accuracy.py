@@ -183,9 +183,44 @@ async def run_evaluation(
 
     Raises: EngineError if the engine changed its weights in between, never answered, or is missing.
     """
+    shards = cut_shards(planned.plan.num_examples)
+    verdicts = await _run_shards(planned, shards, engine, tokenizer, judge, folder, on_example)
+    return build_result(
+        planned.plan,
+        [verdict for of_shard in verdicts for verdict in of_shard],
+        pass_at=planned.settings.pass_at,
+        limits=planned.settings.limits,
+    )
+
+
+async def attempt_share(
+    planned: PlannedEvaluation,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    judge: Judge | None = None,
+    folder: ShardFolder,
+    part: tuple[int, int],
+) -> None:
+    """Attempt and keep every n-th shard, beginning with the k-th: `part` is (k, n).
+
+    Raises: like `run_evaluation`.
+    """
+    mine = cut_shards(planned.plan.num_examples)[part[0] :: part[1]]
+    await _run_shards(planned, mine, engine, tokenizer, judge, folder, lambda: None)
+
+
+async def _run_shards(
+    planned: PlannedEvaluation,
+    shards: Sequence[Shard],
+    engine: Engine | None,
+    tokenizer: Tokenizer,
+    judge: Judge | None,
+    folder: ShardFolder | None,
+    on_example: Callable[[], None],
+) -> list[list[ExampleVerdicts]]:
     plan, plans_P_G = planned.plan, planned.rollout_plans_P_G
-    shards = cut_shards(plan.num_examples)
-    rollouts_per_shard = max(len(shard.examples) for shard in shards) * len(plans_P_G[0])
+    rollouts_per_shard = max((len(shard.examples) for shard in shards), default=1) * len(plans_P_G[0])
     places = asyncio.Semaphore(max(2, MAX_IN_FLIGHT // rollouts_per_shard))
 
     async def run(shard: Shard) -> list[ExampleVerdicts]:
@@ -210,17 +245,11 @@ async def run_evaluation(
 
     running = [asyncio.ensure_future(run(shard)) for shard in shards]
     try:
-        verdicts = await asyncio.gather(*running)
+        return await asyncio.gather(*running)
     finally:
         for shard_run in running:
             shard_run.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    return build_result(
-        plan,
-        [verdict for of_shard in verdicts for verdict in of_shard],
-        pass_at=planned.settings.pass_at,
-        limits=planned.settings.limits,
-    )
 
 
 async def evaluate_task(

@@ -57,14 +57,23 @@ def cut_shards(num_examples: int, per_shard: int = EXAMPLES_PER_SHARD) -> list[S
 class ShardFolder:
     """The folder of one evaluation; use it in `with`, which locks it."""
 
-    def __init__(self, path: Path, plan: EvalPlan, task_settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: EvalPlan,
+        task_settings: Mapping[str, Any],
+        *,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`part`: which share of the work this process has, of how many; each may hold the folder."""
         self.path = path
         self._plan = plan
         self._facts = {
             PLAN_FACT: plan.model_dump_json(include=set(EvalPlan.model_fields)),
             TASK_FACT: json.dumps(dict(task_settings), sort_keys=True),
         }
-        self._lock = FileLock(path / LOCK_NAME)
+        own = "" if part == (0, 1) else f"-{part[0]}-of-{part[1]}"
+        self._lock = FileLock(path / f"{LOCK_NAME}{own}")
         self._kept: set[str] = set()
 
     def __enter__(self) -> Self:

@@ -30,6 +30,7 @@ from strop.launch.contract import (
     VariableSource,
 )
 from strop.launch.environment import EnvironmentFlags, gather_environment
+from strop.launch.evaluating import EVALUATION, evaluating_role, read_evaluation, read_job_file
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
 from strop.launch.sites import find_site
@@ -37,14 +38,16 @@ from strop.launch.snapshot import take_snapshot
 from strop.record.prediction import PRICE_VARIABLE
 from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
-from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.eval_file import EvalFile, guess_command
 from strop.spec.job import parse_duration_s
 from strop.spec.layout import EVAL, RAY_NODE_MODULE
 from strop.spec.reader import Flag, require_sft
 from strop.spec.run import code_of
 from strop.user_code import list_sources
 
-COMMANDS = ("train", "sft")
+COMMANDS = ("train", "sft", EVALUATION)
+AUTO = "auto"
+"""The command that a run file says itself: see `guess_command`."""
 SIDECAR = "sidecar"
 EVALUATOR = "evaluator"
 MAX_TRIALS = 1000
@@ -60,6 +63,9 @@ class SubmitOptions:
 
     site: str
     command: str = "train"
+    """One of `COMMANDS`, or `AUTO`."""
+    may_run_code: bool = False
+    """Whether an evaluation by lm-eval may run what the model wrote in no sandbox."""
     overrides: tuple[str, ...] = ()
     flags: tuple[Flag, ...] = ()
     """Those of a backend alone have no key."""
@@ -92,21 +98,32 @@ def read_request(
         )
     site = find_site(options.site, project_path, environ)
     flags, given = site.profile.read_flags(options.flags)
+    python = site.profile.python or sys.executable
     profile = site.profile.with_options(given)
-    resolved = load_spec(run_file, options.overrides, flags)
+    notice = None
+    if options.command == AUTO:
+        command, notice = guess_command(run_file, options.overrides)
+        options = replace(options, command=command)
+    resolved, file = _read_file(run_file, options, flags)
     if implied := profile.implied_settings(resolved.spec.job, given):
         flags = (*flags, *implied)
-        resolved = load_spec(run_file, options.overrides, flags)
+        resolved, file = _read_file(run_file, options, flags)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
     # Of every trial, so that a mistake shows before anything is written.
     trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
-    evaluation = read_evaluation(trials or [resolved.spec])
+    evaluation = file or read_evaluation(trials or [resolved.spec])
     if not profile.has_shared_disk and not getattr(profile, "local", False):
         # Here: other sites, and commands that only ask, do without it.
         from strop.run.staged_copies import use_copies
 
         resolved, evaluation = use_copies(resolved, evaluation)
+    if file is not None and evaluation is not None:
+        # As it is named where the job runs.
+        evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
+        roles = [evaluating_role(file, resolved.spec, python, site, may_run_code=options.may_run_code)]
+    else:
+        roles = list_roles(options.command, resolved.spec, python, site)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
@@ -114,13 +131,14 @@ def read_request(
     conflicts = (*map(str, resolved.conflicts), *conflicts)
     resources = _count_resources(resolved, site.name, profile)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
-    python = site.profile.python or sys.executable
+    if notice is not None:
+        resolved = replace(resolved, notices=(*resolved.notices, notice))
     return JobRequest(
         resolved=resolved,
         site=site,
         command=options.command,
         resources=resources,
-        roles=tuple(list_roles(options.command, resolved.spec, python, site)),
+        roles=tuple(roles),
         environment=_say_price(environment, site, given, resources),
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
@@ -137,21 +155,14 @@ def read_request(
     )
 
 
-def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
-    """Return the file of the evaluation beside a job; None where there is none.
-
-    `specs`: of the run, or of every run of a sweep. They share the file.
-    Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
-    """
-    path = specs[0].job.eval_config
-    if path is None:
-        return None
-    from strop.run.evaluation import read_file_asking
-
-    file = read_eval_file(path)
-    for spec in specs:
-        read_file_asking(file, spec)
-    return file
+def _read_file(
+    run_file: str, options: SubmitOptions, flags: Sequence[Flag]
+) -> tuple[ResolvedSpec, EvalFile | None]:
+    """Return what a file asks of its site, and for an evaluation what it asks of the model."""
+    if options.command != EVALUATION:
+        return load_spec(run_file, options.overrides, flags), None
+    may_run_code, has_sweep = options.may_run_code, bool(options.sweep)
+    return read_job_file(run_file, options.overrides, flags, may_run_code=may_run_code, has_sweep=has_sweep)
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:

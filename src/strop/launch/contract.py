@@ -94,7 +94,8 @@ class RolePlan:
 
     name: str
     argv: tuple[str, ...]
-    """`{run}`, `{job}` and `{code}` in a word stand for the trial's directory, the job's, and the code's."""
+    """`{run}`, `{job}`, `{code}` and `{node}` in a word stand for the directories of trial, job and code,
+    and the node's number."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
     nodes: str = "first"
@@ -160,7 +161,7 @@ class JobRequest:
     resolved: ResolvedSpec
     site: Site
     command: str
-    """`train` or `sft`."""
+    """`train`, `sft` or `eval`."""
     resources: Resources
     roles: tuple[RolePlan, ...]
     environment: JobEnvironment

@@ -1,4 +1,4 @@
-"""Evaluating a model on this machine, judging kept replies again, evaluating by a foreign harness.
+"""Evaluating a model on this machine, and judging kept replies again.
 
 Everything is checked before the model is loaded: the tasks' examples, the settings, and what is in the
 folders already. The same command again goes on where a killed one stopped; where nothing is left to
@@ -21,6 +21,7 @@ from strop.evaluate import (
     PlannedEvaluation,
     Rescored,
     ShardFolder,
+    attempt_share,
     plan_canary,
     plan_evaluation,
     read_result,
@@ -29,16 +30,6 @@ from strop.evaluate import (
     result_name,
     run_evaluation,
     write_result,
-)
-from strop.evaluate.accuracy import refuse_trained
-from strop.evaluate.harness import (
-    LM_EVAL,
-    HarnessJob,
-    HarnessResult,
-    find_protocol,
-    refuse_small_model,
-    refuse_unconfirmed_code,
-    run_harness,
 )
 from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings, refuse_other_plan
 from strop.hardware import describe_machine
@@ -52,16 +43,13 @@ from strop.run.inference import (
     OpenedModel,
     hold_judge,
     read_asking,
-    read_askings,
     read_trained_ids,
     serve_model,
 )
-from strop.spec import RunSpec, load_spec
+from strop.spec import RunSpec, StoreSpec, load_spec
 from strop.spec.display import dotted, format_value, walk_values
-from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.eval_file import EvalFile
 from strop.spec.sources import parse_override
-from strop.spec.task import TaskSpec
-from strop.store.python_environment import ensure_environment
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 
@@ -81,6 +69,8 @@ class EvalWish:
     """Folder of the results. None: `EVALS_ROOT`."""
     canary: Path | None = None
     """A result of this model that must come out again before anything is evaluated."""
+    part: tuple[int, int] = (0, 1)
+    """Which share of the examples is asked here, and how many shares there are."""
     name: str | None = None
     """Of the evaluation, where a file describes it: the names of its results begin with it and a dot."""
 
@@ -116,7 +106,9 @@ def evaluate_here(
 ) -> list[StoredResult]:
     """Evaluate a model on tasks, one after another; each result is written when it is there.
 
-    `say` gets a line for what is read from before and where results are.
+    Of several parts each keeps the replies to its share, and returns nothing: once all are there, the same
+    call without parts makes the results of them. `say` gets a line for what is read from before and where
+    results are.
     Raises: CheckRefused if examples called held-out were trained on, a folder holds another evaluation,
         or the canary does not come out as it was; ConfigError for settings that a task or the model
         cannot follow.
@@ -124,7 +116,7 @@ def evaluate_here(
     with ExitStack() as held:
         prepared = _prepare(askings, model, wish, held)
         canary = None if wish.canary is None else _prepare_canary(wish.canary, askings, model)
-        return asyncio.run(_evaluate(prepared, canary, model, say))
+        return asyncio.run(_evaluate(prepared, canary, model, say, wish.part))
 
 
 def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -> _Canary:
@@ -186,50 +178,70 @@ def _prepare(
         if result_path.exists():
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
         # Beside the result and named like it, without '.json'.
-        folder = ShardFolder(result_path.with_suffix(""), planned.plan, spec.task.model_dump(mode="json"))
+        settings = spec.task.model_dump(mode="json")
+        folder = ShardFolder(result_path.with_suffix(""), planned.plan, settings, part=wish.part)
         held.enter_context(folder)
         prepared.append(_Prepared(asking=asking, planned=planned, folder=folder, result_path=result_path))
     return prepared
 
 
-def read_file_asking(file: EvalFile, run: RunSpec | None) -> Asking:
-    """Return how a model is asked by an evaluation's file. `run`: whose model it is.
+def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Asking:
+    """Return how a model is asked by an evaluation's file about one of its tasks; the first by default.
 
+    `run`: whose model it is.
     Raises: ConfigError like `read_asking`, naming the file, and if the file is for another model.
     """
-    words = file.words_for(run)
+    if file.is_by_harness:
+        raise ConfigError(
+            f"{file.origin} with harness.tasks, where a run's checkpoints are evaluated as they appear",
+            allowed="strop's own tasks there; lm-eval of a checkpoint, or as a job of its own",
+            next_step="`strop submit` the file with model.uri = the run, once it is there",
+        )
+    task = task or file.tasks[0]
+    words = file.words_for(run, task)
     try:
-        return read_asking(file.task, words, Split.HELD_OUT)
+        return read_asking(task, words, Split.HELD_OUT)
     except ConfigError as error:
         raise ConfigError(f"{file.origin}: {error}") from error
 
 
+def read_store(file: EvalFile) -> StoreSpec:
+    """Return where an evaluation's file looks for models and data."""
+    words = [f"{dotted(place)}={format_value(v)}" for place, v in file.values.items() if place[0] == "store"]
+    return load_spec(None, ["name=asked", "task.name=arithmetic", *words]).spec.store
+
+
+def read_run_of(model: OpenedModel) -> RunSpec | None:
+    """Return the run that made a model, in the number format that it is trained in; None without a run."""
+    if model.run_path is None:
+        return None
+    machine = describe_machine()
+    facts = RunDir.open(model.run_path).state.facts
+    run = load_spec(model.run_path / "spec.toml").spec
+    run, _ = settle_format(run, machine, compute_device(machine), facts=facts)
+    return run
+
+
 def evaluate_by_file(
-    path: Path, model: OpenedModel, *, out_dir: Path | None, say: Callable[[str], None]
-) -> StoredResult:
-    """Evaluate a model on held-out examples as a file says. Raises: like `evaluate_here`."""
-    file = read_eval_file(path)
-    run = None
-    if model.run_path is not None:
-        machine = describe_machine()
-        facts = RunDir.open(model.run_path).state.facts
-        run = load_spec(model.run_path / "spec.toml").spec
-        # In the number format that it is trained in.
-        run, _ = settle_format(run, machine, compute_device(machine), facts=facts)
-    counts = file.counts
-    wish = EvalWish(
-        num_examples=counts.num_examples, num_samples=counts.num_samples, out_dir=out_dir, name=file.name
-    )
-    return evaluate_here([read_file_asking(file, run)], model, wish, say=say)[0]
+    file: EvalFile, model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
+) -> list[StoredResult]:
+    """Evaluate a model on held-out examples of strop's tasks as a file says. Raises: like `evaluate_here`."""
+    run = read_run_of(model)
+    askings = [read_file_asking(file, run, task) for task in file.tasks]
+    return evaluate_here(askings, model, wish, say=say)
 
 
 async def _evaluate(
-    prepared: Sequence[_Prepared], canary: _Canary | None, model: OpenedModel, say: Callable[[str], None]
+    prepared: Sequence[_Prepared],
+    canary: _Canary | None,
+    model: OpenedModel,
+    say: Callable[[str], None],
+    part: tuple[int, int],
 ) -> list[StoredResult]:
     stored = []
     async with AsyncExitStack() as stack:
         engine = None
-        if any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
+        if part != (0, 1) or any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
             engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
         tokenizer = Tokenizer.load(model.path)
         if canary is not None and engine is None:
@@ -251,6 +263,12 @@ async def _evaluate(
                     f" from before in {one.folder.path}"
                 )
             async with hold_judge(one.asking.spec, one.planned.task) as judge:
+                if part != (0, 1):
+                    assert engine is not None
+                    await attempt_share(
+                        one.planned, engine, tokenizer, judge=judge, folder=one.folder, part=part
+                    )
+                    continue
                 result = await run_evaluation(one.planned, engine, tokenizer, judge=judge, folder=one.folder)
             write_result(result, one.result_path)
             say(f"{plan.full_name}: {one.result_path}")
@@ -329,74 +347,3 @@ def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
         if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
     ]
     return read_asking(name, kept + changed, Split(plan.split))
-
-
-def evaluate_by_harness(
-    names: Sequence[str],
-    words: Sequence[str],
-    split: Split,
-    model: OpenedModel,
-    wish: EvalWish,
-    *,
-    may_run_code: bool = False,
-    say: Callable[[str], None],
-) -> list[HarnessResult]:
-    """Run lm-eval on tasks by the harness's names; its environment is made on first use.
-
-    `words` are settings of our tasks behind them, as `read_askings` takes them. `may_run_code`: the user
-    accepts that the harness runs what the model wrote in no sandbox.
-    Raises: ConfigError for what the pinned protocol does not take, and for code that was not confirmed;
-        CheckRefused if the examples were trained on, or the model is too small; StoreError if the
-        environment cannot be made; EngineError if the harness fails.
-    """
-    if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
-        raise ConfigError(
-            "--harness lm-eval with samples, pass@k, a threshold or the training split",
-            allowed="its pinned protocol: greedy replies to held-out examples",
-            next_step="leave them out, or leave --harness out",
-        )
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"a task is named twice in {','.join(names)}",
-            allowed="each task once",
-            next_step="name it once: its result is one file",
-        )
-    protocols = [find_protocol(name) for name in names]
-    for protocol in protocols:
-        refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
-    own_tasks = list(dict.fromkeys(protocol.own_task for protocol in protocols))
-    askings = dict(zip(own_tasks, read_askings(own_tasks, words, split), strict=True))
-    jobs = []
-    trained_ids = read_trained_ids(model.run_path)
-    for protocol in protocols:
-        asking = askings[protocol.own_task]
-        _refuse_prompting(asking.spec.task)
-        task = build_task(asking.spec.task.model_copy(update=dict(protocol.own_settings)))
-        refuse_trained(task, split, task.examples(split), trained_ids)
-        jobs.append(
-            HarnessJob(
-                protocol=protocol,
-                task=task,
-                model_path=model.path,
-                model_digest=model.digest,
-                step=model.step,
-                dtype=asking.spec.model.dtype,
-                max_positions=read_model_size(model.path).max_positions,
-                num_examples=wish.num_examples,
-            )
-        )
-    for job in jobs:
-        refuse_small_model(job)
-    python = ensure_environment(LM_EVAL, say=say)
-    out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
-    return [run_harness(job, Path(out_dir), python=python) for job in jobs]
-
-
-def _refuse_prompting(task: TaskSpec) -> None:
-    """Refuse settings that the harness, which asks in its own words, would not hear of."""
-    if task.prompting:
-        raise ConfigError(
-            f"--harness lm-eval with {' and '.join(f'task.{name}' for name in task.prompting)}",
-            allowed="its pinned protocol, which has prompts and stop strings of its own",
-            next_step="leave the settings out, or leave --harness out",
-        )

@@ -76,11 +76,19 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
         time.sleep(_POLL_S)
     spec = load_spec(run_path / "spec.toml").spec
     # Refused at once: it would be refused at every checkpoint.
-    asking = read_file_asking(file, spec)
+    askings = [read_file_asking(file, spec, task) for task in file.tasks]
     with follow_store(spec.store):
-        task = build_task(asking.spec.task)
-        refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
-    follower = _Follower(run_path=run_path, eval_path=eval_path, name=file.name, spec=spec, say=say)
+        for asking in askings:
+            task = build_task(asking.spec.task)
+            refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
+    follower = _Follower(
+        run_path=run_path,
+        eval_path=eval_path,
+        name=file.name,
+        num_tasks=len(askings),
+        spec=spec,
+        say=say,
+    )
     say(f"evaluation {file.name} follows {run_path}")
     while True:
         # Asked before the checkpoints are: of a finished run none is missing then.
@@ -104,6 +112,8 @@ class _Follower:
     run_path: Path
     eval_path: Path
     name: str
+    num_tasks: int
+    """A step with fewer results is not evaluated yet."""
     spec: RunSpec
     say: Callable[[str], None]
     given_up: set[int] = field(default_factory=set)
@@ -111,8 +121,13 @@ class _Follower:
 
     def evaluated_steps(self) -> list[int]:
         """Return the steps with a result, in order."""
-        paths = (self.run_path / "eval").glob(f"{self.name}.*-step-*.json")
-        return sorted(int(path.stem.rpartition("-")[2]) for path in paths if is_of_file(path))
+        found = Counter(int(path.stem.rpartition("-")[2]) for path in self._results("*"))
+        return sorted(step for step, number in found.items() if number >= self.num_tasks)
+
+    def _results(self, step: str) -> list[Path]:
+        paths = (self.run_path / "eval").glob(f"{self.name}.*-step-{step}.json")
+        tables = f"{self.name}.table-"
+        return sorted(path for path in paths if is_of_file(path) and not path.name.startswith(tables))
 
     def begun_steps(self) -> set[int]:
         """Return the steps whose evaluation began, in this life or with kept replies in one before."""
@@ -174,12 +189,13 @@ class _Follower:
 
     def _announce(self, step: int) -> None:
         """Show a result, and send it to the run's mirror: after the trainer's end no other process does."""
-        (path,) = (self.run_path / "eval").glob(f"{self.name}.*-step-{step:06d}.json")
-        result = read_result(path)
-        accuracy = result.greedy.accuracy
-        shown = "unknown" if accuracy is None else f"{accuracy:.1%}"
-        note = "" if result.is_valid else f", not valid: {result.verdict}"
-        self.say(f"step {step}: greedy accuracy of {result.full_name} {shown}{note}; {path}")
+        paths = self._results(f"{step:06d}")
+        for path in paths:
+            result = read_result(path)
+            accuracy = result.greedy.accuracy
+            shown = "unknown" if accuracy is None else f"{accuracy:.1%}"
+            note = "" if result.is_valid else f", not valid: {result.verdict}"
+            self.say(f"step {step}: greedy accuracy of {result.full_name} {shown}{note}; {path}")
         with follow_store(self.spec.store):
             root = find_mirror_root(self.spec.store)
             if root is None:
@@ -188,9 +204,10 @@ class _Follower:
             place = join_uri(uri, TRACES)
             try:
                 store = open_record_store(uri, upload_settings(None))
-                store.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
+                for path in paths:
+                    store.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:
-                self.say(f"alarm: {path.name} was not mirrored to {place}: {error}")
+                self.say(f"alarm: the results of step {step} were not mirrored to {place}: {error}")
 
     def require_last(self, steps: Sequence[int]) -> None:
         """Refuse to call it done without a result for the last checkpoint. Raises: StoreError."""

@@ -1,15 +1,16 @@
-"""The run file of an evaluation: which task, asked how, on how many examples. Reads the file alone.
+"""The run file of an evaluation: which tasks, asked how, on how many examples. Reads the file alone.
 
 It has the form of a run file, `extends` included, and holds only what plays a part in asking a model: `name`,
-`seed`, `eval.num_examples`, `eval.num_samples`, and the sections task, sampling, model, engine and placement.
-What it does not say of the model is as the run that is evaluated was trained.
+`seed`, `eval.num_examples`, `eval.num_samples`, and the sections task, sampling, model, engine, placement,
+harness and store; as a job also output and job. Several tasks are `[task.parts.LABEL]` tables without a
+`task.name`. What it does not say of the model is as the run that is evaluated was trained.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from strop.errors import ConfigError
 from strop.spec import RunSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import KeyPath, dotted, format_value, show_path, show_value
-from strop.spec.reader import merge_sources
+from strop.spec.reader import Flag, ResolvedSpec, merge_sources, resolve_sources
 from strop.spec.run import last_name
+from strop.spec.schema import PARTS_TABLE
 from strop.spec.sources import read_sources
 from strop.spec.train import EvalSpec
 
@@ -29,6 +31,9 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _OF_FILE = re.compile(r"[a-z0-9-]+\.(.+)-step-\d{6,}\.json")
 _COUNTS = ("num_examples", "num_samples")
 _MODEL_URI: KeyPath = ("model", "uri")
+_HARNESS_TASKS: KeyPath = ("harness", "tasks")
+_SECTIONS = ("task", "sampling", "model", "engine", "placement", "harness")
+_OF_JOBS = ("output", "job")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,34 +44,60 @@ class EvalFile:
     """The file, for messages."""
     name: str
     """Of the evaluation: results' names begin with it."""
-    task: str
+    tasks: tuple[str, ...]
+    """Names of the tasks, each once; empty where lm-eval alone is asked."""
     values: Mapping[KeyPath, Any]
-    """Settings of asking beside `task.name`; paths in them are absolute."""
+    """Settings of asking beside `task.name`; paths in them are absolute. Of several tasks' own settings the
+    paths are ('task', 'parts', LABEL, NAME)."""
     counts: EvalSpec
     model_uri: str | None
     """The model that the file is for; None where it does not say."""
 
+    @property
+    def is_by_harness(self) -> bool:
+        """Whether lm-eval evaluates; the tasks then say where the examples of its tasks are."""
+        return bool(self.values.get(_HARNESS_TASKS))
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the tasks stand in tables of their own."""
+        return any(place[:2] == PARTS_TABLE for place in self.values)
+
     def to_text(self) -> str:
-        """Return a run file that says the same from any folder."""
-        lines = {("name",): self.name, ("task", "name"): self.task, **self.values}
-        lines |= {("eval", name): getattr(self.counts, name) for name in _COUNTS}
+        """Return a run file that says the same from any folder. What is for a job alone is not in it."""
+        kept = {place: value for place, value in self.values.items() if place[0] not in _OF_JOBS}
+        lines: dict[KeyPath, Any] = {("name",): self.name}
+        if len(self.tasks) == 1 and not self.has_several:
+            lines[("task", "name")] = self.tasks[0]
+        lines |= kept | {("eval", name): getattr(self.counts, name) for name in _COUNTS}
         if self.model_uri is not None:
             lines[_MODEL_URI] = self.model_uri
         return "".join(f"{dotted(path)} = {format_value(value)}\n" for path, value in lines.items())
 
-    def words_for(self, run: RunSpec | None) -> list[str]:
-        """Return the `key=value` words of asking a model, as `read_asking` takes them.
+    def words_for(self, run: RunSpec | None, task: str = "") -> list[str]:
+        """Return the `key=value` words of asking a model about one of the tasks, as `read_asking` takes them.
 
-        `run`: whose model it is; what the file leaves open of the model is as it was trained there.
+        `run`: whose model it is; what the file leaves open of the model is as it was trained there. `task`
+        empty: the only one.
         Raises: ConfigError if the file is for another model.
         """
-        values = dict(self.values)
+        left_out = {"store", "harness", *_OF_JOBS}
+        values = {place: value for place, value in self.values.items() if place[0] not in left_out}
+        if self.has_several:
+            own = {place: value for place, value in values.items() if place[:2] == PARTS_TABLE}
+            label = next((place[2] for place in own if self._task_of(place[2]) == task), None)
+            values = {place: value for place, value in values.items() if place not in own}
+            values |= {("task", place[3]): value for place, value in own.items() if place[2] == label}
+            values.pop(("task", "name"), None)
         if run is not None:
             self._refuse_other_model(run)
             for name in type(run.model).model_fields:
                 if ("model", name) != _MODEL_URI:
                     values.setdefault(("model", name), getattr(run.model, name))
         return [f"{dotted(path)}={format_value(value)}" for path, value in values.items()]
+
+    def _task_of(self, label: str) -> str:
+        return str(self.values.get((*PARTS_TABLE, label, "name"), label))
 
     def _refuse_other_model(self, run: RunSpec) -> None:
         if self.model_uri is None or last_name(self.model_uri) == last_name(run.model.uri):
@@ -79,8 +110,10 @@ class EvalFile:
         )
 
 
-def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
-    """Read an evaluation's run file with everything that it extends.
+def read_eval_file(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, is_job: bool = False
+) -> EvalFile:
+    """Read an evaluation's run file with everything that it extends. `is_job`: it may ask for a job.
 
     Values are not judged here: `words_for` and `read_asking` do.
     Raises: ConfigError if there is no such file, it names no task, or it sets what plays no part.
@@ -92,31 +125,36 @@ def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
             allowed="a run file with a task, relative to the file that names it",
             next_step="correct --eval-config or job.eval_config",
         )
-    given, _ = merge_sources(read_sources(os.fspath(path), ()))
+    given, _ = merge_sources(read_sources(os.fspath(path), overrides))
     values = {place: leaf.value for place, leaf in given.items()}
     own_name = re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")[:40] or DEFAULT
     name = str(values.pop(("name",), own_name))
-    task = values.pop(("task", "name"), None)
     counts = {key: values.pop(("eval", key)) for key in _COUNTS if ("eval", key) in values}
     model_uri = values.pop(_MODEL_URI, None)
-    if not isinstance(task, str):
-        raise _wrong(f"{shown} names no task", "task.name", "add it")
+    tasks = _take_tasks(values, shown)
     if _NAME.fullmatch(name) is None:
         raise _wrong(
             f"name={show_value(name)} in {shown}",
             "lowercase letters, digits and hyphens, 40 at most",
             "rename",
         )
+    if idle := [place for place in values if place[0] == "harness"] if not values.get(_HARNESS_TASKS) else []:
+        raise _wrong(
+            f"{dotted(idle[0])} ({given[idle[0]].origin}) without harness.tasks: lm-eval is not asked",
+            "settings of harness together with harness.tasks",
+            "add harness.tasks, or remove it",
+        )
+    allowed = {*_SECTIONS, "store", *(_OF_JOBS if is_job else ())}
     foreign = [
         f"{dotted(place)} ({given[place].origin})"
         for place in values
-        if place != ("seed",) and place[0] not in {"task", "sampling", "model", "engine", "placement"}
+        if place != ("seed",) and place[0] not in allowed
     ]
     if foreign:
         raise _wrong(
             f"{', '.join(foreign)}: no part of evaluating checkpoints",
-            "name, seed, eval.num_examples, eval.num_samples, and the sections task, sampling, model, engine,"
-            " placement",
+            "name, seed, eval.num_examples, eval.num_samples, and the sections"
+            f" {', '.join([*_SECTIONS, 'store'])}{'; as a job also output and job' if is_job else ''}",
             "remove it; a file that both extend may hold what training and evaluation share",
         )
     try:
@@ -127,7 +165,79 @@ def read_eval_file(path: str | os.PathLike[str]) -> EvalFile:
         raise _wrong(
             f"{key}={show_value(first['input'])} in {shown}", "a number of 1 or more, or none", "correct it"
         ) from error
-    return EvalFile(origin=shown, name=name, task=task, values=values, counts=checked, model_uri=model_uri)
+    return EvalFile(origin=shown, name=name, tasks=tasks, values=values, counts=checked, model_uri=model_uri)
+
+
+def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
+    """Return the names of the tasks of a file; `task.name` is taken out of its values.
+
+    Raises: ConfigError if there is none, one stands twice, or a setting does not say whose it is.
+    """
+    task = values.pop(("task", "name"), None)
+    if isinstance(task, str):
+        return (task,)
+    labels = dict.fromkeys(place[2] for place in values if place[:2] == PARTS_TABLE)
+    names = [str(values.get((*PARTS_TABLE, label, "name"), label)) for label in labels]
+    shared = [dotted(place) for place in values if place[0] == "task" and place[:2] != PARTS_TABLE]
+    if not names and not values.get(_HARNESS_TASKS):
+        raise _wrong(
+            f"{shown} names no task",
+            "task.name, a table [task.parts.LABEL] for each of several tasks, or harness.tasks for lm-eval's",
+            "add it",
+        )
+    if shared:
+        raise _wrong(
+            f"{', '.join(shared)} in {shown} is no task's of its own",
+            "settings in the table of their task, [task.parts.LABEL]",
+            "move it there",
+        )
+    if len(set(names)) < len(names):
+        raise _wrong(
+            f"{shown} names the task {next(name for name in names if names.count(name) > 1)} twice",
+            "each task once: its result is one file",
+            "write a second file for the other one",
+        )
+    return tuple(names)
+
+
+def resolve_job(path: str, overrides: Sequence[str], flags: Sequence[Flag]) -> tuple[EvalFile, ResolvedSpec]:
+    """Read the file of an evaluation that is a job: what is asked, and what the job asks of its site.
+
+    The spec names the first task alone, and no sampling: it is what launchers and sites read.
+    Raises: ConfigError as `read_eval_file` and `load_spec` do.
+    """
+    file = read_eval_file(path, overrides, is_job=True)
+    sources = read_sources(path, overrides)
+    for source in sources:
+        # What is asked travels in the file; its GPUs are not split into the roles of a run.
+        of_file = ("task", "sampling", "eval", "engine", "placement", "harness")
+        for place in [place for place in source if place[0] in of_file]:
+            del source[place]
+    first = file.tasks[0] if file.tasks else "arithmetic"
+    words = [word for word in file.words_for(None, first) if word.startswith("task.")]
+    # One prompt a step: the task need not be large enough to train on.
+    words = [f"name={file.name}", f"task.name={first}", "train.prompts_per_step=1", *words]
+    return file, resolve_sources([*read_sources(None, words), *sources], flags)
+
+
+def guess_command(path: str, overrides: Sequence[str]) -> tuple[str, str | None]:
+    """Return whether a run file is to be trained or evaluated, and a notice where it does not say so plainly.
+
+    Raises: ConfigError if it cannot be read.
+    """
+    places = {place for source in read_sources(path, overrides) for place in source}
+    if _HARNESS_TASKS in places:
+        return "eval", None
+    if ("task", "name") not in places and any(place[:2] == PARTS_TABLE for place in places):
+        return "eval", None
+    of_evaluation = {place for place in places if place[0] == "eval" and place[-1] in _COUNTS}
+    shared = {*_SECTIONS, *_OF_JOBS, "store", "name", "seed"}
+    if any(place[0] not in shared for place in places - of_evaluation):
+        return "train", None
+    shown = show_path(path)
+    if of_evaluation:
+        return "eval", f"{shown} says nothing of training, and is an evaluation; --command train trains"
+    return "train", f"{shown} is trained with the defaults: it says nothing of it; --command eval evaluates"
 
 
 def is_of_file(path: Path) -> bool:

@@ -65,7 +65,14 @@ def load_spec(
 
     Raises: ConfigError naming file, line, value and what is allowed; one line per mistake.
     """
-    sources = read_sources(None if path is None else os.fspath(path), overrides)
+    return resolve_sources(read_sources(None if path is None else os.fspath(path), overrides), flags)
+
+
+def resolve_sources(sources: Sequence[Leaves], flags: Sequence[Flag] = ()) -> ResolvedSpec:
+    """Make one spec of what sources say, the weakest first and the overrides last.
+
+    Raises: ConfigError as `load_spec` does.
+    """
     sources, conflicts = apply_flags(sources, flags)
     winners, notices = merge_sources(sources)
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
@@ -224,6 +231,7 @@ _TERMS_OF: Mapping[str, set[str]] = {
     "dpo": {"dpo"},
     "teacher": {"rl", "rl+sft", "distill"},
     "reference": {"rl", "rl+sft", "dpo"},
+    "harness": set(),
 }
 """Section, and the terms that it has a part in."""
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec, PlacementSpec, RaySpec, SamplingSpec
+from strop.spec.harness import HarnessSpec
 from strop.spec.job import JobSpec
 from strop.spec.judge import judge_sections
 from strop.spec.layout import Layout, lay_out
@@ -56,6 +57,9 @@ class RunSpec(Section):
     dpo: DpoSpec = Field(default=DpoSpec(), description="Which pairs are preferred, and how.")
     teacher: TeacherSpec = Field(default=TeacherSpec(), description="Who teaches, and how.")
     eval: EvalSpec = Field(default=EvalSpec(), description="How the held-out examples are looked at.")
+    harness: HarnessSpec = Field(
+        default=HarnessSpec(), description="How lm-eval is asked, in the file of an evaluation."
+    )
     engine: EngineSpec = Field(default=EngineSpec(), description="How rollouts are generated.")
     placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
     ray: RaySpec = Field(default=RaySpec(), description="How Ray is started, for placement.kind = 'ray'.")

@@ -171,10 +171,12 @@ def is_part_setting(path: KeyPath) -> bool:
 
 
 def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the leaves of a tree. An empty known table says nothing and yields nothing."""
+    """Yield the leaves of a tree. An empty table yields nothing, and that of a part the task of its label."""
     for key, value in values.items():
         path = (*prefix, key)
-        if isinstance(value, dict) and is_table(path):
+        if value == {} and prefix == PARTS_TABLE:
+            yield (*path, "name"), key
+        elif isinstance(value, dict) and is_table(path):
             yield from _flatten(value, path)
         else:
             yield path, value
@@ -418,6 +420,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("output", "dir"): _is_any_text,
     ("store", "uri"): _is_marked_path,
     ("job", "eval_config"): _is_any_text,
+    ("harness", "include"): _is_any_text,
 }
 """Setting, and whether a text of it is a path (or else the id of something remote)."""
 

@@ -114,7 +114,7 @@ class _Wish:
         _be_patient(self.work_dir / "code_eval" / "program.py")
         replies_path = self.work_dir / "replies.json"
         replies_path.write_text(json.dumps(self.replies), encoding="utf-8")
-        words = harness_command(self.job, self.work_dir, python)[3:]
+        words = harness_command(self.job, self.work_dir)[2:]
         words[words.index("--model") + 1] = "recorded"
         words[words.index("--model_args") + 1] = json.dumps({"path": str(replies_path)})
         words += [] if self.replies else ["--predict_only"]
@@ -152,7 +152,7 @@ def record(folder: Path, model_path: Path, python: Path, human_eval: str) -> Rec
     published = make_job("humaneval", data | {"humaneval": Path(human_eval)}, model_path)
     wishes["humaneval", "published"] = _Wish(job=published, replies={}, work_dir=folder / "published")
     staged = {key: wish.stage(python) for key, wish in wishes.items()}
-    shown = _run([run for run, _ in staged.values()], folder, python)
+    shown = _run([run for run, _ in staged.values()], folder, python, published)
     runs = {key: _read(wishes[key], names, shown) for key, (_, names) in staged.items()}
     verdicts = {str(name): run for (name, kind), run in runs.items() if kind == "judged"}
     prompts = {(name, kind): run for (name, kind), run in runs.items() if isinstance(kind, int)}
@@ -189,13 +189,20 @@ def _fill_code(form: str, example: Example) -> str:
     return code_reply(form, (example.answer or "").rstrip("\n"), name, number)
 
 
-def _run(runs: Sequence[Mapping[str, Any]], folder: Path, python: Path) -> Mapping[str, Any]:
+def _run(
+    runs: Sequence[Mapping[str, Any]], folder: Path, python: Path, any_job: HarnessJob
+) -> Mapping[str, Any]:
     """Run the harness; return the examples that its task files show."""
     (folder / "runs.json").write_text(json.dumps(runs), encoding="utf-8")
     script = Path(__file__).with_name("recorded_replies.py")
     command = [str(python), str(script), str(folder / "runs.json"), str(folder / "shown.json")]
     done = subprocess.run(
-        command, env=harness_variables(folder), capture_output=True, text=True, check=False, errors="replace"
+        command,
+        env=harness_variables(any_job, folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        errors="replace",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: Mapping[str, Any] = json.loads((folder / "shown.json").read_bytes())

@@ -118,7 +118,7 @@ def test_the_harness_is_told_our_rows_and_what_to_show(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "tasks" / "mmlu_astronomy.yaml").read_text())
     assert written["include"] == str(package / "tasks" / "mmlu" / "default" / "mmlu_astronomy.yaml")
     assert (written["training_split"], written["fewshot_split"]) == (None, "dev")
-    words = harness_command(job, tmp_path, Path("python"))
+    words = harness_command(job, tmp_path)
     assert words[words.index("--num_fewshot") + 1] == "5"
     assert "--gen_kwargs" not in words
     assert stage_rows(job, tmp_path) == digest

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from strop.evaluate.harness import GENERATING, PROTOCOLS
-from strop.evaluate.harness.result import SEED
 from strop.rollout import Example, Split
+from strop.spec.harness import HarnessSpec
 from strop.tasks import Task, build_task
 from strop.tasks.prompt import PosedMessage, join_shots
 from tests.evaluate.harness.harness_rows import HARD_TEXTS
@@ -118,7 +118,7 @@ def test_p2_drawn_examples_stand_before_our_prompt(name: str, recording: Recordi
             train = [
                 e for e in task.examples(Split.TRAIN) if not protocol.part_of or protocol.part_of(e) == part
             ]
-            parts[part] = (Random(SEED), train)
+            parts[part] = (Random(HarnessSpec().seed), train)
         generator, train = parts[part]
         drawn = generator.sample(train, protocol.num_fewshot)
         shots = [(protocol.prompt(shot), f" {target(name, shot)}") for shot in drawn]

@@ -25,6 +25,7 @@ from strop.launch.sagemaker.checkpoint_sync import (
     RecordUploader,
     StoreSink,
     count_start,
+    restore_evaluation,
     restore_state,
 )
 from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
@@ -451,3 +452,23 @@ def test_a_stop_before_the_agents_handlers_is_repeated_once_they_are_up_however_
         wait_until(lambda: heard == [signal.SIGTERM], "the stop was lost")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_an_evaluation_has_written_is_sent_and_brought_back(tmp_path: Path) -> None:
+    """A job that evaluates has no mirror: a later start goes on with the replies of this one."""
+    home, kept = tmp_path / "home", tmp_path / "checkpoints" / "eval"
+    folder = home / "eval" / "two.arithmetic-step-000000"
+    folder.mkdir(parents=True)
+    (folder / "examples-000000-000031.parquet").write_bytes(b"replies")
+    (folder / "lock-0-of-2").write_bytes(b"")
+    (home / "eval" / "two.arithmetic-step-000000.json").write_bytes(b"{}")
+    (home / "eval" / "two.lm-eval-hats-step-000000.replies-1").mkdir()
+    (home / "eval" / "two.lm-eval-hats-step-000000.replies-1" / "part-0_rank0.db").write_bytes(b"half")
+    sink = DirectorySink(tmp_path / "record")
+    RecordUploader(sink, home, "a-0", has_run=False, evaluation_path=kept).send_changed()
+    sent = ["two.arithmetic-step-000000.json", "two.arithmetic-step-000000/examples-000000-000031.parquet"]
+    for place in (tmp_path / "record", kept):
+        found = [path for path in (place / "eval").rglob("*") if path.is_file()]
+        assert sorted(path.relative_to(place / "eval").as_posix() for path in found) == sent
+    restore_evaluation(kept, tmp_path / "again")
+    assert (tmp_path / "again" / "eval" / sent[1]).read_bytes() == b"replies"

@@ -1,7 +1,9 @@
-"""Scores that others can repeat: a foreign harness beside strop, on the examples of strop's own tasks."""
+"""Scores that others can repeat: a foreign harness beside strop, on examples of ours or on its own."""
 
-from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProtocol, find_protocol
-from strop.evaluate.harness.result import LM_EVAL, HarnessJob, HarnessMetric, HarnessPart, HarnessResult
+from strop.evaluate.harness.engine import LM_EVAL, HarnessEngine, choose_engine
+from strop.evaluate.harness.jobs import FreeJob, HarnessJob, change_protocol
+from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProtocol
+from strop.evaluate.harness.result import HarnessMetric, HarnessPart, HarnessResult
 from strop.evaluate.harness.run import (
     refuse_small_model,
     refuse_unconfirmed_code,
@@ -12,12 +14,15 @@ __all__ = [
     "GENERATING",
     "LM_EVAL",
     "PROTOCOLS",
+    "FreeJob",
+    "HarnessEngine",
     "HarnessJob",
     "HarnessMetric",
     "HarnessPart",
     "HarnessProtocol",
     "HarnessResult",
-    "find_protocol",
+    "change_protocol",
+    "choose_engine",
     "refuse_small_model",
     "refuse_unconfirmed_code",
     "run_harness",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.rollout import Example
 
 
@@ -32,6 +32,8 @@ class HarnessProtocol:
     own_settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of our task that belong to the protocol, whatever the user set."""
     num_fewshot: int
+    num_written: int = 0
+    """How many examples the harness's task file has to show; where they come from our data, no matter."""
     draws_shown: bool = False
     """Whether the shown examples are drawn from the training split; else the task file has them."""
     shows_own_split: bool = False
@@ -212,6 +214,7 @@ def _number_protocols() -> tuple[HarnessProtocol, ...]:
             files={"gsm8k_cot": "gsm8k/gsm8k-cot.yaml"},
             own_task="gsm8k",
             num_fewshot=4,
+            num_written=8,
             max_reply_tokens=1024,
             row=_gsm8k_row,
             prompt=lambda example: f"Q: {example.fields['question']}\nA:",
@@ -246,6 +249,7 @@ def _formula_protocols() -> tuple[HarnessProtocol, ...]:
             files=_math_files("minerva_math"),
             own_task="math",
             num_fewshot=4,
+            num_written=4,
             max_reply_tokens=2048,
             row=_math_row,
             prompt=lambda example: f"Problem:\n{example.fields['problem']}\n\nSolution:",
@@ -272,6 +276,7 @@ def _checked_protocols() -> tuple[HarnessProtocol, ...]:
             files={"mbpp": "mbpp/mbpp.yaml"},
             own_task="mbpp",
             num_fewshot=3,
+            num_written=3,
             max_reply_tokens=512,
             row=_mbpp_row,
             prompt=_mbpp_prompt,
@@ -327,17 +332,3 @@ PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
     {**GENERATING, **{protocol.task: protocol for protocol in _choosing_protocols()}}
 )
 """By the harness's name."""
-
-
-def find_protocol(name: str) -> HarnessProtocol:
-    """Return how the harness is asked for a task.
-
-    Raises: ConfigError for a task that is not pinned.
-    """
-    if name not in PROTOCOLS:
-        raise ConfigError(
-            f"--harness lm-eval with task {name}",
-            allowed=", ".join(PROTOCOLS),
-            next_step="name one of these, or leave --harness out for strop's own tasks",
-        )
-    return PROTOCOLS[name]

@@ -12,36 +12,15 @@ from typing import Any
 from pydantic import computed_field
 
 from strop.errors import CorruptRecord
-from strop.evaluate.harness.protocols import HarnessProtocol
+from strop.evaluate.harness.engine import LM_EVAL
+from strop.evaluate.harness.jobs import FreeJob, HarnessJob
 from strop.evaluate.result import SUSPECT_TRUNCATED_FRAC, Record
-from strop.rollout import Example, Split
-from strop.store.python_environment import PythonEnvironment
-from strop.tasks import Task
+from strop.rollout import Split
+from strop.spec.harness import HarnessSpec
 from strop.tokenizer import Tokenizer
 
-# lm-eval's environment. torch first and alone: this exact pin is offered as a CPU build where one is kept.
-# math-verify, its parser's runtime and langdetect decide verdicts. Tried with Python 3.11 on 2026-11-21.
-
-# torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
-# runtime and langdetect decide verdicts. Tried together with Python 3.11 on 2026-11-21.
-LM_EVAL = PythonEnvironment(
-    name="lm-eval-0.4.13",
-    folder="harness",
-    pip_steps=(
-        ("torch==2.13.0",),
-        (
-            *("lm_eval[hf,math,ifeval]==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"),
-            *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
-            *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
-        ),
-        # For punkt_tab alone, which ifeval judges sentences with and no package of nltk's own has.
-        ("--no-deps", "llama-index-core==0.14.25"),
-    ),
-    nltk_data="llama_index/core/_static/nltk_cache",
-)
-
-
-SEED = 42
+DEFAULT_REPLY_TOKENS = 256
+"""Of lm-eval's engines, where neither task nor user says how long a reply may get."""
 LOCAL_PREFIX = "strop_"
 """Before the harness's name of a task, whose data is then ours."""
 
@@ -76,42 +55,38 @@ class HarnessResult(Record):
     data_digest: str
     """Hash over the rows that were asked and that few-shot examples were drawn from."""
     num_fewshot: int
-    max_reply_tokens: int
+    max_reply_tokens: int | None
+    """None where lm-eval's own task generates nothing."""
     stops: tuple[str, ...]
     seed: int
+    engine: str = "hf"
+    """What generated: 'vllm', 'hf' or 'server'."""
+    arguments: tuple[str, ...] = ()
+    """Settings beside the protocol's own that change what is asked or how it is answered."""
+    num_cut_prompts: int = 0
+    """Prompts that were longer than the model's positions, which lm-eval cuts without a word."""
+    plan: str = ""
+    """Hash over everything that the harness was given; empty in results of before."""
     metrics: dict[str, HarnessMetric]
-    """By metric and filter, for example 'exact_match,strict-match'. Of a group: over all its examples."""
+    """By metric and filter, for example 'exact_match,strict-match'. Of a group: over all its examples; empty
+    for lm-eval's groups without a score of their own."""
     parts: dict[str, HarnessPart]
     """The tasks of a group by name; empty for one task."""
     truncated_frac: float
     """Share of replies that are as long as the budget when they are encoded again."""
+
+    @classmethod
+    def read(cls, data: bytes) -> HarnessResult:
+        """Read a result as it was written. Raises: ValueError if it is none."""
+        content = json.loads(data)
+        content.pop("truncation_suspect", None)
+        return cls.model_validate_json(json.dumps(content))
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def truncation_suspect(self) -> bool:
         """Whether so many replies were cut that the score may say more about the budget than the model."""
         return self.truncated_frac > SUSPECT_TRUNCATED_FRAC
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HarnessJob:
-    """One run of the harness."""
-
-    protocol: HarnessProtocol
-    task: Task
-    model_path: Path
-    model_digest: str
-    step: int
-    dtype: str
-    max_positions: int
-    """Tokens that the model can look at; the harness cuts longer prompts from the left without a word."""
-    num_examples: int | None
-    """From the first. None: all."""
-
-    @property
-    def examples(self) -> list[Example]:
-        """What is asked."""
-        return list(self.task.examples(Split.HELD_OUT))[: self.num_examples]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +151,9 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
         num_fewshot=job.protocol.num_fewshot,
         max_reply_tokens=job.protocol.max_reply_tokens,
         stops=said[0].stops,
-        seed=SEED,
+        seed=job.settings.seed,
+        engine=job.engine.kind,
+        arguments=job.arguments,
         metrics=metrics,
         parts={one.name: one.part for one in said} if job.protocol.part_of else {},
         truncated_frac=num_cut / max(len(replies), 1),
@@ -188,26 +165,91 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
     )
 
 
+def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
+    """Read what the harness wrote on a task, group or tag of its own.
+
+    Raises: CorruptRecord if a file or a number is missing, or more examples were shown than asked for.
+    """
+    try:
+        found = json.loads(_find_one(out_dir, "*/results_*.json").read_bytes())
+        said = [_read_task(found, out_dir, name) for name in found["configs"]]
+        whole = found["results"].get(job.name, {})
+        rows = [row for one in said for row in one.rows.values()]
+        prompts = [str(row["arguments"]["gen_args_0"]["arg_0"]) for row in rows]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise _unexpected(f"{type(error).__name__}: {error}") from error
+    shots, wanted = {one.num_fewshot for one in said}, job.settings.num_few_shot
+    if not said or (wanted is not None and shots != {wanted}):
+        raise _unexpected(f"it showed {sorted(shots)} examples, and {wanted} were asked for")
+    tokenizer = Tokenizer.load(job.model_path)
+    budgets = {one.name: one.max_reply_tokens for one in said}
+    num_generated, num_cut, num_cut_prompts = 0, 0, 0
+    for one in said:
+        budget = budgets[one.name]
+        for row in one.rows.values() if budget is not None else ():
+            num_generated += 1
+            num_cut += len(tokenizer.encode(str(row["resps"][0][0]))) >= (budget or 0)
+    room = {one.name: job.max_positions - (one.max_reply_tokens or 0) for one in said}
+    lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
+    num_cut_prompts = sum(length > min(room.values()) for length in lengths)
+    result = HarnessResult(
+        harness=LM_EVAL.name,
+        task=job.name,
+        task_version=", ".join(sorted({one.version for one in said})),
+        split=Split.HELD_OUT,
+        step=job.step,
+        model_digest=job.model_digest,
+        dtype=job.dtype,
+        num_examples=len(rows),
+        data_digest="",
+        num_fewshot=max(shots),
+        max_reply_tokens=max((one for one in budgets.values() if one is not None), default=None),
+        stops=said[0].stops,
+        seed=job.settings.seed,
+        engine=job.engine.kind,
+        arguments=job.arguments,
+        metrics=_read_metrics(whole) if len(said) > 1 else dict(said[0].part.metrics),
+        parts={one.name: one.part for one in said} if len(said) > 1 else {},
+        truncated_frac=num_cut / max(num_generated, 1),
+        num_cut_prompts=num_cut_prompts,
+    )
+    return HarnessOutput(
+        result=result,
+        samples=b"".join(one.samples for one in said),
+        longest_prompt_tokens=max(lengths, default=0),
+    )
+
+
+def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:
+    return {
+        key: HarnessMetric(value=value, stderr=_read_stderr(numbers, key))
+        for key, value in numbers.items()
+        if "," in key and "_stderr," not in key and isinstance(value, int | float)
+    }
+
+
 def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
     samples = _find_one(out_dir, f"*/samples_{name}_*.jsonl").read_bytes()
     numbers = found["results"][name]
-    settings = found["configs"][name].get("generation_kwargs") or {}
-    metrics = {
-        key: HarnessMetric(value=value, stderr=_read_stderr(numbers, key))
-        for key, value in numbers.items()
-        if "," in key and "_stderr," not in key
-    }
+    config = found["configs"][name]
+    settings = config.get("generation_kwargs") or {}
+    # Without a budget of its own, lm-eval's engines take their default.
+    default = DEFAULT_REPLY_TOKENS if config.get("output_type") == "generate_until" else None
     num_examples = int(found["n-samples"][name]["effective"])
     return _Said(
         name=name.removeprefix(LOCAL_PREFIX),
         version=str(found["versions"][name]),
         num_fewshot=int(found["n-shot"][name]),
-        max_reply_tokens=settings.get("max_gen_toks"),
+        max_reply_tokens=settings.get("max_gen_toks", default),
         stops=tuple(settings.get("until", ())),
         seed=int(found["config"]["fewshot_seed"]),
-        part=HarnessPart(num_examples=num_examples, metrics=metrics),
+        part=HarnessPart(num_examples=num_examples, metrics=_read_metrics(numbers)),
         samples=samples,
-        rows={row["doc"]["example_id"]: row for row in map(json.loads, samples.splitlines())},
+        # Of ours by example id; lm-eval's own rows have a number.
+        rows={
+            str(row["doc"].get("example_id", row.get("doc_id"))): row
+            for row in map(json.loads, samples.splitlines())
+        },
     )
 
 
@@ -223,8 +265,9 @@ def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str
 
     Raises: CorruptRecord.
     """
+    settings: HarnessSpec = job.settings
     budget = None if job.protocol.chooses else job.protocol.max_reply_tokens
-    pinned = (job.protocol.num_fewshot, budget, SEED)
+    pinned = (job.protocol.num_fewshot, budget, job.settings.seed)
     for one in said:
         ran = (one.num_fewshot, one.max_reply_tokens, one.seed)
         if ran != pinned or one.part.num_examples != len(one.rows) or not one.part.metrics:
@@ -237,7 +280,8 @@ def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str
         raise _unexpected(f"it logged {len(prompts)} examples, and {len(asked)} were given")
     for example_id, prompt in prompts.items():
         wanted = job.protocol.prompt(asked[example_id])
-        if not prompt.endswith(wanted):
+        # Behind it a chat template writes whose turn it is.
+        if not (wanted.strip() in prompt if settings.chat_template else prompt.endswith(wanted)):
             raise _unexpected(f"the prompt of example {example_id} does not end in {wanted[-60:]!r}")
 
 

@@ -1,10 +1,13 @@
 """Scores that others can repeat: lm-eval 0.4.13 in its own process, on the examples of one of our tasks.
 
-The protocol is pinned: the harness's own prompt, few-shot examples, stops and filters; greedy, seed 42,
-and a budget that cuts no solution. The rows are those of our task, so the harness's scores can be
-matched by example id. Nothing is fetched: the process is offline.
+For a task with a protocol, what the user leaves open is pinned: the harness's own prompt, few-shot examples,
+stops and filters; greedy, seed 42, and a budget that cuts no solution. The rows are those of our task, so the
+harness's scores can be matched by example id, and nothing is fetched: the process is offline. Any other task
+is asked as the harness has it, on the data that it finds or fetches.
 
-Tried: lm_eval 0.4.13 with the `hf` model on CPU. Not covered: other engines.
+Replies are kept beside the result until that is there: the same command goes on where a killed one stopped.
+
+Tried: lm_eval 0.4.13 on CPU with `hf`, `vllm` and `local-completions`.
 """
 
 from __future__ import annotations
@@ -12,19 +15,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from strop.engine.openai import KEY_VARIABLE
 from strop.errors import CheckRefused, ConfigError, DataError, EngineError, StoreError
+from strop.evaluate.harness.driver import VARIABLE
+from strop.evaluate.harness.engine import LM_EVAL, engine_words, parse_pairs
+from strop.evaluate.harness.jobs import FreeJob, HarnessJob
 from strop.evaluate.harness.protocols import HarnessProtocol
-from strop.evaluate.harness.result import LM_EVAL, LOCAL_PREFIX, SEED, HarnessJob, HarnessResult, read_output
+from strop.evaluate.harness.result import (
+    LOCAL_PREFIX,
+    HarnessResult,
+    read_free_output,
+    read_output,
+)
 from strop.hardware.process import spawn, terminate
 from strop.io import write_bytes_atomically
 from strop.rollout import Example, Split
+from strop.spec.harness import HarnessSpec
+from strop.store.policy import is_offline
 from strop.tasks.mmlu import Mmlu
 
+_BUDGETS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
 _CLOSED_PORT = "http://127.0.0.1:9"
 # The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
 # folder comes first. Relative imports of such a module are found beside it.
@@ -151,33 +168,63 @@ def write_code_metric(work_dir: Path) -> None:
     (folder / "program.py").write_text(program)
 
 
-def harness_command(job: HarnessJob, work_dir: Path, python: Path) -> list[str]:
-    """Return the command line of the pinned protocol, for all tasks that are staged."""
-    protocol = job.protocol
-    model = {"pretrained": str(job.model_path), "dtype": job.dtype}
-    tasks = sorted(local_name(path.name) for path in (work_dir / "rows").iterdir())
-    words = ["--model", "hf", "--model_args", json.dumps(model)]
-    words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
-    words += ["--num_fewshot", str(protocol.num_fewshot), "--seed", str(SEED)]
-    if not protocol.chooses:
-        words += ["--gen_kwargs", f"temperature=0,max_gen_toks={protocol.max_reply_tokens}"]
-    words += ["--output_path", str(work_dir / "out"), "--log_samples", "--batch_size", "8"]
-    if protocol.runs_code:
-        words += ["--confirm_run_unsafe_code"]
-    return [str(python), "-m", "lm_eval", "run", *words]
+def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
+    """Return the command line: for a pinned protocol all tasks that are staged, else the task itself.
+
+    Raises: ConfigError for settings that say the same twice.
+    """
+    words = engine_words(
+        job.engine,
+        job.settings,
+        model_path=job.model_path,
+        dtype=job.dtype,
+        max_positions=job.max_positions,
+    )
+    settings: HarnessSpec = job.settings
+    generation = parse_pairs(settings.gen_kwargs or "", "harness.gen_kwargs", _BUDGETS)
+    if isinstance(job, HarnessJob):
+        protocol = job.protocol
+        tasks = sorted(local_name(path.name) for path in (work_dir / "rows").iterdir())
+        words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
+        words += ["--num_fewshot", str(protocol.num_fewshot)]
+        if not protocol.chooses:
+            generation = {"temperature": 0, **generation, "max_gen_toks": protocol.max_reply_tokens}
+        runs_code = protocol.runs_code
+    else:
+        words += ["--tasks", job.name]
+        words += [] if settings.include is None else ["--include_path", settings.include]
+        shots, budget = settings.num_few_shot, settings.max_reply_tokens
+        words += [] if shots is None else ["--num_fewshot", str(shots)]
+        words += [] if job.num_examples is None else ["--limit", str(job.num_examples)]
+        generation = dict(generation) | ({} if budget is None else {"max_gen_toks": budget})
+        runs_code = job.may_run_code
+    words += ["--gen_kwargs", json.dumps(dict(generation))] if generation else []
+    words += ["--system_instruction", settings.system_prompt] if settings.system_prompt else []
+    words += ["--apply_chat_template"] if settings.chat_template else []
+    words += ["--confirm_run_unsafe_code"] if runs_code else []
+    words += [*settings.arguments, "--seed", str(settings.seed)]
+    words += ["--output_path", str(work_dir / "out"), "--log_samples"]
+    driver = files("strop.evaluate.harness").joinpath("driver.py")
+    return [str(job.engine.python), str(driver), "run", *words]
 
 
-def harness_variables(work_dir: Path) -> Mapping[str, str]:
-    """Return the environment of a run that fetches nothing."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_EVALUATE_OFFLINE": "1",
-        "HF_HOME": str(work_dir / "hf"),
-        # nltk knows no offline mode: it would fetch what is missing when lm-eval's ifeval is imported.
-        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT),
-    }
+def harness_variables(job: HarnessJob | FreeJob, work_dir: Path) -> Mapping[str, str]:
+    """Return the environment of a run; of a pinned protocol, and in offline mode, it fetches nothing."""
+    found = dict(os.environ)
+    if job.threads is not None:
+        found["OMP_NUM_THREADS"] = str(job.threads)
+    if job.engine.kind == "server" and KEY_VARIABLE in found:
+        found["OPENAI_API_KEY"] = found[KEY_VARIABLE]
+    if isinstance(job, FreeJob) and not is_offline():
+        return found
+    found |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
+    if isinstance(job, HarnessJob):
+        found["HF_HOME"] = str(work_dir / "hf")
+    # nltk knows no offline mode: it would fetch what is missing when lm-eval's ifeval is imported.
+    found |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT)
+    if job.engine.url is not None:
+        found |= dict.fromkeys(("no_proxy", "NO_PROXY"), urlsplit(job.engine.url).hostname or "")
+    return found
 
 
 def refuse_small_model(job: HarnessJob) -> None:
@@ -218,33 +265,89 @@ _GRACE_S = 5.0
 _POLL_S = 3600.0
 
 
-def run_harness(job: HarnessJob, out_dir: Path, *, python: Path) -> HarnessResult:
+def run_harness(
+    job: HarnessJob | FreeJob, out_dir: Path, *, part: int = 0, num_parts: int = 1
+) -> HarnessResult | None:
     """Run the harness and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
-    `python` is the interpreter of the harness's environment.
+    Of several parts, each asks its share, on any machine that sees the folder; part 0 returns the result, the
+    others None. A result that is there already is returned as it is.
     Raises: DataError if the harness cannot ask an example; EngineError if it fails; CorruptRecord if it
         says something else than expected; CheckRefused if prompts were cut; StoreError if the disk fails.
     """
-    stem = out_dir / f"lm-eval-{job.protocol.task}-step-{job.step:06d}"
+    stem = result_stem(job, out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as name:
-        work_dir = Path(name)
-        data_digest = stage_rows(job, work_dir)
-        names = write_task_files(job.protocol, work_dir, LM_EVAL.path)
-        if job.protocol.runs_code:
-            write_code_metric(work_dir)
-        _run(job, work_dir, stem.with_suffix(".log"), python)
-        output = read_output(job, work_dir / "out", names, data_digest)
-    if output.longest_prompt_tokens + job.protocol.max_reply_tokens > job.max_positions:
-        raise too_few_positions(job, f"and a prompt of {output.longest_prompt_tokens} tokens")
-    write_bytes_atomically(stem.with_suffix(".samples.jsonl"), output.samples)
-    text = json.dumps(output.result.model_dump(mode="json"), indent=1)
-    write_bytes_atomically(stem.with_suffix(".json"), (text + "\n").encode())
-    return output.result
+        work_dir, names, data_digest = Path(name), [], ""
+        if isinstance(job, HarnessJob):
+            data_digest = stage_rows(job, work_dir)
+            names = write_task_files(job.protocol, work_dir, LM_EVAL.path)
+            if job.protocol.runs_code:
+                write_code_metric(work_dir)
+        command = harness_command(job, work_dir)
+        digest = job.digest([word.replace(name, "") for word in command[1:]], data_digest)
+        kept = read_kept_result(_beside(stem, ".json"), digest)
+        if kept is not None:
+            return kept
+        replies = _beside(stem, f".replies-{digest[:8]}")
+        replies.mkdir(exist_ok=True)
+        _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts)
+        if part:
+            return None
+        if isinstance(job, HarnessJob):
+            output = read_output(job, work_dir / "out", names, data_digest)
+        else:
+            output = read_free_output(job, work_dir / "out")
+    longest = output.longest_prompt_tokens
+    if isinstance(job, HarnessJob) and longest + job.protocol.max_reply_tokens > job.max_positions:
+        raise too_few_positions(job, f"and a prompt of {longest} tokens")
+    write_bytes_atomically(_beside(stem, ".samples.jsonl"), output.samples)
+    result = output.result.model_copy(update={"plan": digest})
+    text = json.dumps(result.model_dump(mode="json"), indent=1)
+    write_bytes_atomically(_beside(stem, ".json"), (text + "\n").encode())
+    shutil.rmtree(replies, ignore_errors=True)
+    return result
 
 
-def _run(job: HarnessJob, work_dir: Path, log_path: Path, python: Path) -> None:
-    child = spawn(harness_command(job, work_dir, python), log_path, harness_variables(work_dir), cwd=work_dir)
+def result_stem(job: HarnessJob | FreeJob, out_dir: Path) -> Path:
+    """Return the path of a job's files without their suffix."""
+    before = "" if job.file_name is None else f"{job.file_name}."
+    return out_dir / f"{before}lm-eval-{job.name.replace('/', '_')}-step-{job.step:06d}"
+
+
+def _beside(stem: Path, suffix: str) -> Path:
+    """Return one of a job's files. Not by `with_suffix`: names of tasks and files have dots."""
+    return stem.with_name(stem.name + suffix)
+
+
+def read_kept_result(path: Path, digest: str) -> HarnessResult | None:
+    """Return the result of the same run of the harness, if it is there already."""
+    try:
+        found = HarnessResult.read(path.read_bytes())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if found.plan == digest else None
+
+
+def _run(
+    job: HarnessJob | FreeJob,
+    command: list[str],
+    work_dir: Path,
+    stem: Path,
+    *,
+    replies: Path,
+    part: int,
+    num_parts: int,
+) -> None:
+    shots = job.protocol.num_fewshot if isinstance(job, HarnessJob) else job.settings.num_few_shot
+    given = {"paths": job.engine.paths, "shots": shots, "replies": str(replies)}
+    variables = {
+        **harness_variables(job, work_dir),
+        VARIABLE: json.dumps(given | {"part": part, "num_parts": num_parts}),
+    }
+    log_path = _beside(stem, f".part-{part}.log" if part else ".log")
+    words = [*command, "--use_cache", str(replies / f"part-{part}")]
+    child = spawn(words, log_path, variables, cwd=work_dir)
     try:
         while (exit_code := child.wait(_POLL_S)) is None:
             pass
@@ -252,7 +355,7 @@ def _run(job: HarnessJob, work_dir: Path, log_path: Path, python: Path) -> None:
         terminate(child, _GRACE_S)
     if exit_code:
         raise EngineError(
-            f"lm-eval ended with {exit_code} on {job.protocol.task}: {child.tail(5)}",
+            f"lm-eval ended with {exit_code} on {job.name}: {child.tail(5)}",
             allowed="a run that ends with 0",
             next_step=f"read {log_path}",
         )

@@ -257,8 +257,8 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
 
 
 def _fill(word: str, task: NodeTask, code_path: Path) -> str:
-    """Replace `{run}`, `{job}` and `{code}`. Not by str.format: a command may contain other braces."""
-    places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path}
+    """Replace what `RolePlan.argv` names. Not by str.format: a command may contain other braces."""
+    places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path, "{node}": task.node}
     for name, path in places.items():
         word = word.replace(name, str(path))
     return word

@@ -35,6 +35,8 @@ POLL_S = 1.0
 UPLOAD_EVERY_S = 10.0
 _STEP = re.compile(r"step-(\d+)")
 _NOT_STATE = frozenset({"checkpoints", "attempts", "job", "members", "latest"})
+EVALUATION_FOLDER = "eval"
+"""Of a job that evaluates, in its own directory."""
 _RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
 
 
@@ -305,8 +307,18 @@ class RecordUploader(_Worker):
     store that fails delays this thread alone.
     """
 
-    def __init__(self, sink: Sink, trial_path: Path, attempt: str, *, has_run: bool) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        trial_path: Path,
+        attempt: str,
+        *,
+        has_run: bool,
+        evaluation_path: Path | None = None,
+    ) -> None:
+        """`evaluation_path`: where the platform keeps what an evaluation writes, which has no mirror."""
         self._sink, self._trial_path, self._attempt = sink, trial_path, attempt
+        self._keeper = None if evaluation_path is None else DirectorySink(evaluation_path)
         self._has_run = has_run
         """Whether this host is the one that writes the run's own files."""
         self._sent: dict[str, tuple[int, int]] = {}
@@ -325,6 +337,8 @@ class RecordUploader(_Worker):
         found = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
         if self._has_run:
             found += [self._trial_path / name for name in _RUN_FILES]
+        if self._keeper is not None:
+            found += _list_evaluation(self._trial_path)
         for path in found:
             name = path.relative_to(self._trial_path).as_posix()
             try:
@@ -332,6 +346,8 @@ class RecordUploader(_Worker):
                 version = (stat.st_mtime_ns, stat.st_size)
                 if self._sent.get(name) != version:
                     self._sink.put(path, name)
+                    if self._keeper is not None and name.startswith(f"{EVALUATION_FOLDER}/"):
+                        self._keeper.put(path, name)
                     self._sent[name] = version
             except FileNotFoundError:
                 continue
@@ -339,6 +355,19 @@ class RecordUploader(_Worker):
                 if str(error) != self._last_error:
                     self._last_error = str(error)
                     sys.stderr.write(f"record: {name} was not sent: {error}\n")
+
+
+def _list_evaluation(trial_path: Path) -> list[Path]:
+    """Return an evaluation's results and replies that are whole; lm-eval's cache changes as it grows."""
+    found = [path for path in sorted((trial_path / EVALUATION_FOLDER).rglob("*")) if path.is_file()]
+    left_out = (".partial-", ".replies-", "/lock", "/.shares/")
+    return [path for path in found if not any(part in path.as_posix() for part in left_out)]
+
+
+def restore_evaluation(evaluation_path: Path, trial_path: Path) -> None:
+    """Bring back what an earlier start of an evaluation had written. Raises: OSError if the disk fails."""
+    if evaluation_path.is_dir():
+        shutil.copytree(evaluation_path, trial_path, dirs_exist_ok=True)
 
 
 class LogEcho(_Worker):

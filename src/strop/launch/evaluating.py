@@ -1,0 +1,86 @@
+"""Evaluations as jobs, and beside the runs of jobs: what their files ask, and the processes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.errors import ConfigError
+from strop.launch.contract import RolePlan
+from strop.launch.job_dir import EVALUATION_NAME
+from strop.launch.options import Site
+from strop.spec import ResolvedSpec, RunSpec
+from strop.spec.eval_file import EvalFile, read_eval_file, resolve_job
+from strop.spec.reader import Flag
+
+EVALUATION = "eval"
+"""The command, and the role, of a job that evaluates and does nothing else."""
+
+
+def read_job_file(
+    path: str, overrides: Sequence[str], flags: Sequence[Flag], *, may_run_code: bool, has_sweep: bool
+) -> tuple[ResolvedSpec, EvalFile]:
+    """Return what an evaluation's file asks of its site, and what it asks of the model.
+
+    Raises: ConfigError as the readers do, for a file without a model, and for what is a run's alone.
+    """
+    from strop.run.shares import require_readable
+
+    file, resolved = resolve_job(path, overrides, flags)
+    job = resolved.spec.job
+    foreign = ("train_gpus", "infer_gpus", "judge_gpus", "env_gpus", "eval_gpus", "infer_nodes", "single_gpu")
+    given = [name for name in (*foreign, "eval_config", "cpu_command") if getattr(job, name)]
+    if given or has_sweep:
+        raise ConfigError(
+            f"{', '.join([*(f'job.{name}' for name in given), *(['--sweep'] if has_sweep else [])])} in a"
+            " job that evaluates",
+            allowed="job.nodes and job.gpus: each GPU, or group of tensor_parallel of them, has a copy of the"
+            " model",
+            next_step="remove it",
+        )
+    if file.model_uri is None:
+        raise ConfigError(
+            f"{file.origin} names no model",
+            allowed="a run, a checkpoint, an export, or whatever model.uri takes",
+            next_step="set model.uri, in the file or behind it",
+        )
+    require_readable(file, may_run_code=may_run_code)
+    return resolved, file
+
+
+def evaluating_role(
+    file: EvalFile, spec: RunSpec, python: str, site: Site, *, may_run_code: bool
+) -> RolePlan:
+    """Return the process that each node of an evaluation runs; it starts one for each GPU.
+
+    Raises: ConfigError for several nodes that see no common disk, where replies meet.
+    """
+    job = spec.job
+    if job.nodes > 1 and not site.profile.has_shared_disk:
+        raise ConfigError(
+            f"job.nodes={job.nodes} for the evaluation {file.name} on {site.name}, whose hosts see no common"
+            " disk",
+            allowed="one node there: its GPUs share the work",
+            next_step="set job.nodes to 1, or split the tasks into several files",
+        )
+    words = ["eval", "--config", f"{{job}}/{EVALUATION_NAME}", "--out", "{run}/eval"]
+    words += ["--node", f"{{node}}/{job.nodes}", *(["--confirm-run-unsafe-code"] if may_run_code else [])]
+    gpus = {"eval": job.gpus_per_node} if job.gpus_per_node else {}
+    return RolePlan(name=EVALUATION, argv=(python, "-m", "strop.cli", *words), gpus=gpus, nodes="all")
+
+
+def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
+    """Return the file of the evaluation beside a job; None where there is none.
+
+    `specs`: of the run, or of every run of a sweep. They share the file.
+    Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
+    """
+    path = specs[0].job.eval_config
+    if path is None:
+        return None
+    from strop.run.evaluation import read_file_asking
+
+    file = read_eval_file(path)
+    for spec in specs:
+        for task in file.tasks or ("",):
+            read_file_asking(file, spec, task)
+    return file

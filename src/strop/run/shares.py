@@ -1,0 +1,270 @@
+"""An evaluation by a file, shared by several processes: one for each GPU, on each node of a job.
+
+A node's process starts one for each share of the work, with GPUs of its own, and waits for them. Replies meet
+in the evaluation's folder, which all nodes see; the first node's process then makes the results of what all
+of them kept. A share that was killed goes on where it stopped when the same command runs again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, ConfigError, EngineError
+from strop.evaluate import EvalResult
+from strop.evaluate.baselines import find_model_name
+from strop.evaluate.harness import PROTOCOLS, HarnessResult, refuse_unconfirmed_code
+from strop.evaluate.table import ScoreRow, list_rows, write_table
+from strop.hardware import ChildProcess, spawn, terminate
+from strop.hardware.gpus import read_gpus
+from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.io import write_bytes_atomically
+from strop.record.fence import ATTEMPT_VARIABLE
+from strop.rollout import Split
+from strop.run.evaluation import (
+    EVALS_ROOT,
+    EvalWish,
+    evaluate_by_file,
+    read_file_asking,
+    read_run_of,
+    read_store,
+)
+from strop.run.harness import evaluate_by_harness, read_settings
+from strop.run.inference import OpenedModel, open_model
+from strop.spec.display import dotted, format_value
+from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.harness import HarnessSpec
+from strop.store import follow_store
+
+_POLL_S = 0.5
+_OWN_OUTPUT = Path("/proc/self/fd/2")
+"""The processes of the shares speak where this one does."""
+_REFUSALS = {EXIT_USAGE: ConfigError, EXIT_REFUSED: CheckRefused}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEvaluation:
+    """An evaluation by a file, as it is asked for."""
+
+    path: Path
+    model: str | None = None
+    """None: the one that the file names."""
+    out_dir: Path | None = None
+    may_run_code: bool = False
+    num_workers: int | None = None
+    """Processes of this machine that share the work. None: one for each group of GPUs that it has."""
+    node: tuple[int, int] = (0, 1)
+    """Which node of how many this is."""
+    part: tuple[int, int] | None = None
+    """Which share of how many this process asks itself; None: all, by processes of its own if several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileResults:
+    """What came out of it; empty where another process makes the results."""
+
+    own: Sequence[EvalResult] = ()
+    harness: Sequence[HarnessResult] = ()
+    rows: Sequence[ScoreRow] = ()
+    tables: Sequence[Path] = field(default_factory=list)
+
+
+def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileResults:
+    """Evaluate a model as a file says, with all GPUs of this machine, and write a table of all scores.
+
+    Raises: ConfigError for a file that cannot be followed; CheckRefused and EngineError where a share ended
+        so; otherwise as `evaluate_here` and `evaluate_by_harness` do.
+    """
+    file = read_eval_file(asked.path, is_job=True)
+    name = asked.model or file.model_uri
+    if name is None:
+        raise ConfigError(
+            f"{file.origin} names no model, and none is given",
+            allowed="model.uri in the file, or a model before --config",
+            next_step="name a run, a checkpoint, a folder or a hub id",
+        )
+    with follow_store(read_store(file)):
+        if asked.part is None:
+            num_workers = _count_workers(file, asked, name)
+            if num_workers * asked.node[1] > 1:
+                _share_out(file, asked, name, num_workers, say)
+                if asked.node[0]:
+                    return FileResults()
+        model = open_model(name)
+        if model.notice:
+            say(model.notice)
+        return _evaluate(file, asked, name, model, say)
+
+
+def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
+    """Refuse a file that no evaluation could follow, as far as it tells by itself.
+
+    Raises: ConfigError like `read_file_asking`, for settings of harness, and for code that was not confirmed.
+    """
+    if not file.is_by_harness:
+        for task in file.tasks:
+            read_file_asking(file, None, task)
+        return
+    for name in _read_harness(file).tasks:
+        if name in PROTOCOLS:
+            refuse_unconfirmed_code(PROTOCOLS[name], is_confirmed=may_run_code)
+
+
+def _evaluate(
+    file: EvalFile, asked: FileEvaluation, name: str, model: OpenedModel, say: Callable[[str], None]
+) -> FileResults:
+    counts, part = file.counts, asked.part or (0, 1)
+    # lm-eval has no samples beside its greedy replies, unless someone asks for some: that is refused.
+    samples = (
+        counts.num_samples if not file.is_by_harness or "num_samples" in counts.model_fields_set else None
+    )
+    wish = EvalWish(
+        num_examples=counts.num_examples,
+        num_samples=samples,
+        out_dir=asked.out_dir,
+        name=file.name,
+        part=part,
+    )
+    own: Sequence[EvalResult] = ()
+    harness: Sequence[HarnessResult] = ()
+    if file.is_by_harness:
+        settings: HarnessSpec = _read_harness(file)
+        words = _harness_words(file, model)
+        harness = evaluate_by_harness(
+            settings.tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
+        )
+    else:
+        own = [stored.result for stored in evaluate_by_file(file, model, wish, say=say)]
+    if part != (0, 1):
+        return FileResults()
+    run = read_run_of(model)
+    known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
+    rows = list_rows([*own, *harness], known)
+    stem = (asked.out_dir or EVALS_ROOT) / f"{file.name}.table-step-{model.step:06d}"
+    return FileResults(own=own, harness=harness, rows=rows, tables=write_table(rows, stem))
+
+
+def _read_harness(file: EvalFile) -> HarnessSpec:
+    given = {place: value for place, value in file.values.items() if place[0] == "harness"}
+    return read_settings([f"{dotted(place)}={format_value(value)}" for place, value in given.items()])
+
+
+def _harness_words(file: EvalFile, model: OpenedModel) -> list[str]:
+    """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name."""
+    found = {
+        place: value for place, value in file.values.items() if place[0] not in {"store", "job", "output"}
+    }
+    found.pop(("harness", "tasks"), None)
+    run = read_run_of(model)
+    if run is not None:
+        # In the number format that it is trained in; all else of asking is lm-eval's.
+        found.setdefault(("model", "dtype"), run.model.dtype)
+    words = [f"{dotted(place)}={format_value(value)}" for place, value in found.items() if place[0] != "task"]
+    for task in file.tasks:
+        own = [word for word in file.words_for(None, task) if word.startswith("task.")]
+        words += [f"{task}.{word.removeprefix('task.')}" for word in own]
+    return words
+
+
+def _count_workers(file: EvalFile, asked: FileEvaluation, name: str) -> int:
+    """Return how many processes share a node's work."""
+    if name.startswith(("http://", "https://")):
+        # The server has its own GPUs, and takes many requests at once.
+        return asked.num_workers or 1
+    num_gpus, per_copy = len(_list_devices()), _gpus_per_copy(file)
+    if asked.num_workers is not None:
+        if num_gpus and asked.num_workers * per_copy > num_gpus:
+            raise ConfigError(
+                f"--workers {asked.num_workers} with {per_copy} GPUs each, and this machine has {num_gpus}",
+                allowed=f"1 to {num_gpus // per_copy}",
+                next_step="ask for fewer, or leave it out for one on each group of GPUs",
+            )
+        return asked.num_workers
+    if num_gpus and num_gpus % per_copy:
+        raise ConfigError(
+            f"{num_gpus} GPUs, and {per_copy} share one copy of the model",
+            allowed="a multiple: no GPU would be idle",
+            next_step="change tensor_parallel, or give another number of GPUs",
+        )
+    return max(1, num_gpus // per_copy)
+
+
+def _gpus_per_copy(file: EvalFile) -> int:
+    if file.is_by_harness:
+        settings: HarnessSpec = _read_harness(file)
+        return settings.tensor_parallel
+    return int(file.values.get(("engine", "tensor_parallel")) or 1)
+
+
+def _list_devices() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = parse_visible_devices(os.environ.get(VISIBLE_DEVICES))
+    if visible.form is DeviceForm.UNSET:
+        return [str(index) for index in range(len(read_gpus()))]
+    return list(visible.ids)
+
+
+def _share_out(
+    file: EvalFile, asked: FileEvaluation, name: str, num_workers: int, say: Callable[[str], None]
+) -> None:
+    """Run this node's shares, and on the first node wait until the others have run theirs.
+
+    Raises: CheckRefused, ConfigError or EngineError where one of this node's ended so.
+    """
+    node, num_nodes = asked.node
+    num_parts = num_workers * num_nodes
+    say(
+        f"shares {node * num_workers} to {node * num_workers + num_workers - 1} of {num_parts} are asked here"
+    )
+    devices, per_copy = _list_devices(), _gpus_per_copy(file)
+    with ExitStack() as undo:
+        children = []
+        for index in range(num_workers):
+            child_asked = replace(asked, part=(node * num_workers + index, num_parts))
+            mine = devices[index * per_copy : (index + 1) * per_copy]
+            variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(mine)} if devices else {})}
+            child = spawn(_words(child_asked, name), _OWN_OUTPUT, variables)
+            undo.callback(terminate, child, 5.0)
+            children.append(child)
+        _wait_for(children, say)
+    if num_nodes == 1:
+        return
+    # Of this attempt: marks of one before say nothing of what is kept now.
+    marks = (asked.out_dir or EVALS_ROOT) / ".shares" / os.environ.get(ATTEMPT_VARIABLE, "here")
+    marks.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(marks / str(node), b"")
+    while node == 0 and not all((marks / str(other)).exists() for other in range(num_nodes)):
+        # A node that fails ends the job, and this process with it.
+        time.sleep(_POLL_S)
+
+
+def _words(asked: FileEvaluation, name: str) -> list[str]:
+    assert asked.part is not None
+    words = [sys.executable, "-m", "strop.cli", "eval", name, "--config", str(asked.path.absolute())]
+    words += ["--part", f"{asked.part[0]}/{asked.part[1]}"]
+    words += [] if asked.out_dir is None else ["--out", str(asked.out_dir)]
+    return [*words, *(["--confirm-run-unsafe-code"] if asked.may_run_code else [])]
+
+
+def _wait_for(children: Sequence[ChildProcess], say: Callable[[str], None]) -> None:
+    """Wait until all have ended well; the first that has not ends the others with it."""
+    left = list(children)
+    while left:
+        for child in list(left):
+            exit_code = child.poll()
+            if exit_code is None:
+                continue
+            left.remove(child)
+            if exit_code:
+                kind = _REFUSALS.get(exit_code, EngineError)
+                raise kind(
+                    f"a share of the evaluation ended with {exit_code}",
+                    allowed="shares that all end with 0",
+                    next_step="see the lines above; the same command goes on with what is kept",
+                )
+        time.sleep(_POLL_S)
