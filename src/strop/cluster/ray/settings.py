@@ -206,7 +206,7 @@ def require_ray() -> None:
         found = version("ray")
     except PackageNotFoundError as error:
         raise ConfigError(
-            "placement.kind is ray, and Ray is not installed here",
+            "several processes of a role run on Ray, which is not installed here",
             allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
             next_step="pip install 'strop[ray]'",
         ) from error
