@@ -236,6 +236,9 @@ def _refuse_unheard(asking: Asking) -> None:
         if getattr(asking.sampling, name) != getattr(default_sampling, name)
     }
     changed |= {"seed": spec.seed} if spec.seed else {}
+    if spec.model.prompt_format == "base":
+        # What lm-eval does by itself; with its chat template it is told otherwise.
+        changed.pop("model.prompt_format", None)
     if changed:
         raise ConfigError(
             f"--harness lm-eval with {' and '.join(f'{k}={show_value(v)}' for k, v in changed.items())}",

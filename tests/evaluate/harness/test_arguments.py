@@ -141,7 +141,7 @@ def test_any_task_of_the_harness_is_asked_as_it_has_it(planned: Planned, tmp_pat
     [
         ("gsm8k", ["mode=strict"], "with task.mode. Allowed: settings that choose examples"),
         ("gsm8k", ["sampling.temperature=0.6"], "with sampling.temperature=0.6. Allowed: model.dtype"),
-        ("gsm8k", ["model.prompt_format=base"], "with model.prompt_format='base'"),
+        ("gsm8k", ["model.prompt_format=chat"], "with model.prompt_format='chat'"),
         ("gsm8k", ["seed=3"], "with seed=3"),
         (
             "gsm8k",

@@ -44,6 +44,7 @@ def main() -> None:
 
     def evaluate_kept(lm: Any, task_dict: Any, **options: Any) -> Any:
         _require_shots(task_dict, given["shots"])
+        _set_greedy(task_dict)
         return evaluate(lm=_Kept(lm, given), task_dict=task_dict, **options)
 
     def end(_: Any) -> None:
@@ -85,6 +86,16 @@ def _require_shots(task_dict: Any, wanted: int | None) -> None:
         shown = ", ".join(f"{name} shows {found}" for name, found in sorted(wrong.items())[:5])
         _say(f"harness.num_few_shot={wanted}, and {shown}: lm-eval's task allows no other")
         sys.exit(_NO_SHOTS)
+
+
+def _set_greedy(task_dict: Any) -> None:
+    """Say that replies are greedy where a task leaves it open: lm-eval's vLLM draws them then."""
+    for task in task_dict.get("tasks", {}).values():
+        settings = dict(task.get_config("generation_kwargs") or {})
+        is_drawn = "do_sample" in settings or float(settings.get("temperature") or 0.0) > 0.0
+        if task.get_config("output_type") == "generate_until" and not is_drawn:
+            greedy = {"do_sample": False, "temperature": 0.0}
+            task.set_config(key="generation_kwargs", value=greedy, update=True)
 
 
 def _say(text: str) -> None:
