@@ -159,7 +159,9 @@ def homes(folder: Path) -> list[Path]:
 
 
 def tables(home: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads((home / "eval" / "two.table-step-000000.json").read_text())
+    found: list[dict[str, object]] = json.loads(
+        (home / "eval" / "tables" / "two-step-000000.json").read_text()
+    )
     return found
 
 
@@ -178,9 +180,9 @@ def test_a_job_of_two_tasks_runs_and_its_results_are_fetched(
     assert read_result(home / "eval" / "two.arithmetic-step-000000.json").num_examples == 40
     capsys.readouterr()
     assert main(["logs", str(home), "--role", "eval"]) == 0
-    assert "two.table-step-000000.csv" in capsys.readouterr().out
+    assert "two-step-000000.csv" in capsys.readouterr().out
     assert main(["fetch", str(home), "--to", str(folder / "fetched")]) == 0
-    assert (folder / "fetched" / "eval" / "two.table-step-000000.csv").is_file()
+    assert (folder / "fetched" / "eval" / "tables" / "two-step-000000.csv").is_file()
     # Submitted once more, it is the same job.
     assert main([*words]) == 0
     assert homes(folder) == [home]

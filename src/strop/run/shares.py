@@ -145,7 +145,9 @@ def _evaluate(
     run = read_run_of(model)
     known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
     rows = list_rows([*own, *harness], known)
-    stem = (asked.out_dir or EVALS_ROOT) / f"{file.name}.table-step-{model.step:06d}"
+    # In a folder of its own: what reads the results beside it would take a table for one of them.
+    stem = (asked.out_dir or EVALS_ROOT) / "tables" / f"{file.name}-step-{model.step:06d}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
     return FileResults(own=own, harness=harness, rows=rows, tables=write_table(rows, stem))
 
 

@@ -312,11 +312,11 @@ source = "{tmp_path}"
     # Of three documents one share has two; the other one's reply was taken from what it had kept.
     assert "generate_until: 2 of 2 requests of part 0 are kept" in log
     assert "Cached requests: 3, Requests remaining: 0" in log
-    rows = json.loads((out / "both.table-step-000000.json").read_text())
+    rows = json.loads((out / "tables" / "both-step-000000.json").read_text())
     assert [row["task"] for row in rows] == ["hats", "gsm8k", "gsm8k"]
     header = "task,metric,value,low,high,num_examples,num_few_shot,max_reply_tokens,step,engine,baseline,"
-    assert (out / "both.table-step-000000.csv").read_text().startswith(header)
-    assert "hats  " in (out / "both.table-step-000000.txt").read_text()
+    assert (out / "tables" / "both-step-000000.csv").read_text().startswith(header)
+    assert "hats  " in (out / "tables" / "both-step-000000.txt").read_text()
     assert "exact_match" in capsys.readouterr().out
     single = ask(smollm2_dir, tmp_path / "one", "hats", f"harness.include={tmp_path}", *SAME)
     assert single.metrics == hats.metrics
