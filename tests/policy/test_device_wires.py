@@ -50,8 +50,8 @@ def fake_wires(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
         return torch.distributed.ProcessGroupGloo(store, rank, 2, limit)
 
     def export(tensor: torch.Tensor) -> list[int]:
-        shared[len(shared)] = tensor
-        return [len(shared) - 1]
+        shared[id(tensor)] = tensor
+        return [id(tensor)]
 
     monkeypatch.setattr(device_wires, "make_group", make_group)
     monkeypatch.setattr(device_wires, "export_handle", export)
@@ -104,6 +104,35 @@ def test_no_tensor_is_taken_before_the_one_before_it_has_arrived(wire: Wire) -> 
     assert len(found) == 1
 
 
+def test_each_rank_sends_to_the_receivers_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle opens where its GPU is visible: of another one an engine sees nothing."""
+    monkeypatch.setattr(device_wires, "device_id", lambda: threading.current_thread().name)
+    first = DeviceSender(LOOPBACK, limit_s=30.0)
+    address = first.address("ipc", "v1")
+    second = DeviceSender(LOOPBACK, int(address.rpartition("/")[0].rpartition(":")[2]), limit_s=30.0)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    sent: dict[str, int] = {}
+
+    def receive() -> None:
+        found[threading.current_thread().name] = receive_on_device(address, limit_s=30.0)
+
+    def send(sender: DeviceSender, sign: float) -> None:
+        tensors = ((name, sign * tensor) for name, tensor in TENSORS.items())
+        sent[threading.current_thread().name] = sender.send("ipc", "v1", tensors, 2)
+
+    threads = [threading.Thread(target=receive, name=name) for name in ("gpu-0", "gpu-1")]
+    threads.append(threading.Thread(target=send, args=(first, 1.0), name="gpu-0"))
+    threads.append(threading.Thread(target=send, args=(second, -1.0), name="gpu-1"))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sent == {"gpu-0": 1, "gpu-1": 1}
+    # Signs tell which rank's copy it was.
+    assert torch.equal(found["gpu-0"]["a"], TENSORS["a"])
+    assert torch.equal(found["gpu-1"]["a"], -TENSORS["a"])
+
+
 @pytest.mark.parametrize("wire", ["nccl", "ipc"])
 def test_a_receiver_that_dies_is_left_out_and_the_others_go_on(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +148,7 @@ def test_a_receiver_that_dies_is_left_out_and_the_others_go_on(
         pass
     # One that joins and is gone.
     store.add(f"{name}/joined", 1)
+    store.set(f"{name}/gpu/1", "")
     taken: list[str] = []
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:

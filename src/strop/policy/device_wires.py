@@ -2,8 +2,9 @@
 
 A publication is offered as `publication` does, at a TCP store: `nccl://host:port/name` or `ipc://...`. All
 ranks of a learner gather one tensor after the other and the first sends it to every receiver before the next
-one is gathered, so that no GPU holds more than one whole tensor beside its share. Each receiver has a wire of
-its own: one that dies is left out, and the others go on.
+one is gathered, so that no GPU holds more than one whole tensor beside its share. By IPC each rank sends to
+the receivers on its own GPU. Each receiver has a wire of its own: one that dies is left out, and the others
+go on.
 
 What arrives is proven by `device_digest`, which is computed where the tensors are. SHA-256 would take them
 through the CPU.
@@ -187,18 +188,25 @@ def _open(wire: str, store: Any, name: str, *, rank: int, limit: timedelta) -> _
     return (_GroupLink if wire == "nccl" else _HandleLink)(placed, rank, limit)
 
 
-class DeviceSender:
-    """Keeps the TCP store that receivers connect to: on the first rank of a learner."""
+def device_id() -> str:
+    """Return the UUID of the GPU that this process computes on, the same in every process; '' on a CPU."""
+    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
 
-    def __init__(self, host: str, *, limit_s: float = LIMIT_S) -> None:
+
+class DeviceSender:
+    """The sending side of one rank. That of the first keeps the TCP store that all others connect to."""
+
+    def __init__(self, host: str, port: int = 0, *, limit_s: float = LIMIT_S) -> None:
         """Bind a free port of `host`, an address of this machine that the receivers reach.
 
-        Raises: StoreError if it cannot be bound.
+        `port`: where the first rank's store listens at `host`, for the ranks behind it.
+        Raises: StoreError if it cannot be bound or reached.
         """
         self._limit = timedelta(seconds=limit_s)
+        self._is_first = not port
         try:
             self._store: Any = distributed.TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=self._limit
+                host, port, is_master=self._is_first, wait_for_workers=False, timeout=self._limit
             )
         except _FAILURES as error:
             raise StoreError(
@@ -220,13 +228,17 @@ class DeviceSender:
         `tensors` is taken to its end whatever happens: on several ranks each of it is a collective. Missing
         receivers are logged as a warning: an engine reports them itself, in its answer.
         """
+        if wire == "nccl" and not self._is_first:
+            deque(tensors, maxlen=0)
+            return 0
         links: dict[int, _Link] = {}
         number = -1
         for number, (key, tensor) in enumerate(tensors):
             if not number:
                 links = self._await_receivers(wire, name, num_receivers)
             form = [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            self._store.set(f"{name}/form/{number}", json.dumps(form))
+            if self._is_first:
+                self._store.set(f"{name}/form/{number}", json.dumps(form))
             whole = tensor.detach().contiguous()
             for index, link in list(links.items()):
                 try:
@@ -234,7 +246,8 @@ class DeviceSender:
                 except _FAILURES as error:
                     del links[index]
                     _log.warning("receiver %d of %s is lost at %s: %s", index, name, key, error)
-        self._store.set(f"{name}/form/{number + 1}", json.dumps(None))
+        if self._is_first:
+            self._store.set(f"{name}/form/{number + 1}", json.dumps(None))
         return len(links)
 
     def _await_receivers(self, wire: Wire, name: str, num_receivers: int) -> dict[int, _Link]:
@@ -242,13 +255,16 @@ class DeviceSender:
         while int(self._store.add(f"{name}/joined", 0)) < num_receivers and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         found: dict[int, _Link] = {}
-        for index in range(int(self._store.add(f"{name}/joined", 0))):
+        num_joined = int(self._store.add(f"{name}/joined", 0))
+        if num_joined < num_receivers and self._is_first:
+            _log.warning("%d of %d receivers came for %s", num_joined, num_receivers, name)
+        for index in range(num_joined):
             try:
+                if wire == "ipc" and self._store.get(f"{name}/gpu/{index}").decode() != device_id():
+                    continue
                 found[index] = _open(wire, self._store, f"{name}/{index}", rank=0, limit=self._limit)
             except _FAILURES as error:
                 _log.warning("receiver %d of %s did not come: %s", index, name, error)
-        if len(found) < num_receivers:
-            _log.warning("%d of %d receivers came for %s", len(found), num_receivers, name)
         return found
 
 
@@ -259,7 +275,7 @@ def send_copies(
     tensors: Iterator[tuple[str, torch.Tensor]],
     num_receivers: int,
 ) -> None:
-    """Send tensors from the rank that has a sender; the others take part in gathering each of them."""
+    """Send tensors from a rank that has a sender; the others take part in gathering each of them."""
     if sender is not None:
         sender.send(wire, name, tensors, num_receivers)
     else:
@@ -279,6 +295,7 @@ def receive_on_device(address: str, *, limit_s: float = LIMIT_S) -> dict[str, to
     try:
         store = distributed.TCPStore(host, int(port), is_master=False, timeout=limit)
         index = store.add(f"{name}/joined", 1) - 1
+        store.set(f"{name}/gpu/{index}", device_id())
         link = _open(wire, store, f"{name}/{index}", rank=1, limit=limit)
         while (form := json.loads(store.get(f"{name}/form/{len(tensors)}"))) is not None:
             key, dtype, shape = form

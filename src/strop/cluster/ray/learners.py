@@ -178,11 +178,11 @@ class LearnerRank(RayRole):
 
         return device_digest(self._learner.compute_copies())
 
-    def open_sender(self, host: str) -> str:
-        """Open the place of this rank's receivers, once; return the address that names stand behind."""
+    def open_sender(self, host: str, port: int = 0) -> str:
+        """Open the place of all receivers, or join it at a port, once; return the address of names."""
         from strop.policy.device_wires import DeviceSender
 
-        self._sender = self._sender or DeviceSender(host)
+        self._sender = self._sender or DeviceSender(host, port)
         return self._sender.address("nccl", "").removeprefix("nccl://")
 
     def send_weights(self, wire: Wire, name: str, num_receivers: int) -> None:
@@ -346,6 +346,10 @@ class RayLearner:
         """Begin to send. See `LearnerRole.offer_weights`."""
         digests = await self._gather([rank.device_digest.remote() for rank in self._ranks])
         place = await self._gather([self._ranks[0].open_sender.remote(host)])
+        if wire == "ipc":
+            # Each rank has receivers on its own GPU.
+            port = int(place[0].rstrip("/").rpartition(":")[2])
+            await self._gather([rank.open_sender.remote(host, port) for rank in self._ranks[1:]])
         name = f"v{self.version:06d}-{next(self._num_offers)}"
         # A rank answers one call after the other: what comes next waits.
         self._sending = [rank.send_weights.remote(wire, name, num_receivers) for rank in self._ranks]
