@@ -128,8 +128,8 @@ def test_a_run_is_the_same_on_an_emulated_processor(
 ) -> None:
     """Haswell has AVX2 and no AVX-512; Nehalem has neither.
 
-    QEMU takes nine times as long for MKL's products with fused additions: MKL and oneDNN leave them out, which
-    the run on this machine has. PyTorch's own code and the kernels have them here.
+    QEMU takes nine times as long for MKL's products with fused additions: MKL and oneDNN leave them out,
+    which the run on this machine has. PyTorch's own code and the kernels have them here.
     """
     require_system_part("qemu-user-static", shutil.which(X86) is not None)
     # One thread: two would spin for each other under emulation.
