@@ -304,6 +304,54 @@ def test_more_devices_share_the_work() -> None:
     )
 
 
+def test_roles_that_share_a_gpu_count_together() -> None:
+    def roles_of(spec: RunSpec) -> dict[str, tuple[int, float]]:
+        counts = count_roles(spec, is_processor=False)
+        found = list_roles(spec, SIZE, counts, 8, 10, device_bytes=10**9)
+        return {role.role: (role.count, role.needed_bytes) for role in found}
+
+    apart = roles_of(make_spec(job={"train_gpus": 2, "infer_gpus": 2}))
+    shared = roles_of(make_spec(job={"gpus": 2}))
+    assert shared == {"learner and engine": (2, apart["learner"][1] + apart["engine"][1])}
+    # Imitation has one engine, which evaluates on the first rank's GPU.
+    sft = make_spec(train={"terms": "sft"}, sft={"source": "x.jsonl"}, job={"gpus": 3})
+    assert {name: count for name, (count, _) in roles_of(sft).items()} == {
+        "learner and engine": 1,
+        "learner": 2,
+    }
+
+
+def test_a_judge_of_the_run_is_counted_on_its_own_gpu_or_on_the_engines() -> None:
+    judge = {
+        "name": "llm-judge",
+        "source": "x",
+        "max_reply_tokens": 8,
+        "judge_url": "role",
+        "judge_model": "judge",
+        "judge_revision": "12345678",
+    }
+
+    def roles_of(**job: int) -> dict[str, tuple[int, float]]:
+        spec = make_spec(task=judge, job={"train_gpus": 1, "infer_gpus": 2, **job})
+        counts = count_roles(spec, is_processor=False)
+        found = list_roles(spec, SIZE, counts, 8, 10, device_bytes=10**9)
+        return {role.role: (role.count, role.needed_bytes) for role in found}
+
+    alone, beside = roles_of(judge_gpus=1), roles_of()
+    assert {name: count for name, (count, _) in alone.items()} == {
+        "learner": 1,
+        "engine": 2,
+        "judge judge": 1,
+    }
+    assert {name: count for name, (count, _) in beside.items()} == {
+        "learner": 1,
+        "engine beside the judge": 1,
+        "engine": 1,
+    }
+    both = alone["engine"][1] + alone["judge judge"][1]
+    assert beside["engine beside the judge"][1] == pytest.approx(both)
+
+
 def test_weights_that_cross_gpus_take_no_way_through_the_cpu() -> None:
     devices = make_speeds(is_processor=False, memory_bytes=10**9)
     sizes = {"train": {"prompts_per_step": 4, "group_size": 4, "steps": 10}}
