@@ -143,8 +143,8 @@ class LocalLearner:
         self._sender = self._sender or DeviceSender(host)
         name = f"v{self.version:06d}-{next(self._num_offers)}"
         copies = self.local.compute_copies()
-        sending = asyncio.to_thread(send_copies, self._sender, wire, name, copies, num_receivers)
-        self._sending = asyncio.create_task(sending)
+        send = partial(send_copies, self._sender, wire, name, copies, num_receivers)
+        self._sending = asyncio.create_task(compute_in_thread(send))
         return self._sender.address(wire, name), digest
 
     async def write_adapter(self, target: Path) -> str:
