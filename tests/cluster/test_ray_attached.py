@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -78,28 +80,24 @@ def _ask(address: str) -> dict[str, Any] | None:
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-@pytest.mark.slow
-@needs_ray
-def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
-    address: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The cluster was started without it: roles are given it, and prove that they have it.
-    monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
-    monkeypatch.setenv("PROMISED", "a,b 'c'")
-    before = _ask(address)
-    assert before is not None
-    assert before["free"]["GPU"] == 3.0
-    spec = settle_layout(
-        tiny_spec(
-            ray={"address": address},
-            job={"train_gpus": 1, "infer_gpus": 1, "env_gpus": 1},
-            engine={"max_num_seqs": 4},
-        )
-    )
+T = TypeVar("T")
+
+
+def apart(work: Callable[..., T], *arguments: object) -> T:
+    """Run a function in a process of its own: what Ray read once would keep this one from other clusters."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def attach_and_generate(address: str, model_dir: Path, folder: Path) -> tuple[dict[str, Any] | None, int]:
+    """Start a run's roles there; return the cluster's state meanwhile, and the tokens of a reply."""
+    sections = {"address": address}
+    job = {"train_gpus": 1, "infer_gpus": 1, "env_gpus": 1}
+    spec = settle_layout(tiny_spec(ray=sections, job=job, engine={"max_num_seqs": 4}))
     assert spec.placement.kind == "ray"
 
-    async def act() -> dict[str, Any] | None:
-        placement = build_placement(spec, ModelSource(path=tiny_model_dir, digest="d"), tmp_path / "roles")
+    async def act() -> tuple[dict[str, Any] | None, int]:
+        placement = build_placement(spec, ModelSource(path=model_dir, digest="d"), folder / "roles")
         try:
             roles = await placement.start()
             meanwhile = await asyncio.to_thread(_ask, address)
@@ -111,12 +109,42 @@ def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
                 stop_token_ids=frozenset(),
             )
             reply = await roles.engine.generate(request)
-            assert len(reply.token_ids) >= 1
-            return meanwhile
+            return meanwhile, len(reply.token_ids)
         finally:
             await placement.stop()
 
-    meanwhile = asyncio.run(act())
+    return asyncio.run(act())
+
+
+def reserve(address: str, folder: Path, num_nodes: int, gpus: int) -> None:
+    """Attach for so many nodes and GPUs, and leave again."""
+
+    async def act() -> None:
+        cluster = AttachedCluster(address, folder, num_nodes)
+        cluster.launch()
+        try:
+            await cluster.connect()
+            await cluster.await_nodes(range(num_nodes), 1.0)
+            cluster.reserve(tiny_spec(job={"gpus": gpus}).layout.slots)
+        finally:
+            await cluster.stop()
+
+    asyncio.run(act())
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
+    address: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The cluster was started without it: roles are given it, and prove that they have it.
+    monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
+    monkeypatch.setenv("PROMISED", "a,b 'c'")
+    before = _ask(address)
+    assert before is not None
+    assert before["free"]["GPU"] == 3.0
+    meanwhile, num_tokens = apart(attach_and_generate, address, tiny_model_dir, tmp_path)
+    assert num_tokens >= 1
     assert meanwhile is not None
     # Learner, engine and rollout worker hold a GPU each of those that Ray knows.
     assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"], meanwhile["groups"]) == (0.0, 3, 1)
@@ -128,32 +156,17 @@ def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
 @pytest.mark.slow
 @needs_ray
 def test_what_the_cluster_does_not_have_is_refused(address: str, tmp_path: Path) -> None:
-    async def act(num_nodes: int, gpus: int) -> None:
-        cluster = AttachedCluster(address, tmp_path, num_nodes)
-        cluster.launch()
-        try:
-            await cluster.connect()
-            await cluster.await_nodes(range(num_nodes), 1.0)
-            cluster.reserve(tiny_spec(job={"gpus": gpus}).layout.slots)
-        finally:
-            await cluster.stop()
-
     with pytest.raises(CheckRefused, match=r"has 1 nodes, and job\.nodes is 2"):
-        asyncio.run(act(2, 1))
+        apart(reserve, address, tmp_path, 2, 1)
     with pytest.raises(CheckRefused, match=r"127\.0\.0\.1 has 3 of 4"):
-        asyncio.run(act(1, 4))
+        apart(reserve, address, tmp_path, 1, 4)
 
 
 @pytest.mark.slow
 @needs_ray
 def test_an_address_where_nothing_listens_is_said(tmp_path: Path) -> None:
-    async def act() -> None:
-        cluster = AttachedCluster(f"{LOOPBACK}:1", tmp_path, 1)
-        cluster.launch()
-        await cluster.connect()
-
     with pytest.raises(CheckRefused, match=r"ray\.address=127\.0\.0\.1:1"):
-        asyncio.run(act())
+        apart(reserve, f"{LOOPBACK}:1", tmp_path, 1, 1)
 
 
 def test_a_running_cluster_has_settings_of_its_own() -> None:
