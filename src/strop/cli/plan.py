@@ -74,8 +74,6 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
 
         asked = SubmitArguments(run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True)
         request = read_arguments(asked)
-        # With what the site says of a job's GPUs.
-        resolved = request.resolved
         target = describe_target(request, accelerator)
         # With what follows from the site, such as the GPUs of its instances.
         resolved = request.resolved

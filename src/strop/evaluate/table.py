@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from strop.evaluate.baselines import ReferenceComparison, compare_own_result, compare_with_references
@@ -59,34 +60,30 @@ def list_rows(results: Sequence[EvalResult | HarnessResult], model: str | None) 
 
 def _rows_of_own(result: EvalResult, model: str | None) -> Iterator[ScoreRow]:
     found = compare_own_result(model, result) if model is not None else []
-    notes = [] if result.is_valid else [result.verdict]
+    row_of = partial(
+        ScoreRow,
+        task=result.full_name,
+        num_examples=result.num_examples,
+        num_few_shot=None,
+        max_reply_tokens=result.max_reply_tokens,
+        step=result.step,
+        engine="strop",
+    )
     for name, score in result.scores.items():
-        row = ScoreRow(
-            task=result.full_name,
+        row = row_of(
             metric=name,
             value=None if score.accuracy is None else 100 * score.accuracy,
             low=100 * score.low,
             high=100 * score.high,
-            num_examples=result.num_examples,
-            num_few_shot=None,
-            max_reply_tokens=result.max_reply_tokens,
-            step=result.step,
-            engine="strop",
-            note="; ".join(notes),
+            note="" if result.is_valid else result.verdict,
         )
         yield _beside(row, next((one for one in found if one.metric == name), None))
     for k, estimate in result.pass_at_k.items():
-        yield ScoreRow(
-            task=result.full_name,
+        yield row_of(
             metric=f"pass@{k}",
             value=None if estimate.value is None else 100 * estimate.value,
             low=100 * estimate.low,
             high=100 * estimate.high,
-            num_examples=result.num_examples,
-            num_few_shot=None,
-            max_reply_tokens=result.max_reply_tokens,
-            step=result.step,
-            engine="strop",
         )
 
 

@@ -228,9 +228,6 @@ class DeviceSender:
         `tensors` is taken to its end whatever happens: on several ranks each of it is a collective. Missing
         receivers are logged as a warning: an engine reports them itself, in its answer.
         """
-        if wire == "nccl" and not self._is_first:
-            deque(tensors, maxlen=0)
-            return 0
         links: dict[int, _Link] = {}
         number = -1
         for number, (key, tensor) in enumerate(tensors):

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of, split_error
 from strop.io.atomic import MANIFEST_NAME
@@ -45,20 +45,26 @@ class DataFile:
     origin: Origin
 
 
+T = TypeVar("T")
 _local_only: ContextVar[list[str] | None] = ContextVar("only local data", default=None)
 _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
 _notices: ContextVar[list[str] | None] = ContextVar("notices on data", default=None)
 
 
 @contextmanager
-def collect_data_files() -> Iterator[list[DataFile]]:
-    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
-    files: list[DataFile] = []
-    token = _collected.set(files)
+def _collect(variable: ContextVar[list[T] | None]) -> Iterator[list[T]]:
+    """Yield a list that is the variable's inside the block, in this thread."""
+    found: list[T] = []
+    token = variable.set(found)
     try:
-        yield files
+        yield found
     finally:
-        _collected.reset(token)
+        variable.reset(token)
+
+
+def collect_data_files() -> AbstractContextManager[list[DataFile]]:
+    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
+    return _collect(_collected)
 
 
 def note_data_file(file: DataFile) -> Path:
@@ -69,15 +75,9 @@ def note_data_file(file: DataFile) -> Path:
     return file.path
 
 
-@contextmanager
-def collect_notices() -> Iterator[list[str]]:
+def collect_notices() -> AbstractContextManager[list[str]]:
     """Yield a list that gets, once each, what users must know of data read in the block, in this thread."""
-    notices: list[str] = []
-    token = _notices.set(notices)
-    try:
-        yield notices
-    finally:
-        _notices.reset(token)
+    return _collect(_notices)
 
 
 def _tell(copy: Copied) -> Path:

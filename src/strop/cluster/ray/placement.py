@@ -331,10 +331,10 @@ class RayPlacement:
 
         logs_dir, mark_path = self._find_logs_dir(), self._head.mark_path
         # A cluster that is not the run's has processes with other variables.
-        own = {name: os.environ[name] for name in names} if seats.variables else {}
-        runtime_env = (
-            {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}} if own or seats.variables else None
-        )
+        own, runtime_env = {}, None
+        if seats.variables:
+            own = {name: os.environ[name] for name in names}
+            runtime_env = {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}}
         for index, slot in enumerate(slots):
             start = RoleStart(
                 name=slot.name,
