@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -55,11 +56,18 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of one node that believes it has three GPUs."""
     folder = tmp_path_factory.mktemp("r")
+    # Its own, and short: paths of sockets end at 107 bytes, and other tests look at Ray's usual one.
+    ray_dir = tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True)
     with hold_port(LOOPBACK, 0) as held:
         port = held.port
     words = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     words += [f"--port={port}", f"--node-ip-address={LOOPBACK}", "--num-gpus=3", "--num-cpus=4"]
-    words += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    words += [
+        f"--temp-dir={ray_dir.name}",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        "--object-store-memory=100000000",
+    ]
     child = spawn(words, folder / "ray.log", {**os.environ, **LOOPBACK_ALONE})
     found = f"{LOOPBACK}:{port}"
     try:
@@ -71,6 +79,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert child.poll() is None
     finally:
         terminate(child, 20.0)
+        ray_dir.cleanup()
 
 
 def _ask(address: str) -> dict[str, Any] | None:

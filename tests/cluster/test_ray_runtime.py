@@ -27,6 +27,7 @@ from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, nee
 pytestmark = [pytest.mark.slow, needs_ray]
 
 STORE_BYTES = 80 << 20
+RAYS_USUAL = Path("/tmp/ray")
 SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
 OWNER = """
 import asyncio, os, sys
@@ -89,6 +90,8 @@ class Scene:
     settings: NodeSettings
     work_dir: Path
     loop: asyncio.AbstractEventLoop
+    usual_before: set[Path]
+    """What other Ray clusters of this machine had left in Ray's usual directory."""
 
     def start_role(self, name: str, **start: Any) -> Any:
         """Make an actor of a role."""
@@ -105,6 +108,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     work_dir = tmp_path_factory.mktemp("ray")
     loop = asyncio.new_event_loop()
     before = files_of_nodes()
+    usual_before = set(RAYS_USUAL.glob("*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JOB_SECRET", SECRET)
         # As in the process of a node that joins a run.
@@ -116,7 +120,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         keeper = head.keeper_pid
         assert keeper is not None
         handler = signal.getsignal(signal.SIGTERM)
-        yield Scene(head=head, settings=settings, work_dir=work_dir, loop=loop)
+        yield Scene(head, settings, work_dir, loop, usual_before)
         mine = descendants(keeper) | {keeper}
         assert len(mine) > 4
         loop.run_until_complete(head.stop())
@@ -137,7 +141,7 @@ def test_everything_is_as_it_was_set(scene: Scene) -> None:
     temp_dir = Path(scene.settings.temp_dir)
     assert list(temp_dir.glob("session_2*/sockets/raylet"))
     assert ray.cluster_resources()["object_store_memory"] == STORE_BYTES
-    assert not Path("/tmp/ray").exists()
+    assert set(RAYS_USUAL.glob("*")) == scene.usual_before
     assert oct((scene.work_dir / TOKEN_NAME).stat().st_mode & 0o777) == "0o600"
     assert oct((scene.work_dir / "head.json").stat().st_mode & 0o777) == "0o600"
     scene.loop.run_until_complete(scene.head.await_nodes([0], 60.0))
