@@ -1,4 +1,4 @@
-"""Wrong data, by the commands that meet it: a code, a message that names the place, and no result."""
+"""Data, by the commands that meet it: what is wrong has a message that names the place, and no result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.commands import Ended, Run
+from tests.store.test_listed import sync
 
 Row = dict[str, Any]
 GOOD: list[Row] = [{"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(20)]
@@ -81,3 +82,31 @@ def test_a_curriculum_with_wrong_ids_is_refused(lines: list[str], piece: str, ru
         assert (ended.code, ended.out) == (2, ""), ended.err
         assert piece in ended.err
         assert "Traceback" not in ended.err
+
+
+@pytest.mark.usefixtures("away_from_home")
+def test_data_that_another_tool_sent_has_a_notice_in_every_command(
+    s3_root: str, run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    data = folder / "data"
+    data.mkdir()
+    write(data / "train.jsonl", GOOD)
+    write(data / "test.jsonl", GOOD[:4])
+    sync(data, f"{s3_root}/data")
+    setting = f"source={s3_root}/data"
+    lines = [f'task.source = "{s3_root}/data"', "eval.num_examples = 2", 'eval.num_samples = "none"']
+    lines += ['name = "n"', 'task.name = "gsm8k"', 'model.dtype = "float32"']
+    (folder / "n.toml").write_text("\n".join(lines))
+    commands: list[tuple[object, ...]] = [
+        ("tasks", "check", "gsm8k", setting, "--num", "2"),
+        ("sample", tiny_model_dir, "--task", "gsm8k", setting, "model.dtype=float32", "--num", "1"),
+        ("eval", tiny_model_dir, "--task", "gsm8k", setting, *ASK, "--limit", "2", "--out", "a"),
+        ("eval", tiny_model_dir, "--config", "n.toml", "--out", "b"),
+    ]
+    for words in commands:
+        ended = run(*words)
+        told = [line for line in ended.err.splitlines() if line.startswith("notice: ")]
+        assert len([line for line in told if f"{s3_root}/data has no COMPLETE" in line]) == 1, (
+            words,
+            ended.err,
+        )

@@ -14,8 +14,8 @@ from boto3.s3.transfer import TransferConfig
 from safetensors.numpy import save_file
 
 from strop.errors import ConfigError, CorruptRecord, HubUnreachable, RemoteMissing, StoreError
+from strop.io.notices import listen
 from strop.store import fetch_data_file, fetch_data_source, follow_store, get_model, open_store
-from strop.store.data_files import collect_notices
 from strop.store.s3_objects import S3Objects
 from tests.fixtures.sources import follow
 from tests.store.contract_suite import write_files
@@ -50,11 +50,12 @@ def shard_model(path: Path, scale: float = 1.0) -> Path:
 def test_a_model_that_aws_s3_sync_sent_is_read_with_a_notice(s3_root: str, tmp_path: Path) -> None:
     uri = f"{s3_root}/models/org/big"
     sync(shard_model(tmp_path / "m"), uri)
-    with follow_store(follow(s3_root, "store-only")):
+    notices: list[str] = []
+    with follow_store(follow(s3_root, "store-only")), listen(notices.append):
         model = get_model("org/big")
     assert model.source == "store"
-    assert model.notice is not None
-    assert f"{uri} has no COMPLETE" in model.notice
+    assert len(notices) == 1
+    assert f"{uri} has no COMPLETE" in notices[0]
     assert model.digest == get_model(str(tmp_path / "m")).digest
     # By its URI too; and what is sent over it is what it means from then on.
     assert get_model(uri).digest == model.digest
@@ -153,10 +154,11 @@ def test_large_files_are_proven_by_the_etags_of_their_parts(s3_root: str, tmp_pa
 
 def test_a_model_is_found_under_its_name_alone(s3_root: str, tmp_path: Path) -> None:
     sync(shard_model(tmp_path / "m"), f"{s3_root}/models/big")
-    with follow_store(follow(s3_root)):
+    notices: list[str] = []
+    with follow_store(follow(s3_root)), listen(notices.append):
         model = get_model("org/big")
         assert model.source == "store"
-        assert "models/big has no COMPLETE" in (model.notice or "")
+        assert "models/big has no COMPLETE" in notices[0]
         with pytest.raises(ConfigError, match="models/big stands for org/big on this machine"):
             get_model("other/big")
         # No revision is known of it.
@@ -177,10 +179,11 @@ def test_a_namesake_is_refused_by_what_its_configuration_says(s3_root: str, tmp_
 def test_a_directory_that_has_it_under_its_name_alone(tmp_path: Path) -> None:
     root = tmp_path / "store"
     model = shard_model(root / "models" / "big")
-    with follow_store(follow(str(root), "store-only")):
+    notices: list[str] = []
+    with follow_store(follow(str(root), "store-only")), listen(notices.append):
         found = get_model("org/big")
         assert (found.path, found.source) == (model, "store")
-        assert "models/big has no COMPLETE" in (found.notice or "")
+        assert "models/big has no COMPLETE" in notices[0]
         with pytest.raises(ConfigError, match="models/big stands for org/big"):
             get_model("other/big")
         # Where strop itself sends models, a folder without a record is unfinished.
@@ -213,7 +216,8 @@ def test_data_that_another_tool_sent(s3_root: str, tmp_path: Path) -> None:
     write_files(tmp_path / "d", dict.fromkeys([*names, "main/test.jsonl"], b'{"x": 1}\n'))
     place = f"{s3_root}/datasets/org/data"
     sync(tmp_path / "d", place, without=names[1])
-    with follow_store(follow(s3_root, "store-only")), collect_notices() as notices:
+    notices: list[str] = []
+    with follow_store(follow(s3_root, "store-only")), listen(notices.append):
         assert fetch_data_file("org/data", "main/test.jsonl").read_bytes() == b'{"x": 1}\n'
         with pytest.raises(RemoteMissing, match=re.escape(f"{names[1]} missing")):
             fetch_data_file("org/data", names[0])

@@ -73,7 +73,6 @@ def test_a_local_directory_is_used_where_it_stands(tmp_path: Path) -> None:
     handle = get_model(str(model_dir), cache_dir=tmp_path / "cache")
     assert handle.path == model_dir
     assert handle.source == "directory"
-    assert handle.notice is None
     assert get_model(str(model_dir), cache_dir=tmp_path / "cache") == handle
 
 
@@ -307,9 +306,12 @@ def test_a_silent_hub_costs_a_few_seconds(tmp_path: Path, monkeypatch: pytest.Mo
 
 GET = """
 import sys
+from strop.io.notices import listen
 from strop.store import get_model
-handle = get_model(sys.argv[1])
-print(handle.source, handle.path.name, handle.notice, sep="|")
+told = []
+with listen(told.append):
+    handle = get_model(sys.argv[1])
+print(handle.source, handle.path.name, *told, sep="|")
 """
 
 

@@ -69,7 +69,7 @@ def test_what_is_no_uri(uri: str) -> None:
 def test_the_store_comes_first(filled_store: str) -> None:
     with only_connects_to() as attempts, follow_store(follow(filled_store)):
         model = get_model("org/tiny")
-        assert (model.source, model.notice) == ("store", None)
+        assert model.source == "store"
         assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
         assert get_model("org/tiny") == model
     assert attempts == []

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from strop.errors import DataError
+from strop.io.notices import listen
 from strop.rollout import Split
 from strop.run.stage import stage_run
 from strop.spec import load_spec
 from strop.store import follow_store
-from strop.store.data_files import collect_notices
 from strop.tasks import build_task
 from strop.tasks.rows.layout import read_rows
 from tests.fixtures.saved_data import save_split, save_splits
@@ -94,7 +94,8 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
 def test_saved_splits_in_a_bucket_stand_for_the_hubs_files(s3_root: str, tmp_path: Path, order: str) -> None:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         sync(save_split(rows, tmp_path / name), f"{s3_root}/datasets/gsm8k_{name}")
-    with follow_store(follow(s3_root, order)), collect_notices() as notices:
+    notices: list[str] = []
+    with follow_store(follow(s3_root, order)), listen(notices.append):
         found = read_ids()
     assert {split: len(ids) for split, ids in found.items()} == {Split.TRAIN: 20, Split.HELD_OUT: 5}
     assert [one.partition(" has no COMPLETE")[0] for one in notices] == [

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from strop.evaluate.result import PassAtK
     from strop.rollout import Split
     from strop.run.evaluation import EvalWish, StoredRescored
-    from strop.run.inference import OpenedModel
 
 COLUMNS = (
     "task",
@@ -115,8 +114,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.evaluate import refuse_invalid, write_order
     from strop.rollout import Split
     from strop.run.evaluation import evaluate_here
-    from strop.run.inference import read_askings
-    from strop.store.data_files import collect_notices
+    from strop.run.inference import open_model, read_askings
 
     output: Output = context.obj
     if options.config is not None:
@@ -141,11 +139,8 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         return
     askings = read_askings(tasks, options.settings or (), split)
     wish = _read_wish(options)
-    opened = _open_model(output, options)
-    with collect_notices() as notices:
-        results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
-    for notice in notices:
-        output.say(notice)
+    opened = open_model(options.model)
+    results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
     show_results(output, results, is_json=options.json)
     for result in results:
         say_references(output, options.model or "", result)
@@ -225,11 +220,13 @@ def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
 def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
     """Evaluate by lm-eval and print its numbers."""
     from strop.run.harness import evaluate_by_harness
+    from strop.run.inference import open_model
 
+    assert options.model is not None
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
     wish, words = _read_wish(options), options.settings or ()
-    opened = _open_model(output, options)
+    opened = open_model(options.model)
     results = evaluate_by_harness(
         tasks,
         words,
@@ -280,16 +277,6 @@ def say_references(output: Output, model: str, result: EvalResult | HarnessResul
     if found:
         task = found[0].baseline.harness_task
         output.say(f"published scores are compared with `strop eval {model} --harness lm-eval --task {task}`")
-
-
-def _open_model(output: Output, options: EvalOptions) -> OpenedModel:
-    from strop.run.inference import open_model
-
-    assert options.model is not None
-    opened = open_model(options.model)
-    if opened.notice:
-        output.say(opened.notice)
-    return opened
 
 
 def _read_wish(options: EvalOptions) -> EvalWish:

@@ -32,8 +32,6 @@ def get(
 
     output: Output = context.obj
     handle = get_model(uri)
-    if handle.notice:
-        output.say(handle.notice)
     output.say(f"{handle.source}, digest {handle.digest}")
     output.give(str(handle.path))
 
@@ -102,8 +100,6 @@ def sample(
     words = settings or ()
     asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
     opened = open_model(model)
-    if opened.notice:
-        output.say(opened.notice)
     if prompt is not None:
         said = sample_prompt(asking, opened, prompt)
         found = [

@@ -26,6 +26,7 @@ from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
+from strop.io.notices import tell
 from strop.plan.locate import find_checkpoint
 from strop.record import RunDir
 from strop.record.run_dir import WEIGHTS_FACT
@@ -59,7 +60,6 @@ class OpenedModel:
     """Steps behind it, as far as its place tells; 0 for a model from elsewhere."""
     run_path: Path | None
     """The run that made it."""
-    notice: str | None
     url: str | None = None
     """Of the server that speaks for it; None: strop serves the model itself."""
     served_name: str = ""
@@ -89,9 +89,7 @@ def open_model(name: str) -> OpenedModel:
     checkpoint = find_checkpoint(place) if place.exists() else None
     if checkpoint is None:
         handle = get_model(name)
-        return OpenedModel(
-            path=handle.path, digest=handle.digest, step=0, run_path=None, notice=handle.notice
-        )
+        return OpenedModel(path=handle.path, digest=handle.digest, step=0, run_path=None)
     manifest = verify_directory(checkpoint.path, can_trust_mtime=True)
     handle = get_model(str(checkpoint.model_path))
     return OpenedModel(
@@ -100,7 +98,6 @@ def open_model(name: str) -> OpenedModel:
         digest=str(manifest.facts.get(WEIGHTS_FACT, handle.digest)),
         step=checkpoint.step,
         run_path=checkpoint.run_path,
-        notice=handle.notice,
     )
 
 
@@ -114,13 +111,13 @@ def _open_served(address: str) -> OpenedModel:
             next_step="add # and the model's folder or id",
         )
     handle = get_model(name)
+    tell(f"{url} speaks for {name}; strop cannot verify its weights")
     return OpenedModel(
         path=handle.path,
         # Of the place that was asked: what weights it has is nothing that strop can prove.
         digest=hashlib.sha256(address.encode()).hexdigest(),
         step=0,
         run_path=None,
-        notice=f"{url} speaks for {name}; strop cannot verify its weights",
         url=url,
         served_name=name,
     )

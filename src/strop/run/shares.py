@@ -96,8 +96,6 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
                 if asked.node[0]:
                     return FileResults()
         model = open_model(name)
-        if model.notice:
-            say(model.notice)
         return _evaluate(file, asked, name, model, say)
 
 

@@ -38,6 +38,7 @@ from strop.hardware.number_format import (
     settle_format,
 )
 from strop.hardware.ports import count_nodes
+from strop.io.notices import listen
 from strop.io.variables import log_from, log_level_of
 from strop.kernels import kernel_status
 from strop.plan.planning import predict_run
@@ -53,7 +54,6 @@ from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import role_judges
 from strop.spec.layout import EVAL, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
-from strop.store.data_files import collect_notices
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
@@ -117,13 +117,17 @@ def _train_resolved(
     # A Ray cluster that is running has nodes that are not this job's.
     is_attached = resolved.spec.ray.address is not None
     laid_out = settle_layout(resolved.spec, None if is_attached else count_nodes(os.environ))
-    model = get_model(resolved.spec.model.uri)
-    spec, number_format = _settle(laid_out)
-    task = build_task(spec.task)
-    with collect_notices() as data_notices:
+    told: list[str] = []
+    with listen(told.append):
+        model = get_model(resolved.spec.model.uri)
+        spec, number_format = _settle(laid_out)
+        task = build_task(spec.task)
         require_written(task)
         demonstrations = read_demonstrations(spec, task, model.path)
         preferences = _read_preferences(spec, task, model)
+        # Before anything is started: a reference or teacher may have to be fetched, too.
+        frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
+        judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
         task_version = task.version
     facts: dict[str, object] = {
         "model_uri": spec.model.uri,
@@ -135,9 +139,6 @@ def _train_resolved(
         DTYPE_FACT: number_format.dtype,
         REASON_FACT: number_format.reason,
     }
-    # Before anything is started: a reference or teacher may have to be fetched, too.
-    frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
-    judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
     given = {"demonstrations": demonstrations, "preferences": preferences}
     found = {name: data for name, data in given.items() if data is not None}
     models = {"model": model, **frozen, **{f"judge {name}": one for name, one in judges.items()}}
@@ -160,7 +161,7 @@ def _train_resolved(
         ):
             with _note_attempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
-                notices = (*claim.notices, *data_notices, *filter(None, [model.notice, _kernel_notice()]))
+                notices = (*claim.notices, *told, *filter(None, [_kernel_notice()]))
                 notices += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
                 if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
                     notices += (f"model.dtype: {number_format}",)

@@ -22,7 +22,7 @@ from strop.io.atomic import MANIFEST_NAME
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.store.hub import HubStore, ask_hub, find_cached_file, offline_refusal, probe_hub
-from strop.store.listed import Copied, fetch_listed_data
+from strop.store.listed import fetch_listed_data
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
 from strop.store.uris import is_remote, normalize_uri
@@ -48,7 +48,6 @@ class DataFile:
 T = TypeVar("T")
 _local_only: ContextVar[list[str] | None] = ContextVar("only local data", default=None)
 _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
-_notices: ContextVar[list[str] | None] = ContextVar("notices on data", default=None)
 
 
 @contextmanager
@@ -73,19 +72,6 @@ def note_data_file(file: DataFile) -> Path:
     if collected is not None:
         collected.append(file)
     return file.path
-
-
-def collect_notices() -> AbstractContextManager[list[str]]:
-    """Yield a list that gets, once each, what users must know of data read in the block, in this thread."""
-    return _collect(_notices)
-
-
-def _tell(copy: Copied) -> Path:
-    """Add a copy's notice to the list of `collect_notices`, and return its path."""
-    notices = _notices.get()
-    if notices is not None and copy.notice is not None and copy.notice not in notices:
-        notices.append(copy.notice)
-    return copy.path
 
 
 @contextmanager
@@ -226,10 +212,9 @@ def fetch_data_source(uri: str) -> Path:
         return path
     if next(iter(store.list(uri)), None) is not None:
         # A slash at the end asks for what is there, finished or not.
-        copy = fetch_listed_data(
-            uri, path.with_name(f"{path.name}{_PREFIX_SUFFIX}"), is_checked=not uri.endswith("/")
-        )
-        return _tell(copy)
+        path = path.with_name(f"{path.name}{_PREFIX_SUFFIX}")
+        fetch_listed_data(uri, path, is_checked=not uri.endswith("/"))
+        return path
     # A single file keeps its name: the suffix says how it is read.
     path.parent.mkdir(parents=True, exist_ok=True)
     file_path = path.with_name(f"{path.name}-{name}")
@@ -310,10 +295,11 @@ def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence
         if not is_remote(uri):
             return _from_saved(policy, saved_as, lack)
         try:
-            path = _tell(fetch_listed_data(uri, _listed_copy(uri, file), name=file)) / file
+            fetch_listed_data(uri, _listed_copy(uri, file), name=file)
         except RemoteMissing as error:
             # What has begun to be there tells more than what is not there at all.
             return _from_saved(policy, saved_as, error if "proven" in str(error) else lack)
+        path = _listed_copy(uri, file) / file
     return note_data_file(DataFile(source=source, name=file, path=path, origin="store"))
 
 

@@ -15,7 +15,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
+from strop.io.notices import tell
 from strop.store.contract import StoredObject
 from strop.store.model_files import MODEL_SUFFIXES, WEIGHTS_INDEX, read_weights_index
 from strop.store.record_store import INCOMING_SUFFIX, side_by_side
@@ -52,17 +52,8 @@ ARROW_END = b"\x00\x00\x00\x00"
 _PARQUET_END = b"PAR1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """A local copy of what a store keeps."""
-
-    path: Path
-    notice: str | None
-    """For the user, where another tool sent it."""
-
-
-def fetch_listed_model(uri: str, path: Path, *, facts: Mapping[str, Any] | None = None) -> Copied:
-    """Bring a model that has no COMPLETE to a local path, once its listing is proven whole.
+def fetch_listed_model(uri: str, path: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Bring a model that has no COMPLETE to a local path, once its listing is proven whole; tell of it.
 
     Raises: RemoteMissing naming what is not there; CorruptRecord as `_fetch`; StoreErrors as `Store.get`.
     """
@@ -74,11 +65,11 @@ def fetch_listed_model(uri: str, path: Path, *, facts: Mapping[str, Any] | None 
         _refuse_unfinished(objects, uri, files)
         _require_model(objects, uri, files)
         _fetch(objects, uri, path, files, facts or {})
-    return Copied(path=path, notice=_describe(uri, files))
+    tell(_describe(uri, files))
 
 
-def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_checked: bool = True) -> Copied:
-    """Bring data without COMPLETE to a local path: one file of a directory, or all of it.
+def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_checked: bool = True) -> None:
+    """Bring data without COMPLETE to a local path: one file of a directory, or all of it; tell of it.
 
     `is_checked`: objects that strop sent and did not finish are refused.
     Raises: like `fetch_listed_model`.
@@ -97,7 +88,7 @@ def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_check
         if is_checked:
             _refuse_unfinished(objects, uri, files)
         _fetch(objects, uri, path, files, {})
-    return Copied(path=path, notice=_describe(uri, files))
+    tell(_describe(uri, files))
 
 
 def list_files(objects: S3Objects, uri: str, is_wanted: Callable[[str], bool]) -> dict[str, StoredObject]:

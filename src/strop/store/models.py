@@ -43,9 +43,9 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import remove_leftovers
 from strop.io.lock import FileLock
+from strop.io.notices import tell
 from strop.io.variables import user_cache_dir
 from strop.store.hub import download_snapshot, find_cached_snapshot
-from strop.store.listed import Copied
 from strop.store.model_files import check_model_dir, digest_model
 from strop.store.policy import is_offline, read_policy
 from strop.store.stored_models import fetch_stored_model, find_stored_model
@@ -74,8 +74,6 @@ class ModelHandle:
     """Where the bytes come from: 'directory', 'hub', 'store' or 'package'."""
     digest: str
     """SHA-256 over the files that decide what the model says; see `model_files`."""
-    notice: str | None = None
-    """A notice for the user, for example that another source was substituted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +190,8 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
     )
 
 
-def _stored(copy: Copied, uri: str, cache: Path) -> ModelHandle:
-    digest = digest_model(copy.path, cache / "digests")
-    return ModelHandle(path=copy.path, uri=uri, source="store", digest=digest, notice=copy.notice)
+def _stored(path: Path, uri: str, cache: Path) -> ModelHandle:
+    return ModelHandle(path=path, uri=uri, source="store", digest=digest_model(path, cache / "digests"))
 
 
 def _get_by_policy(
@@ -230,10 +227,9 @@ def _get_by_policy(
             next_step="run `strop stage RUN.toml` where the hub can be reached, or send the model to the"
             " first of these keys",
         ) from error
-    if lack is None:
-        return handle
-    notice = f"{given_of(lack)}, so {uri} was taken from the {handle.source}"
-    return replace(handle, notice=" ".join(filter(None, [f"{notice}.", handle.notice])))
+    if lack is not None:
+        tell(f"{given_of(lack)}, so {uri} was taken from the {handle.source}")
+    return handle
 
 
 def _get_from_hub(
@@ -258,12 +254,12 @@ def _get_from_hub(
     if not record_path.is_file():
         record_path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(record_path, json.dumps({"uri": uri, "substitute": substitute}).encode())
-    notice = (
+    tell(
         f"{repo} was not on this machine and the hub did not answer, so {substitute} stands in: the same "
         f"model, its 4-bit weights (Q4_1) converted to {dtype}. Scores differ from the hub's weights. "
         f"Remove {record_path} to ask the hub again."
     )
-    return replace(handle, uri=uri, notice=notice)
+    return replace(handle, uri=uri)
 
 
 def _download(repo: str, revision: str | None, *, offline: bool) -> Path:
@@ -293,13 +289,12 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
             allowed="a directory that this user may write to",
             next_step="set STROP_CACHE to one",
         ) from error
-    notice = None
     with FileLock(target.with_name(f"{target.name}.lock")):
         remove_leftovers(target.parent)
         try:
             digest = digest_model(target, cache / "digests") if is_complete(target) else None
         except CorruptRecord as error:
-            notice = f"the cached model was damaged and has been made again: {error}"
+            tell(f"the cached model was damaged and is made again: {error}")
             digest = None
         if digest is None:
             # A damaged one is replaced only when the new one is complete.
@@ -308,7 +303,7 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
                 convert_gguf(gguf_path, partial, dtype=dtype)
                 check_model_dir(partial)
             digest = digest_model(target, cache / "digests")
-    return ModelHandle(path=target, uri=uri, source="package", digest=digest, notice=notice)
+    return ModelHandle(path=target, uri=uri, source="package", digest=digest)
 
 
 # Models that Python packages ship as GGUF are found, or downloaded, then converted once. The package is never

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from strop.errors import ConfigError, RemoteMissing, given_of, split_error
 from strop.io.atomic import is_complete, write_bytes_atomically
-from strop.store.listed import Copied, fetch_listed_model
+from strop.io.notices import tell
+from strop.store.listed import fetch_listed_model
 from strop.store.model_files import check_model_dir
 from strop.store.opening import open_record_store
 from strop.store.uris import is_remote
@@ -22,22 +23,22 @@ def stored_path(uri: str, cache: Path) -> Path:
     return cache / "models" / f"stored-{name}-{key}"
 
 
-def fetch_stored_model(uri: str, cache: Path) -> Copied:
+def fetch_stored_model(uri: str, cache: Path) -> Path:
     """Return the local copy of a model that a store keeps, fetched if the store has another one.
 
     Raises: RemoteMissing if there is no complete record, nor what a listing proves whole; ConfigError if it
         is no model; StoreErrors as `Store.get`.
     """
-    path, store, notice = stored_path(uri, cache), open_record_store(uri), None
+    path, store = stored_path(uri, cache), open_record_store(uri)
     if uri.startswith("s3://") and store.find_manifest(uri) is None:
-        notice = fetch_listed_model(uri, path).notice
+        fetch_listed_model(uri, path)
     else:
         store.get(uri, path, replace=True)
     check_model_dir(path)
-    return Copied(path=path, notice=notice)
+    return path
 
 
-def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Copied:
+def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Path:
     """Return a hub's model from the first of the places in a store that has it.
 
     Raises: RemoteMissing naming every place; ConfigError as `_refuse_namesake`; otherwise as
@@ -46,19 +47,19 @@ def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Copied:
     lacks: list[RemoteMissing] = []
     for place in places:
         try:
-            copy = _find_in_folder(place) if place != places[0] else None
-            copy = copy or fetch_stored_model(place, cache)
+            path = _find_in_folder(place) if place != places[0] else None
+            path = path or fetch_stored_model(place, cache)
         except RemoteMissing as error:
             lacks.append(error)
             continue
         if place != places[0]:
-            _refuse_namesake(repo, place, copy.path, cache)
-        return copy
+            _refuse_namesake(repo, place, path, cache)
+        return path
     _, allowed, next_step = split_error(str(lacks[0]))
     raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
 
 
-def _find_in_folder(place: str) -> Copied | None:
+def _find_in_folder(place: str) -> Path | None:
     """Return a model that another tool put into a directory's models/NAME, used where it stands.
 
     strop itself writes to models/org/name alone, so what is there is no unfinished record of its own.
@@ -67,8 +68,8 @@ def _find_in_folder(place: str) -> Copied | None:
     if is_remote(place) or is_complete(path) or not path.is_dir():
         return None
     check_model_dir(path)
-    notice = f"{place} has no COMPLETE: another tool filled it, and it is used as it is"
-    return Copied(path=path, notice=notice)
+    tell(f"{place} has no COMPLETE: another tool filled it, and it is used as it is")
+    return path
 
 
 def _refuse_namesake(repo: str, uri: str, path: Path, cache: Path) -> None:
