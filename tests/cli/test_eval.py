@@ -347,6 +347,18 @@ def test_a_file_says_what_is_evaluated(run: Run, folder: Path, tiny_model_dir: P
     assert "arithmetic, 3 examples of held_out, step 0" in ended.out
 
 
+def test_the_log_level_of_a_file_is_that_of_its_evaluation(folder: Path, tiny_model_dir: Path) -> None:
+    for level, is_said in (("debug", True), ("error", False)):
+        (folder / "short.toml").write_text(f'{FILE_TEXT}output.log_level = "engine={level}"\n')
+        words = ("eval", tiny_model_dir, "--config", "short.toml", "--out", level)
+        # In a process of its own: a level is the whole process's.
+        process = start_command(words, folder / f"{level}.log")
+        process.join()
+        said = (folder / f"{level}.log").read_text()
+        assert process.exitcode == 0, said
+        assert ("DEBUG asyncio: Using selector" in said) is is_said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

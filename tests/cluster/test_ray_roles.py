@@ -190,3 +190,21 @@ def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path:
             ConfigError, match=r"engine\.transport is file, and engine-1 on node 1 \(algo-2\)"
         ):
             placement._require_transport()
+
+
+LOGGING_ROLE = """
+import logging, sys
+from strop.cluster.ray.roles import RayRole, RoleStart
+class Quiet(RayRole):
+    computes = False
+Quiet(RoleStart(name="learner-0", node=0, log_path=sys.argv[1], log_level=sys.argv[2] or None)).begin()
+logging.getLogger("any.library").info("it said so")
+"""
+
+
+@pytest.mark.parametrize(("level", "is_said"), [("info", True), ("error", False), ("", False)])
+def test_a_role_logs_from_its_level_on(level: str, is_said: bool, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LOGGING_ROLE, str(tmp_path / "log"), level], check=True)
+    said = (tmp_path / "log").read_text()
+    assert "role learner-0 on node 0" in said
+    assert ("INFO any.library: it said so" in said) is is_said

@@ -24,6 +24,7 @@ from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.gpus import read_gpus
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
 from strop.io import write_bytes_atomically
+from strop.io.variables import level_variables, log_from, log_level_of, set_variables
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.rollout import Split
 from strop.run.evaluation import (
@@ -88,7 +89,10 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
             allowed="model.uri in the file, or a model before --config",
             next_step="name a run, a checkpoint, a folder or a hub id",
         )
-    with follow_store(read_store(file)):
+    # By the environment, so that workers and engines hear of it, lm-eval's too.
+    level = log_level_of(file.values.get(("output", "log_level")), "engine")
+    with follow_store(read_store(file)), set_variables(level_variables(level)):
+        log_from(level)
         if asked.part is None:
             num_workers = _count_workers(file, asked, name)
             if num_workers * asked.node[1] > 1:

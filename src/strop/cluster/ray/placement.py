@@ -38,6 +38,7 @@ from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE
 from strop.io.endpoints import list_endpoints
+from strop.io.variables import log_level_of
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
 from strop.spec.layout import RoleKind, RoleSlot
 from strop.spec.run import RunSpec
@@ -336,11 +337,13 @@ class RayPlacement:
             own = {name: os.environ[name] for name in names}
             runtime_env = {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}}
         for index, slot in enumerate(slots):
+            logs_as = "engine" if slot.kind is RoleKind.ENGINE else "train"
             start = RoleStart(
                 name=slot.name,
                 node=slot.node,
                 log_path=str(logs_dir / f"{slot.name}.log"),
                 num_threads=torch.get_num_threads(),
+                log_level=log_level_of(self._spec.output.log_level, logs_as),
                 devices=None if seats.num_gpus[index] else slot.devices,
                 proofs=proofs,
                 salt=salt,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from strop.errors import CheckRefused
 from strop.hardware.allocation import take_devices
 from strop.hardware.visible_devices import PART_DEVICES
+from strop.io.variables import log_from
 from strop.spec.layout import DeviceShare
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class RoleStart:
     node: int
     log_path: str
     num_threads: int = 1
+    log_level: str | None = None
+    """As `output.log_level` says it for the role; None where it says nothing."""
     devices: DeviceShare | None = None
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Of the environment: see `prove_environment`."""
@@ -79,6 +82,7 @@ class RayRole:
         """
         start = self._start
         os.environ.update(start.variables)
+        log_from(start.log_level)
         require_environment(start.name, start.proofs, start.salt, os.environ)
         if start.devices is not None:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
