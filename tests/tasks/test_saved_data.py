@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.errors import DataError
+from strop.evaluate.harness import LM_EVAL
 from strop.io.notices import listen
 from strop.rollout import Split
 from strop.run.stage import stage_run
@@ -16,12 +18,15 @@ from strop.spec import load_spec
 from strop.store import follow_store
 from strop.tasks import build_task
 from strop.tasks.rows.layout import read_rows
+from tests.conftest import require_system_part
 from tests.fixtures.saved_data import save_split, save_splits
 from tests.fixtures.sources import follow
 from tests.store.test_listed import sync
 from tests.store.test_models import write_model
 
 pytestmark = pytest.mark.usefixtures("away_from_home")
+# The environment of lm-eval has the library. Read here: every test has a cache of its own.
+HAS_DATASETS = LM_EVAL.python
 TRAIN = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
 TEST = [{"question": f"{n} + 2?", "answer": f"#### {n + 2}"} for n in range(5)]
 
@@ -56,13 +61,21 @@ def test_the_chosen_columns_are_those_of_the_rows(tmp_path: Path) -> None:
     assert read_rows(saved)[4].place == f"{saved}, row 5"
 
 
+SAVE = """
+import json, sys
+from datasets import Dataset
+Dataset.from_list(json.loads(sys.argv[1])).select([3, 1, 2]).save_to_disk(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
 def test_the_library_itself_writes_what_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    chosen = datasets.Dataset.from_list(TRAIN).select([3, 1, 2])
-    chosen.save_to_disk(tmp_path / "saved")
-    assert [row.values for row in read_rows(tmp_path / "saved")] == [TRAIN[3], TRAIN[1], TRAIN[2]]
+    require_system_part("the environment of lm-eval (make harness-deps)", found=HAS_DATASETS.is_file())
+    saved = tmp_path / "saved"
+    subprocess.run([HAS_DATASETS, "-c", SAVE, json.dumps(TRAIN), saved], check=True, timeout=240)
+    assert [row.values for row in read_rows(saved)] == [TRAIN[3], TRAIN[1], TRAIN[2]]
     mine = json.loads((save_split(TRAIN, tmp_path / "mine") / "state.json").read_bytes())
-    assert mine.keys() == json.loads((tmp_path / "saved" / "state.json").read_bytes()).keys()
+    assert mine.keys() == json.loads((saved / "state.json").read_bytes()).keys()
 
 
 def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
