@@ -30,6 +30,7 @@ from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint, write_secret
 from strop.io.variables import level_variables, log_level_of
 from strop.spec.run import RunSpec
+from strop.store.python_environment import KEEP_BYTECODE
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM 0.32 accepts (its LoRAConfig); smaller adapters fit as well."""
@@ -268,6 +269,7 @@ def vllm_environment(modules_dir: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        **KEEP_BYTECODE,
     }
     if not torch.cuda.is_available():
         cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]

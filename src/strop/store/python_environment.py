@@ -26,6 +26,9 @@ from strop.io.variables import user_cache_dir
 from strop.store.policy import is_offline
 
 STAMP_NAME = "strop-stamp.json"
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+"""What such an interpreter starts with: container images often forbid Python to keep its bytecode, and each
+of vLLM's three processes then compiles its packages anew, 27 s of processor time instead of 13."""
 _SHOWN_CHARACTERS = 2000
 
 

@@ -39,6 +39,7 @@ from strop.io import write_bytes_atomically
 from strop.rollout import Example, Split
 from strop.spec.harness import HarnessSpec
 from strop.store.policy import is_offline
+from strop.store.python_environment import KEEP_BYTECODE
 from strop.tasks.mmlu import Mmlu
 
 _BUDGETS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
@@ -210,7 +211,7 @@ def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
 
 def harness_variables(job: HarnessJob | FreeJob, work_dir: Path) -> Mapping[str, str]:
     """Return the environment of a run; of a pinned protocol, and in offline mode, it fetches nothing."""
-    found = dict(os.environ)
+    found = {**os.environ, **KEEP_BYTECODE}
     if job.threads is not None:
         found["OMP_NUM_THREADS"] = str(job.threads)
     if job.engine.kind == "server" and KEY_VARIABLE in found:
