@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.hardware import Gpu
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.commands import Run
 
 RUN = 'name = "x"\nmodel.uri = "Qwen/Qwen2.5-0.5B"\ntask.name = "arithmetic"\n'
@@ -131,6 +134,20 @@ def test_an_impossible_layout_passes_no_command(
     ended = run(*command, *words)
     assert ended.code == 2
     assert said in ended.err
+
+
+@pytest.mark.parametrize("command", [("check", "run.toml"), ("submit", "run.toml")])
+def test_gpus_that_this_machine_lacks_are_refused_before_submission(
+    run: Run, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check found nothing that would stop the job, and the run refused itself."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    gpu = Gpu(index="0", uuid="GPU-0", name="FAKE", memory_bytes=80 << 30, free_memory_bytes=79 << 30)
+    install_fake_nvidia_smi(tmp_path / "bin", [gpu])
+    ended = run(*command, "--on", "local", "job.gpus=2")
+    assert ended.code == 76
+    assert "gpus: 2 GPUs are asked for and this machine has 1 GPUs" in ended.err
 
 
 def test_an_instance_with_gpus_that_nobody_would_use_is_refused_by_name(run: Run) -> None:

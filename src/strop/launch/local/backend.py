@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError
+from strop.errors import CheckRefused, ConfigError, StoreError, StropError
 from strop.hardware import clear_leftovers, find_leases
-from strop.hardware.findings import Finding, Severity
+from strop.hardware.allocation import GpuRequest, allocate_gpus
+from strop.hardware.findings import Finding, Severity, find_refusal
+from strop.hardware.inventory import read_inventory
 from strop.hardware.process import start_detached
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
@@ -53,18 +55,26 @@ class LocalBackend:
         return replace(plan, argv=argv, roles=roles)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Check that the interpreter exists."""
-        if shutil.which(plan.python) is not None:
-            return []
-        return [
-            Finding(
-                code="python",
-                given=f"{plan.python} is no program of this machine",
-                allowed="the interpreter of an environment that has strop",
-                next_step="correct `python` in the site profile, or remove it",
-                severity=Severity.ERROR,
-            )
-        ]
+        """Check that the interpreter exists and the GPUs are free: no queue would wait for them."""
+        found = []
+        if shutil.which(plan.python) is None:
+            found = [
+                Finding(
+                    code="python",
+                    given=f"{plan.python} is no program of this machine",
+                    allowed="the interpreter of an environment that has strop",
+                    next_step="correct `python` in the site profile, or remove it",
+                    severity=Severity.ERROR,
+                )
+            ]
+        named = plan.details.get("devices")
+        inherited = ",".join(named) if named else os.environ.get(VISIBLE_DEVICES)
+        try:
+            wanted = {f"{role.name} {part}": num for role in plan.roles for part, num in role.gpus.items()}
+            allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
+        except StropError as error:
+            found.append(find_refusal("gpus", error))
+        return found
 
     def submit(self, plan: JobPlan) -> JobRef:
         """Start the supervisor, detached, and wait until it has written its identity."""
