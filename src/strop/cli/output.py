@@ -105,7 +105,7 @@ class Output:
 
         from strop.view import make_harmless
 
-        table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+        table = Table(box=SIMPLE_HEAD)
         for index, column in enumerate(columns):
             is_number = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
             # The first column is what a reader looks for: never broken over lines.
@@ -118,6 +118,9 @@ class Output:
         if not console.is_terminal and "COLUMNS" not in os.environ:
             # A file or a program reads this: there is no screen to fit into.
             console.width = PLAIN_WIDTH
+        if title:
+            # Not the table's own title, which is broken at the width of its columns.
+            console.print(Text(title, style="bold"))
         console.print(table)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from strop.cli.arguments import Json, Overrides, RunFile, brief, takes
 from strop.cli.output import Output
+from strop.io.notices import tell
 
 if TYPE_CHECKING:
     from strop.cli.submit import SubmitArguments
@@ -85,7 +86,7 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
         hidden: frozenset[str] = frozenset() if args.everything else expert_keys(resolved.spec)
         show_plan(output, planned, hidden=hidden)
     for notice in planned.notices:
-        output.say(f"notice: {notice}")
+        tell(notice)
     for unknown in planned.unknown:
         output.say(f"unknown: {unknown}")
     for warning in planned.warnings:

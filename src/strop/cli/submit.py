@@ -24,6 +24,7 @@ from strop.cli.arguments import (
 )
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
+from strop.io.notices import tell
 
 if TYPE_CHECKING:
     from strop.launch.build_request import SubmitOptions
@@ -281,7 +282,7 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
     for conflict in plan.conflicts:
         output.say(conflict)
     for notice in plan.notices:
-        output.say(f"notice: {notice}")
+        tell(notice)
     if (auth := describe_auth(plan.environment)) is not None:
         output.say(auth)
     output.say(f"placement {request.resolved.spec.layout.describe()}")
