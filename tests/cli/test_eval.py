@@ -14,6 +14,7 @@ from strop.evaluate import read_result
 from strop.record.files import list_shards
 from tests.fixtures.attempts import start_command, wait_until
 from tests.fixtures.commands import Ended, Run
+from tests.fixtures.tiny_model import tiny_model
 
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
 
@@ -358,6 +359,37 @@ def test_the_log_level_of_a_file_is_that_of_its_evaluation(folder: Path, tiny_mo
     assert "DEBUG asyncio: Using selector" in said
 
 
+def test_a_table_stands_beside_the_users_own_results(
+    run: Run, folder: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (folder / "short.toml").write_text(FILE_TEXT)
+    assert run("eval", tiny_model_dir, "--config", "short.toml", "--out", "old").code == 0
+    again = FILE_TEXT.replace("short", "again") + 'eval.baselines = ["before=old"]\n'
+    (folder / "again.toml").write_text(again)
+    other = tiny_model(tmp_path / "other", initializer_range=0.3)
+    path = "old/short.arithmetic-step-000000.json"
+    words = ("--config", "again.toml", "--out", "new")
+    ended = run("eval", other, *words, "--baseline", f"file={path}")
+    assert ended.code == 0, ended.err
+    assert "beside baselines" in ended.out
+    rows = json.loads((folder / "new" / "tables" / "again-step-000000.json").read_text())
+    assert [(row["metric"], row["baseline_of"], row["same_protocol"]) for row in rows] == [
+        ("greedy", "before", True),
+        ("greedy", "file", True),
+    ]
+    assert all(row["difference_low"] <= row["difference"] <= row["difference_high"] for row in rows)
+    # Without a file, and asked otherwise.
+    ended = evaluate(run, other, "--limit", "2", "--out", "two", "--baseline", f"file={path}")
+    assert ended.code == 0, ended.err
+    (table,) = (folder / "two" / "tables").glob("*-step-000000.csv")
+    assert "num_examples 3 there and 2 here" in table.read_text()
+    # Before anything is asked.
+    refused = evaluate(run, other, "--limit", "2", "--out", "three", "--baseline", "nothing")
+    assert refused.code == 2
+    assert "the baseline 'nothing' has no results" in " ".join(refused.err.split())
+    assert not (folder / "three").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -368,6 +400,7 @@ def test_the_log_level_of_a_file_is_that_of_its_evaluation(folder: Path, tiny_mo
         (("--config", "short.toml", "--limit", "3"), "leave --num-examples out"),
         (("--config", "short.toml", "max_value=3"), "leave settings out"),
         (("--config", "short.toml", "--follow", "--out", "o"), "leave --out out"),
+        (("--config", "short.toml", "--follow", "--baseline", "o"), "leave --baseline out"),
         (("--config", "none.toml"), "the evaluation's file none.toml is not there"),
     ],
 )

@@ -61,7 +61,7 @@ def test_cfg_1_a_misspelt_key_is_answered_with_the_nearest_and_with_all(tmp_path
     path = tmp_path / "run.toml"
     path.write_text(SMALL + "[eval]\nevry = 3\n")
     assert str(refusal(path)).endswith(
-        "Allowed: every, num_examples, num_samples in eval. Next: did you mean eval.every?"
+        "Allowed: every, num_examples, num_samples, baselines in eval. Next: did you mean eval.every?"
     )
 
 

@@ -74,8 +74,9 @@ def test_a_task_is_chosen_among_all() -> None:
 
 def test_a_section_lists_its_settings() -> None:
     known = explain("eval")
-    assert (known.type, known.keys) == ("section", ("eval.every", "eval.num_examples", "eval.num_samples"))
-    assert known.allowed == "a table of every, num_examples, num_samples"
+    names = ("every", "num_examples", "num_samples", "baselines")
+    assert (known.type, known.keys) == ("section", tuple(f"eval.{name}" for name in names))
+    assert known.allowed == f"a table of {', '.join(names)}"
 
 
 @pytest.mark.parametrize("key", [*all_keys(), *section_names(), "extends"])

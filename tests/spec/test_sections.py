@@ -107,7 +107,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("dpo.pairs_per_step", "teacher.source", "teacher.model", "teacher.context", "teacher.form"),
         *("teacher.divergence", "teacher.jsd_beta", "teacher.top_k", "teacher.rest"),
         *("teacher.student_frac", "teacher.rows", "teacher.weight"),
-        *("eval.every", "eval.num_examples", "eval.num_samples"),
+        *("eval.every", "eval.num_examples", "eval.num_samples", "eval.baselines"),
         *("harness.tasks", "harness.engine", "harness.num_few_shot", "harness.batch_size"),
         *("harness.max_model_tokens", "harness.max_reply_tokens", "harness.gpu_memory_frac"),
         *("harness.tensor_parallel", "harness.chat_template", "harness.system_prompt", "harness.include"),

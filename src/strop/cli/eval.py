@@ -1,9 +1,9 @@
-"""`strop eval MODEL --task NAME[,NAME ...] --split NAME [key=value ...]` and `strop rescore PLACE`."""
+"""`strop eval MODEL --task NAME[,NAME ...] --split NAME [key=value ...]`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
     from strop.evaluate.harness import HarnessResult
     from strop.evaluate.result import PassAtK
+    from strop.evaluate.stored import StoredBaseline
+    from strop.evaluate.table import ScoreRow
     from strop.rollout import Split
-    from strop.run.evaluation import EvalWish, StoredRescored
+    from strop.run.evaluation import EvalWish
 
 COLUMNS = (
     "task",
@@ -87,6 +89,13 @@ class EvalOptions:
         Path | None,
         typer.Option(metavar="RESULT", help="Earlier result of this model that must be reproduced first."),
     ] = None
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]PLACE",
+            help="Stored result, folder of results, run or model that the table stands beside. Repeatable.",
+        ),
+    ] = None
     harness: Annotated[
         str | None, typer.Option(help="Evaluate with this harness, in its own environment: lm-eval.")
     ] = None
@@ -113,6 +122,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     """Measure how often a model solves tasks, with 95% intervals. Repeat the command to resume."""
     from strop.evaluate import refuse_invalid, write_order
     from strop.rollout import Split
+    from strop.run.baselines import read_baselines
     from strop.run.evaluation import evaluate_here
     from strop.run.inference import open_model, read_askings
 
@@ -134,8 +144,11 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         raise typer.BadParameter("--write-order takes one task of strop's own")
     if options.canary is not None and options.harness is not None:
         raise typer.BadParameter("--canary is for strop's own tasks: leave --harness out")
+    stored = read_baselines(
+        options.baseline or (), tasks, split, by_harness=options.harness is not None, out_dir=options.out
+    )
     if options.harness is not None:
-        show_harness(output, options, tasks, split)
+        show_harness(output, options, tasks, split, stored)
         return
     askings = read_askings(tasks, options.settings or (), split)
     wish = _read_wish(options)
@@ -144,6 +157,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     show_results(output, results, is_json=options.json)
     for result in results:
         say_references(output, options.model or "", result)
+    _say_stored(output, options, results, stored)
     # After they were shown: the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
@@ -157,15 +171,13 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
 
 def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     """Evaluate one model, or the checkpoints of a run as they appear, as a file says."""
-    from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
-    from strop.evaluate.table import show_row
     from strop.run.following import follow_run
     from strop.run.shares import FileEvaluation, evaluate_file
 
     said = EvalOptions(model=options.model, config=path)
-    free = {"follow", "out", "json", "workers", "part", "node", "confirm_run_unsafe_code"}
+    free = {"follow", "out", "json", "workers", "part", "node", "confirm_run_unsafe_code", "baseline"}
     extra = [name for name in vars(said) if name not in free and vars(options)[name] != vars(said)[name]]
-    extra += ["out"] if options.follow and options.out is not None else []
+    extra += [name for name in ("out", "baseline") if options.follow and vars(options)[name] is not None]
     if extra:
         words = ", ".join(
             "settings" if name == "settings" else f"--{name.replace('_', '-')}" for name in extra
@@ -184,6 +196,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         num_workers=options.workers,
         node=_read_share(options.node, "--node") or (0, 1),
         part=_read_share(options.part, "--part"),
+        baselines=options.baseline or (),
     )
     found = evaluate_file(asked, say=output.say)
     if found.own:
@@ -192,12 +205,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         output.give_json([result.model_dump(mode="json") for result in found.harness])
     is_beside = found.harness or any(row.baseline is not None for row in found.rows)
     if is_beside and not options.json:
-        output.give_table(
-            TABLE_COLUMNS, [show_row(row) for row in found.rows], title="beside published scores"
-        )
-        for row in found.rows:
-            if row.note:
-                output.say(f"{row.task} {row.metric}: {row.note}")
+        show_beside(output, found.rows)
     for table in found.tables:
         output.say(f"table: {table}")
     invalid = [result for result in found.own if not result.is_valid]
@@ -205,6 +213,38 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         output.say(f"strop: {result.task}: {result.verdict}")
     if invalid:
         raise typer.Exit(EXIT_FAILED)
+
+
+def show_beside(output: Output, rows: Sequence[ScoreRow]) -> None:
+    """Print all scores beside published and stored ones."""
+    from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
+    from strop.evaluate.table import describe_note, show_row
+
+    output.give_table(TABLE_COLUMNS, [show_row(row) for row in rows], title="beside baselines")
+    for row in rows:
+        if line := describe_note(row):
+            output.say(line)
+
+
+def _say_stored(
+    output: Output,
+    options: EvalOptions,
+    results: Sequence[EvalResult | HarnessResult],
+    stored: Sequence[StoredBaseline],
+) -> None:
+    """Print and write results beside the baselines that were named on the command line."""
+    from strop.evaluate.baselines import find_model_name
+    from strop.evaluate.table import list_rows, write_tables
+    from strop.run.evaluation import EVALS_ROOT
+
+    if not stored:
+        return
+    rows = list_rows(results, find_model_name(options.model or ""), stored)
+    if not options.json:
+        show_beside(output, rows)
+    name = f"{results[0].model_digest[:8]}-step-{results[0].step:06d}"
+    for table in write_tables(rows, options.out or EVALS_ROOT, name):
+        output.say(f"table: {table}")
 
 
 def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
@@ -217,8 +257,15 @@ def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
     return int(first), int(number)
 
 
-def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
+def show_harness(
+    output: Output,
+    options: EvalOptions,
+    tasks: list[str],
+    split: Split,
+    stored: Sequence[StoredBaseline] = (),
+) -> None:
     """Evaluate by lm-eval and print its numbers."""
+    from strop.evaluate.table import show_metric
     from strop.run.harness import evaluate_by_harness
     from strop.run.inference import open_model
 
@@ -238,6 +285,7 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: 
     )
     for result in results:
         say_references(output, options.model or "", result)
+    _say_stored(output, options, results, stored)
     if options.json:
         output.give_json([result.model_dump(mode="json") for result in results])
         return
@@ -245,8 +293,7 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: 
         (
             result.task,
             name,
-            f"{metric.value:.2%}",
-            percent(metric.stderr),
+            *show_metric(name, metric),
             result.num_fewshot,
             result.max_reply_tokens,
             percent(result.truncated_frac),
@@ -359,77 +406,3 @@ def _pass_row(task: str, k: int, estimate: PassAtK) -> tuple[object, ...]:
 def percent(share: float | None) -> str:
     """Show a share; a dash where there is none."""
     return "-" if share is None else f"{share:.1%}"
-
-
-CHANGES_SHOWN = 20
-
-
-def rescore(
-    context: typer.Context,
-    place: Annotated[
-        Path, typer.Argument(help="Result of `strop eval`, one of its shards, or a folder of them.")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Settings of the task. Default: as evaluated."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Score stored replies again with the current task; nothing is generated."""
-    from strop.run.evaluation import find_kept, rescore_kept
-
-    output: Output = context.obj
-    found = []
-    for folder in find_kept(place):
-        stored = rescore_kept(folder, settings or ())
-        output.say(f"{stored.rescored.result.full_name}: {stored.path}")
-        found.append(stored)
-    if json:
-        output.give_json(
-            [
-                {
-                    "path": str(stored.path),
-                    "result": stored.rescored.result.model_dump(mode="json"),
-                    "changes": [asdict(change) for change in stored.rescored.changes],
-                }
-                for stored in found
-            ]
-        )
-        return
-    for stored in found:
-        _show(output, stored)
-
-
-def _show(output: Output, stored: StoredRescored) -> None:
-    result, changes = stored.rescored.result, stored.rescored.changes
-    title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
-    rows = [
-        (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
-        for name, score in result.scores.items()
-    ]
-    rows += [
-        (
-            f"{label}: {name}",
-            percent(score.accuracy),
-            f"{score.low:.1%} to {score.high:.1%}",
-            score.num_unscored,
-        )
-        for label, part in result.parts.items()
-        for name, score in part.scores.items()
-    ]
-    output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
-    output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
-    if not result.is_valid:
-        output.give(result.verdict)
-    words = {True: "solved", False: "not solved", None: "unscored"}
-    output.give(f"{len(changes)} verdicts changed")
-    if changes:
-        output.give_table(
-            ("example", "reply", "before", "now", "compared"),
-            [
-                (change.example_id, change.reply, words[change.before], words[change.after], change.extracted)
-                for change in changes[:CHANGES_SHOWN]
-            ],
-        )
-    if len(changes) > CHANGES_SHOWN:
-        output.give(f"and {len(changes) - CHANGES_SHOWN} more; --json lists all")

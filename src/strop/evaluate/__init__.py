@@ -3,7 +3,7 @@
 `evaluate_task` rolls out the same way as training does and returns an `EvalResult`; with a `ShardFolder`,
 `run_evaluation` keeps the replies and goes on after a kill. `write_result` and `read_result` keep it,
 `compare_results` says what changed, `rescore` judges kept replies anew, `write_order` sorts examples;
-`find_reference` looks up published scores with their conditions.
+`find_reference` looks up published scores with their conditions; `stored` puts the user's own beside.
 Left out on purpose: verdicts over several runs.
 """
 

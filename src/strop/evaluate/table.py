@@ -1,7 +1,7 @@
-"""All scores of an evaluation in one table, beside the published ones: as text, JSON and CSV.
+"""All scores of an evaluation in one table, beside published and stored ones: as text, JSON and CSV.
 
-A published score stands in the row of the score that it may be compared with, or might be: where the
-protocols differ there is no difference, and `note` says which fields differ.
+A score has a row for each baseline that it may be compared with, or might be: where the protocols differ
+there is no difference, and `note` says which fields differ.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 from strop.evaluate.baselines import ReferenceComparison, compare_own_result, compare_with_references
 from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import EvalResult
+from strop.evaluate.stored import (
+    NORMAL_95,
+    Beside,
+    Result,
+    StoredBaseline,
+    compare_apart,
+    compare_with_stored,
+    interval_of,
+    scale_of,
+)
 from strop.io import write_bytes_atomically
-
-_NORMAL_95 = 1.959963984540054
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,25 +50,40 @@ class ScoreRow:
     baseline: float | None = None
     baseline_stderr: float | None = None
     baseline_of: str = ""
-    """The model whose published score it is, and where it was published."""
+    """The model whose published score it is, and when it was published; or the user's name of a result."""
     difference: float | None = None
-    """Percentage points above it; None if the protocols differ."""
+    """Points above it; None if the protocols differ."""
     note: str = ""
+    baseline_low: float | None = None
+    """Of its 95% interval."""
+    baseline_high: float | None = None
+    difference_low: float | None = None
+    """Of the difference's 95% interval; None where an error is not known."""
+    difference_high: float | None = None
+    same_protocol: bool | None = None
+    """Whether the two may be compared; None without a baseline."""
 
 
-def list_rows(results: Sequence[EvalResult | HarnessResult], model: str | None) -> list[ScoreRow]:
-    """Return a row for each score, in the order of the results. `model`: a name with published scores."""
+def list_rows(
+    results: Sequence[Result], model: str | None, stored: Sequence[StoredBaseline] = ()
+) -> list[ScoreRow]:
+    """Return a row for each score and each baseline beside it, in the order of the results.
+
+    `model`: a name with published scores; those of `stored` stand behind its.
+    """
     rows: list[ScoreRow] = []
     for result in results:
-        if isinstance(result, HarnessResult):
-            rows += _rows_of_harness(result, model)
-        else:
-            rows += _rows_of_own(result, model)
+        published = [model, *[one.published for one in stored if one.published]]
+        beside = [_published(name, result) for name in dict.fromkeys(published) if name is not None]
+        beside += [compare_with_stored(one, result) for one in stored]
+        scores = _rows_of_harness(result) if isinstance(result, HarnessResult) else _rows_of_own(result)
+        for row in scores:
+            found = [one[row.task, row.metric] for one in beside if (row.task, row.metric) in one]
+            rows += [_place(row, one) for one in found] or [row]
     return rows
 
 
-def _rows_of_own(result: EvalResult, model: str | None) -> Iterator[ScoreRow]:
-    found = compare_own_result(model, result) if model is not None else []
+def _rows_of_own(result: EvalResult) -> Iterator[ScoreRow]:
     row_of = partial(
         ScoreRow,
         task=result.full_name,
@@ -70,14 +94,13 @@ def _rows_of_own(result: EvalResult, model: str | None) -> Iterator[ScoreRow]:
         engine="strop",
     )
     for name, score in result.scores.items():
-        row = row_of(
+        yield row_of(
             metric=name,
             value=None if score.accuracy is None else 100 * score.accuracy,
             low=100 * score.low,
             high=100 * score.high,
             note="" if result.is_valid else result.verdict,
         )
-        yield _beside(row, next((one for one in found if one.metric == name), None))
     for k, estimate in result.pass_at_k.items():
         yield row_of(
             metric=f"pass@{k}",
@@ -87,8 +110,7 @@ def _rows_of_own(result: EvalResult, model: str | None) -> Iterator[ScoreRow]:
         )
 
 
-def _rows_of_harness(result: HarnessResult, model: str | None) -> Iterator[ScoreRow]:
-    found = compare_with_references(model, result) if model is not None else []
+def _rows_of_harness(result: HarnessResult) -> Iterator[ScoreRow]:
     parts = {result.task: (result.num_examples, result.metrics)}
     parts |= {name: (part.num_examples, part.metrics) for name, part in result.parts.items()}
     notes = [f"{result.truncated_frac:.1%} of replies were cut"] if result.truncation_suspect else []
@@ -96,11 +118,11 @@ def _rows_of_harness(result: HarnessResult, model: str | None) -> Iterator[Score
     notes += list(result.arguments)
     for task, (num_examples, metrics) in parts.items():
         for name, metric in metrics.items():
-            low, high = _interval(metric)
-            row = ScoreRow(
+            low, high = interval_of(name, metric)
+            yield ScoreRow(
                 task=task,
                 metric=name,
-                value=_scale(metric) * metric.value,
+                value=scale_of(name, metric) * metric.value,
                 low=low,
                 high=high,
                 num_examples=num_examples,
@@ -110,34 +132,68 @@ def _rows_of_harness(result: HarnessResult, model: str | None) -> Iterator[Score
                 engine=result.engine,
                 note="; ".join(notes),
             )
-            same = [one for one in found if one.metric == name and one.baseline.harness_task == task]
-            yield _beside(row, next(iter(same), None))
 
 
-def _scale(metric: HarnessMetric) -> float:
-    """Return 100 for a share. Perplexities and their like are no shares, and stay as they are."""
-    return 100.0 if 0.0 <= metric.value <= 1.0 else 1.0
+def show_metric(name: str, metric: HarnessMetric) -> tuple[str, str]:
+    """Return value and standard error as people read them; a share as a percentage."""
+    scale = scale_of(name, metric)
+    unit = "%" if scale == 100.0 else ""
+    stderr = "-" if metric.stderr is None else f"{scale * metric.stderr:.1f}{unit}"
+    return f"{scale * metric.value:.2f}{unit}", stderr
 
 
-def _interval(metric: HarnessMetric) -> tuple[float | None, float | None]:
-    if metric.stderr is None:
-        return None, None
-    half = _NORMAL_95 * metric.stderr
-    return _scale(metric) * (metric.value - half), _scale(metric) * (metric.value + half)
-
-
-def _beside(row: ScoreRow, found: ReferenceComparison | None) -> ScoreRow:
-    if found is None:
-        return row
-    published = found.baseline
-    values = asdict(row) | {
-        "baseline": published.value_pct,
-        "baseline_stderr": published.stderr_pct,
-        "baseline_of": f"{published.model}, {published.published}",
-        "difference": found.delta_points,
-        "note": "; ".join(filter(None, [row.note, *found.differing])),
+def _published(model: str, result: Result) -> dict[tuple[str, str], Beside]:
+    """Return the published score of a model beside each score, by task and metric."""
+    if isinstance(result, HarnessResult):
+        parts = {result.task: result.metrics, **{name: one.metrics for name, one in result.parts.items()}}
+        return {
+            (task, one.metric): _of_published(one, metrics[one.metric])
+            for one in reversed(compare_with_references(model, result))
+            for task, metrics in parts.items()
+            if one.baseline.harness_task == task
+        }
+    return {
+        (result.full_name, one.metric): _of_published(one, None)
+        for one in reversed(compare_own_result(model, result))
     }
-    return ScoreRow(**values)
+
+
+def _of_published(found: ReferenceComparison, metric: HarnessMetric | None) -> Beside:
+    published = found.baseline
+    value, stderr = published.value_pct, published.stderr_pct
+    half = None if stderr is None else NORMAL_95 * stderr
+    difference = None
+    if metric is not None and value is not None and found.delta_points is not None:
+        there = HarnessMetric(value=value / 100, stderr=None if stderr is None else stderr / 100)
+        difference = compare_apart(there, metric, 100.0)
+    return Beside(
+        of=f"{published.model}, {published.published}",
+        value=value,
+        low=None if value is None or half is None else value - half,
+        high=None if value is None or half is None else value + half,
+        stderr=stderr,
+        difference=difference,
+        differing=found.differing,
+    )
+
+
+def _place(row: ScoreRow, found: Beside) -> ScoreRow:
+    """Return a score with one baseline beside it."""
+    change = found.difference
+    is_sure = change is not None and not math.isnan(change.low)
+    return replace(
+        row,
+        baseline=found.value,
+        baseline_stderr=found.stderr,
+        baseline_of=found.of,
+        difference=None if change is None else change.estimate,
+        note="; ".join(filter(None, [row.note, *found.differing, *found.notes])),
+        baseline_low=found.low,
+        baseline_high=found.high,
+        difference_low=change.low if change is not None and is_sure else None,
+        difference_high=change.high if change is not None and is_sure else None,
+        same_protocol=not found.differing,
+    )
 
 
 COLUMNS = (
@@ -148,7 +204,9 @@ COLUMNS = (
     "examples",
     "shots",
     "budget",
-    "published",
+    "baseline",
+    "of",
+    "same protocol",
     "difference",
 )
 
@@ -157,24 +215,38 @@ def show_row(row: ScoreRow) -> tuple[object, ...]:
     """Return what a table for people has of a row, below `COLUMNS`."""
     interval = "-" if row.low is None or row.high is None else f"{row.low:.1f} to {row.high:.1f}"
     stderr = "" if row.baseline_stderr is None else f" ± {row.baseline_stderr:.2f}"
+    change = "-" if row.difference is None else f"{row.difference:+.2f}"
+    if row.difference_low is not None:
+        change += f" ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
     return (
         *(row.task, row.metric, "-" if row.value is None else f"{row.value:.2f}", interval, row.num_examples),
         "-" if row.num_few_shot is None else row.num_few_shot,
         "-" if row.max_reply_tokens is None else row.max_reply_tokens,
         "-" if row.baseline is None else f"{row.baseline:.2f}{stderr}",
-        "-" if row.difference is None else f"{row.difference:+.2f}",
+        row.baseline_of or "-",
+        {True: "yes", False: "no", None: "-"}[row.same_protocol],
+        change,
     )
 
 
-def write_table(rows: Sequence[ScoreRow], stem: Path) -> list[Path]:
-    """Write a table as STEM.txt, STEM.json and STEM.csv; return the paths. Raises: StoreError."""
+def describe_note(row: ScoreRow) -> str:
+    """Return what is to be said of a row behind the table; empty if nothing is."""
+    of = f" ({row.baseline_of})" if row.baseline_of else ""
+    return f"{row.task} {row.metric}{of}: {row.note}" if row.note else ""
+
+
+def write_tables(rows: Sequence[ScoreRow], folder: Path, name: str) -> list[Path]:
+    """Write a table beside results in a folder, as text, JSON and CSV; return paths. Raises: StoreError."""
+    # In a folder of its own: what reads the results would take a table for one of them.
+    stem = folder / "tables" / name
+    stem.parent.mkdir(parents=True, exist_ok=True)
     lines = [tuple(map(str, show_row(row))) for row in rows]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
     shown = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in (COLUMNS, *lines)
     ]
-    shown += [f"{row.task} {row.metric}: {row.note}" for row in rows if row.note]
+    shown += [line for row in rows if (line := describe_note(row))]
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(ScoreRow)], lineterminator="\n")
     writer.writeheader()

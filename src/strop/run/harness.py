@@ -27,7 +27,7 @@ from strop.rollout import Sampling, Split
 from strop.run.evaluation import EVALS_ROOT, EvalWish
 from strop.run.inference import Asking, OpenedModel, read_asking, read_askings, read_trained_ids
 from strop.spec import EngineSpec, ModelSpec, PlacementSpec, SamplingSpec, load_spec
-from strop.spec.display import show_value
+from strop.spec.display import dotted, show_value
 from strop.spec.harness import HarnessSpec
 from strop.spec.sources import parse_override
 from strop.spec.task import TaskSpec
@@ -50,7 +50,7 @@ _OF_DATA = frozenset(
     }
 )
 """Settings of our tasks that choose examples: the harness asks these. All others say how strop asks."""
-_OF_ASKING = {"model": {"uri", "dtype"}, "engine": {"python"}, "placement": {"threads"}}
+_OF_ASKING = {"model": {"uri", "dtype"}, "engine": {"kind", "python"}, "placement": {"threads"}}
 """Settings of these sections that the harness follows."""
 
 
@@ -106,6 +106,8 @@ def evaluate_by_harness(
         shared = read_asking("arithmetic", [word for word in words if _is_shared(word, own_tasks)], split)
     for asking in [shared, *askings.values()]:
         _refuse_unheard(asking)
+    if model.url is not None:
+        _refuse_own(words)
     jobs = _plan_jobs(names, settings, shared, askings, model, wish, may_run_code=may_run_code)
     for job in jobs:
         if isinstance(job, HarnessJob):
@@ -116,7 +118,8 @@ def evaluate_by_harness(
     found = []
     for job in jobs:
         say(f"{job.name}: by {job.engine.kind}, {job.engine.python}")
-        result = run_harness(job, out_dir, part=part, num_parts=num_parts)
+        is_shared = wish.out_dir is None
+        result = run_harness(job, out_dir, part=part, num_parts=num_parts, is_shared=is_shared)
         found += [] if result is None else [result]
     return found
 
@@ -144,15 +147,29 @@ def _plan_jobs(
 ) -> list[HarnessJob | FreeJob]:
     trained_ids = read_trained_ids(model.run_path)
     spec = shared.spec
+    if spec.engine.kind == "vllm":
+        # The word that training has for it; only with it may an interpreter be named.
+        if wanted.engine == "hf":
+            raise ConfigError(
+                "engine.kind='vllm' with harness.engine='hf'",
+                allowed="one of them",
+                next_step="remove one: the harness asks, and harness.engine says by whom",
+            )
+        wanted = wanted.model_copy(update={"engine": "vllm"} if model.url is None else {})
+    engine = choose_engine(wanted, spec.engine.python, url=model.url, served_name=model.served_name)
     max_positions = read_model_size(model.path).max_positions
+    max_positions = min(wanted.max_model_tokens or max_positions, max_positions)
+    if model.url is not None:
+        # lm-eval leaves one place of a server free.
+        max_positions = min(max_positions, engine.served_tokens or max_positions) - 1
     given: dict[str, Any] = {
         "model_path": model.path,
         "model_digest": model.digest,
         "step": model.step,
-        "dtype": spec.model.dtype,
-        "max_positions": min(wanted.max_model_tokens or max_positions, max_positions),
+        "dtype": spec.model.dtype if model.url is None else None,
+        "max_positions": max_positions,
         "num_examples": wish.num_examples,
-        "engine": choose_engine(wanted, spec.engine.python, url=model.url, served_name=model.served_name),
+        "engine": engine,
         "threads": spec.placement.threads,
         "file_name": wish.name,
     }
@@ -168,6 +185,19 @@ def _plan_jobs(
         refuse_trained(task, Split.HELD_OUT, task.examples(Split.HELD_OUT), trained_ids)
         jobs.append(HarnessJob(protocol=protocol, task=task, settings=settings, **given))
     return jobs
+
+
+def _refuse_own(words: Sequence[str]) -> None:
+    """Refuse settings of a model that is run here, where a server runs it."""
+    places = [dotted(parse_override(word)[0]) for word in words]
+    if own := sorted(
+        {f"{section}.{name}" for section, names in _OF_ASKING.items() for name in names} & {*places}
+    ):
+        raise ConfigError(
+            f"{', '.join(own)} with a running server",
+            allowed="what the server was started with",
+            next_step="leave it out, or start the server so",
+        )
 
 
 def _data_of(task: TaskSpec, protocol: HarnessProtocol) -> TaskSpec:

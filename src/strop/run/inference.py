@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from strop.engine import Completion, GenerationRequest
+from strop.engine.openai import KEY_VARIABLE
 from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine, read_calibration
@@ -109,6 +111,13 @@ def _open_served(address: str) -> OpenedModel:
             f"{address} names a server and no model",
             allowed="http://host:port/v1#NAME, where NAME is a model whose tokenizer writes the prompts",
             next_step="add # and the model's folder or id",
+        )
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query:
+        raise ConfigError(
+            f"the address of the server {parts.scheme}://{parts.hostname} has a name, a password or a query",
+            allowed=f"http://host:port/v1#NAME, with the key of the server in {KEY_VARIABLE}",
+            next_step="take it out: an address stands in command lines, logs and results",
         )
     handle = get_model(name)
     tell(f"{url} speaks for {name}; strop cannot verify its weights")

@@ -19,7 +19,8 @@ from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, ConfigError, En
 from strop.evaluate import EvalResult
 from strop.evaluate.baselines import find_model_name
 from strop.evaluate.harness import PROTOCOLS, HarnessResult, refuse_unconfirmed_code
-from strop.evaluate.table import ScoreRow, list_rows, write_table
+from strop.evaluate.stored import StoredBaseline
+from strop.evaluate.table import ScoreRow, list_rows, write_tables
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.gpus import read_gpus
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
@@ -27,6 +28,7 @@ from strop.io import write_bytes_atomically
 from strop.io.variables import level_variables, log_from, log_level_of, set_variables
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.rollout import Split
+from strop.run.baselines import read_baselines
 from strop.run.evaluation import (
     EVALS_ROOT,
     EvalWish,
@@ -40,6 +42,7 @@ from strop.run.inference import OpenedModel, open_model
 from strop.spec.display import dotted, format_value
 from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.harness import HarnessSpec
+from strop.spec.train import EvalSpec
 from strop.store import follow_store
 
 _POLL_S = 0.5
@@ -61,6 +64,8 @@ class FileEvaluation:
     """Processes of this machine that share the work. None: one for each group of GPUs that it has."""
     node: tuple[int, int] = (0, 1)
     """Which node of how many this is."""
+    baselines: Sequence[str] = ()
+    """Beside those that the file names, as `read_baselines` takes them."""
     part: tuple[int, int] | None = None
     """Which share of how many this process asks itself; None: all, by processes of its own if several."""
 
@@ -93,6 +98,17 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
     level = log_level_of(file.values.get(("output", "log_level")), "engine")
     with follow_store(read_store(file)), set_variables(level_variables(level)):
         log_from(level)
+        stored: Sequence[StoredBaseline] = ()
+        counts: EvalSpec = file.counts
+        if asked.part is None and not asked.node[0]:
+            names = _read_harness(file).tasks if file.is_by_harness else file.tasks
+            stored = read_baselines(
+                [*counts.baselines, *asked.baselines],
+                names,
+                Split.HELD_OUT,
+                by_harness=file.is_by_harness,
+                out_dir=asked.out_dir,
+            )
         if asked.part is None:
             num_workers = _count_workers(file, asked, name)
             if num_workers * asked.node[1] > 1:
@@ -100,7 +116,7 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
                 if asked.node[0]:
                     return FileResults()
         model = open_model(name)
-        return _evaluate(file, asked, name, model, say)
+        return _evaluate(file, asked, name, model, say, stored)
 
 
 def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
@@ -118,7 +134,12 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
 
 
 def _evaluate(
-    file: EvalFile, asked: FileEvaluation, name: str, model: OpenedModel, say: Callable[[str], None]
+    file: EvalFile,
+    asked: FileEvaluation,
+    name: str,
+    model: OpenedModel,
+    say: Callable[[str], None],
+    stored: Sequence[StoredBaseline],
 ) -> FileResults:
     counts, part = file.counts, asked.part or (0, 1)
     # lm-eval has no samples beside its greedy replies, unless someone asks for some: that is refused.
@@ -141,16 +162,14 @@ def _evaluate(
             settings.tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
         )
     else:
-        own = [stored.result for stored in evaluate_by_file(file, model, wish, say=say)]
+        own = [one.result for one in evaluate_by_file(file, model, wish, say=say)]
     if part != (0, 1):
         return FileResults()
     run = read_run_of(model)
     known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
-    rows = list_rows([*own, *harness], known)
-    # In a folder of its own: what reads the results beside it would take a table for one of them.
-    stem = (asked.out_dir or EVALS_ROOT) / "tables" / f"{file.name}-step-{model.step:06d}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    return FileResults(own=own, harness=harness, rows=rows, tables=write_table(rows, stem))
+    rows = list_rows([*own, *harness], known, stored)
+    tables = write_tables(rows, asked.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
+    return FileResults(own=own, harness=harness, rows=rows, tables=tables)
 
 
 def _read_harness(file: EvalFile) -> HarnessSpec:

@@ -1,9 +1,9 @@
 """The run file of an evaluation: which tasks, asked how, on how many examples. Reads the file alone.
 
 It has the form of a run file, `extends` included, and holds only what plays a part in asking a model: `name`,
-`seed`, `eval.num_examples`, `eval.num_samples`, and the sections task, sampling, model, engine, placement,
-harness and store; as a job also output and job. Several tasks are `[task.parts.LABEL]` tables without a
-`task.name`. What it does not say of the model is as the run that is evaluated was trained.
+`seed`, `eval.num_examples`, `eval.num_samples`, `eval.baselines`, and the sections task, sampling, model,
+engine, placement, harness and store; as a job also output and job. Several tasks are `[task.parts.LABEL]`
+tables without a `task.name`. What it does not say of the model is as the run that is evaluated was trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strop.spec.train import EvalSpec
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _OF_FILE = re.compile(r"[a-z0-9-]+\.(.+)-step-\d{6,}\.json")
-_COUNTS = ("num_examples", "num_samples")
+_OF_EVAL = ("num_examples", "num_samples", "baselines")
 _MODEL_URI: KeyPath = ("model", "uri")
 _HARNESS_TASKS: KeyPath = ("harness", "tasks")
 _SECTIONS = ("task", "sampling", "model", "engine", "placement", "harness")
@@ -69,7 +69,9 @@ class EvalFile:
         lines: dict[KeyPath, Any] = {("name",): self.name}
         if len(self.tasks) == 1 and not self.has_several:
             lines[("task", "name")] = self.tasks[0]
-        lines |= kept | {("eval", name): getattr(self.counts, name) for name in _COUNTS}
+        lines |= kept | {("eval", name): getattr(self.counts, name) for name in _OF_EVAL}
+        if not self.counts.baselines:
+            del lines[("eval", "baselines")]
         if self.model_uri is not None:
             lines[_MODEL_URI] = self.model_uri
         return "".join(f"{dotted(path)} = {format_value(value)}\n" for path, value in lines.items())
@@ -129,7 +131,7 @@ def read_eval_file(
     values = {place: leaf.value for place, leaf in given.items()}
     own_name = re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")[:40] or DEFAULT
     name = str(values.pop(("name",), own_name))
-    counts = {key: values.pop(("eval", key)) for key in _COUNTS if ("eval", key) in values}
+    counts = {key: values.pop(("eval", key)) for key in _OF_EVAL if ("eval", key) in values}
     model_uri = values.pop(_MODEL_URI, None)
     tasks = _take_tasks(values, shown)
     if _NAME.fullmatch(name) is None:
@@ -153,7 +155,7 @@ def read_eval_file(
     if foreign:
         raise _wrong(
             f"{', '.join(foreign)}: no part of evaluating checkpoints",
-            "name, seed, eval.num_examples, eval.num_samples, and the sections"
+            "name, seed, eval.num_examples, eval.num_samples, eval.baselines, and the sections"
             f" {', '.join([*_SECTIONS, 'store'])}{'; as a job also output and job' if is_job else ''}",
             "remove it; a file that both extend may hold what training and evaluation share",
         )
@@ -162,10 +164,22 @@ def read_eval_file(
     except ValidationError as error:
         first = error.errors()[0]
         key = f"eval.{first['loc'][0]}"
-        raise _wrong(
-            f"{key}={show_value(first['input'])} in {shown}", "a number of 1 or more, or none", "correct it"
-        ) from error
+        form = "texts" if "baselines" in key else "a number of 1 or more, or none"
+        raise _wrong(f"{key}={show_value(first['input'])} in {shown}", form, "correct it") from error
+    folder = os.path.dirname(os.path.abspath(path))
+    found = tuple(_absolute_baseline(word, folder) for word in checked.baselines)
+    checked = checked.model_copy(update={"baselines": found})
     return EvalFile(origin=shown, name=name, tasks=tasks, values=values, counts=checked, model_uri=model_uri)
+
+
+def _absolute_baseline(word: str, folder: str) -> str:
+    """Return NAME=PLACE with the full path of a place beside the file, or where the command is given."""
+    name, equals, place = word.rpartition("=")
+    for base in (folder, os.getcwd()):
+        full = os.path.abspath(os.path.join(base, os.path.expanduser(place)))
+        if os.path.exists(full):
+            return f"{name}{equals}{full}"
+    return word
 
 
 def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
@@ -230,7 +244,7 @@ def guess_command(path: str, overrides: Sequence[str]) -> tuple[str, str | None]
         return "eval", None
     if ("task", "name") not in places and any(place[:2] == PARTS_TABLE for place in places):
         return "eval", None
-    of_evaluation = {place for place in places if place[0] == "eval" and place[-1] in _COUNTS}
+    of_evaluation = {place for place in places if place[0] == "eval" and place[-1] in _OF_EVAL}
     shared = {*_SECTIONS, *_OF_JOBS, "store", "name", "seed"}
     if any(place[0] not in shared for place in places - of_evaluation):
         return "train", None

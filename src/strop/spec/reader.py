@@ -226,6 +226,7 @@ def _advice(path: KeyPath, value: Any, task: str | None) -> str:
 
 # Settings that were given and play no part, because the run's terms do not ask for them.
 _SIZES_OF_RL: tuple[KeyPath, ...] = (("train", "prompts_per_step"), ("train", "group_size"))
+_OF_EVALUATIONS: tuple[KeyPath, ...] = (("eval", "baselines"),)
 _TERMS_OF: Mapping[str, set[str]] = {
     "algorithm": {"rl", "rl+sft"},
     "dpo": {"dpo"},
@@ -258,6 +259,7 @@ def _without_part(spec: RunSpec) -> Iterable[Setting]:
         section = setting.path[0]
         is_unread = (
             (not spec.train.has_rl and setting.path in _SIZES_OF_RL)
+            or setting.path in _OF_EVALUATIONS
             or (not spec.has_demonstrations and section == "sft")
             or spec.train.terms not in _TERMS_OF.get(section, {spec.train.terms})
         )

@@ -270,6 +270,14 @@ class EvalSpec(Section):
         le=10**5,
         description="Sampled rollouts per example, beside the greedy one. none = greedy only.",
     )
+    baselines: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="What the table of an evaluation by a file stands beside: NAME=PLACE or PLACE, where"
+        " PLACE is a result, a folder of results, a run, a model with results, the name of an evaluation, or"
+        " a model with published scores. Training has none.",
+        json_schema_extra=expert("most evaluations stand beside published scores or nothing"),
+    )
 
 
 _FRAC = " A share in [0, 1] of one step; above it is an alarm. none = not watched."

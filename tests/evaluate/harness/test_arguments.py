@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +164,8 @@ def test_any_task_of_the_harness_is_asked_as_it_has_it(planned: Planned, tmp_pat
         ("gsm8k", ["harness.engine=hf", "harness.model_args=dtype=float16"], "with 'dtype=float16'"),
         ("hellaswag", ["harness.engine=hf", "num_examples=3"], "num_examples"),
         ("hellaswag", ["harness.engine=hf", "harness.gen_kwargs=max_gen_toks=3"], "with 'max_gen_toks=3'"),
+        ("hellaswag", ["harness.engine=hf", "harness.model_args=max_gen_toks=3"], "with 'max_gen_toks=3'"),
+        ("hellaswag", ["harness.engine=hf", "engine.kind=vllm"], "engine.kind='vllm' with harness.engine"),
     ],
 )
 def test_what_would_not_take_effect_is_refused(
@@ -208,6 +218,25 @@ def ask(model: Path, out: Path, task: str, *words: str) -> HarnessResult:
         patch.setenv("STROP_OFFLINE", "1")
         assert main([*asked, "--out", str(out), "model.dtype=float32", *words]) == 0
     return HarnessResult.read((out / f"lm-eval-{task}-step-000000.json").read_bytes())
+
+
+def end_half_way(model: Path, out: Path, task: str, *words: str) -> None:
+    """Start an evaluation, and end it when its first reply is kept."""
+    asked = ["eval", str(model), "--harness", "lm-eval", "--task", task, "--split", "held_out"]
+    command = [sys.executable, "-m", "strop.cli", *asked, "--out", str(out), "model.dtype=float32", *words]
+    child = subprocess.Popen(command, env={**os.environ, "STROP_OFFLINE": "1"})
+    while child.poll() is None and not count_kept(out):
+        time.sleep(0.01)
+    child.terminate()
+    assert child.wait(60) == -signal.SIGTERM
+
+
+def count_kept(out: Path) -> int:
+    with contextlib.suppress(sqlite3.OperationalError):
+        for path in out.glob("*.replies-*/part-0_rank0.db"):
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as kept:
+                return int(kept.execute("SELECT count(*) FROM unnamed").fetchone()[0])
+    return 0
 
 
 def samples_of(out: Path, task: str) -> list[dict[str, Any]]:
@@ -318,8 +347,13 @@ source = "{tmp_path}"
     assert (out / "tables" / "both-step-000000.csv").read_text().startswith(header)
     assert "hats  " in (out / "tables" / "both-step-000000.txt").read_text()
     assert "exact_match" in capsys.readouterr().out
-    single = ask(smollm2_dir, tmp_path / "one", "hats", f"harness.include={tmp_path}", *SAME)
+    # Alone, ended half way by SIGTERM, and begun again.
+    alone = (f"harness.include={tmp_path}", "harness.batch_size=1", *SAME)
+    end_half_way(smollm2_dir, tmp_path / "one", "hats", *alone)
+    single = ask(smollm2_dir, tmp_path / "one", "hats", *alone)
     assert single.metrics == hats.metrics
+    log = (tmp_path / "one" / "lm-eval-hats-step-000000.log").read_text()
+    assert re.findall(r"Cached requests: (\d)", log)[1] in {"1", "2", "3"}
 
 
 SAME = ("harness.engine=hf", "harness.num_few_shot=2", "harness.max_reply_tokens=6")

@@ -20,6 +20,7 @@ from strop.evaluate.harness import (
     HarnessJob,
     HarnessMetric,
     HarnessPart,
+    HarnessResult,
     refuse_small_model,
     refuse_unconfirmed_code,
     run_harness,
@@ -323,6 +324,28 @@ def test_a_harness_that_ends_well_and_writes_nothing_is_not_believed(
     with pytest.raises(CorruptRecord, match=r"it has 0 files \*/results_\*\.json, not 1"):
         run_harness(make_job(tmp_path / "other", engine=silent), tmp_path / "out")
     assert list((tmp_path / "out").glob("*.json*")) == []
+
+
+def test_a_result_of_another_evaluation_is_never_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    (LM_EVAL.path / "lib" / "python3.11" / "site-packages" / "lm_eval").mkdir(parents=True)
+    out = tmp_path / "out"
+    job = make_job(tmp_path, engine=by(write_program(tmp_path, "echo asked\nexit 3")))
+    write_output(job, tmp_path / "said", lambda said: None)
+    other = read(job, tmp_path / "said").result.model_copy(update={"plan": "another", "seed": 7})
+    out.mkdir()
+    path = out / "lm-eval-gsm8k_cot-step-000000.json"
+    path.write_text(other.model_dump_json())
+    with pytest.raises(CheckRefused, match=r"is of another evaluation: seed 7 there and 42 now\. .*--out"):
+        run_harness(job, out)
+    assert not list(out.glob("*.log"))
+    # In the folder that evaluations share it gets a name of its own.
+    with pytest.raises(EngineError, match="ended with 3 on gsm8k_cot: asked"):
+        run_harness(job, out, is_shared=True)
+    assert len(list(out.glob("lm-eval-gsm8k_cot-step-000000-*.log"))) == 1
+    assert HarnessResult.read(path.read_bytes()) == other
 
 
 def test_a_prompt_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ says: `paths`, folders of packages that come last; `shots`, how many examples mu
 part builds all requests and asks its share; part 0 waits for the others, and lets lm-eval judge what all of
 them brought.
 
+Of a running server it is required that what it says is an answer: lm-eval would take a likelihood that it was
+not given for certain, and no text for an empty one.
+
 Not covered: replies that are drawn (do_sample=true), which lm-eval never keeps: part 0 asks them alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -27,6 +31,12 @@ PIECE = 512
 _POLL_S = 0.5
 _NO_SHOTS = 65
 """Exit code where shown examples are not as asked for."""
+_NO_ANSWER = 66
+"""Exit code where a server's answer is none."""
+
+
+class _NoAnswer(BaseException):
+    """A server's answer is none: not an `Exception`, so that lm-eval does not ask again."""
 
 
 def main() -> None:
@@ -34,8 +44,11 @@ def main() -> None:
     given = json.loads(os.environ[VARIABLE])
     # Behind the engine's own packages, whose versions are those that the engine was made for.
     sys.path += given["paths"]
-    if sys.argv[sys.argv.index("--model") + 1] == "vllm":
+    engine = sys.argv[sys.argv.index("--model") + 1]
+    if engine == "vllm":
         _import_vllm()
+    if engine == "local-completions":
+        _require_answers()
     from lm_eval import evaluator
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.task import Task
@@ -45,6 +58,8 @@ def main() -> None:
     def evaluate_kept(lm: Any, task_dict: Any, **options: Any) -> Any:
         _require_shots(task_dict, given["shots"])
         _set_greedy(task_dict)
+        if engine == "local-completions":
+            _begin_as_others(lm)
         return evaluate(lm=_Kept(lm, given), task_dict=task_dict, **options)
 
     def end(_: Any) -> None:
@@ -54,7 +69,12 @@ def main() -> None:
     evaluator.evaluate = evaluate_kept
     if given["part"]:
         Task.apply_filters = end
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except _NoAnswer as error:
+        _say(f"the server's answer is none: {error}")
+        # At once: an orderly end would tell of each request that was under way.
+        os._exit(_NO_ANSWER)
 
 
 def _import_vllm() -> None:
@@ -76,6 +96,66 @@ def _import_vllm() -> None:
         from lm_eval.models import vllm_causallms  # noqa: F401
     finally:
         metadata.version = find
+
+
+def _require_answers() -> None:
+    """Have lm-eval end where a server leaves out what it was asked for."""
+    from lm_eval.api.model import CacheHook
+    from lm_eval.models.openai_completions import LocalCompletionsAPI as Server
+
+    keep = CacheHook.add_partial
+
+    def keep_named(self: Any, attr: str, request: Any, answer: Any) -> None:
+        # A window of a longer text has no name, and lm-eval fails on it; the text itself is kept.
+        if request is not None:
+            keep(self, attr, request, answer)
+
+    CacheHook.add_partial = keep_named
+
+    read_logprobs, read_texts = Server.parse_logprobs, Server.parse_generations
+
+    def require_logprobs(outputs: Any, tokens: Any = None, ctxlens: Any = None, **others: Any) -> Any:
+        choices = _list_choices(outputs)
+        for choice, asked in zip(choices, tokens, strict=False):
+            found = choice.get("logprobs") or {}
+            values, tops = found.get("token_logprobs") or [], found.get("top_logprobs") or []
+            # Of each token that was sent and the one that was asked for; the first has nothing before it.
+            if {len(values), len(tops)} != {len(asked) + 1} or not all(tops[1:]) or None in values[1:]:
+                raise _NoAnswer(
+                    f"{len(values)} log-probabilities and {len(tops)} lists of likely tokens, to a text of"
+                    f" {len(asked)} tokens with echo and logprobs=1. Tasks that choose among answers need one"
+                    " of each token: start a server that gives them, or evaluate the model's own files"
+                )
+        if len(choices) != len(tokens):
+            raise _NoAnswer(f"{len(choices)} choices to {len(tokens)} texts")
+        return read_logprobs(outputs, tokens=tokens, ctxlens=ctxlens, **others)
+
+    def require_texts(outputs: Any, **others: Any) -> Any:
+        if not all(isinstance(choice.get("text"), str) for choice in _list_choices(outputs)):
+            raise _NoAnswer("a choice without a text")
+        return read_texts(outputs, **others)
+
+    Server.parse_logprobs = staticmethod(require_logprobs)
+    Server.parse_generations = staticmethod(require_texts)
+
+
+def _list_choices(outputs: Any) -> list[dict[str, Any]]:
+    answers = outputs if isinstance(outputs, list) else [outputs]
+    return [choice for one in answers for choice in sorted(one["choices"], key=lambda each: each["index"])]
+
+
+def _begin_as_others(lm: Any) -> None:
+    """Have prompts begin as those of lm-eval's other engines: with a token that the tokenizer puts there."""
+    lm = getattr(lm, "lm", lm)
+    if "add_bos_token" in json.loads(sys.argv[sys.argv.index("--model_args") + 1]):
+        return
+    tokenizer, text = lm.tokenizer, "1"
+    adds_some = tokenizer(text).input_ids != tokenizer(text, add_special_tokens=False).input_ids
+    if adds_some and "--apply_chat_template" in sys.argv:
+        turns = [{"role": "user", "content": text}]
+        written = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        adds_some = not written.startswith(tokenizer.bos_token or written)
+    lm.add_bos_token = adds_some
 
 
 def _require_shots(task_dict: Any, wanted: int | None) -> None:
@@ -117,8 +197,14 @@ class _Kept:
 
     def _answer(self, kind: str, requests: list[Any]) -> list[Any]:
         ask = getattr(self._lm, kind)
+        # Of a life before this one, with another number of parts perhaps.
+        for path in self._folder.glob("part-*_rank0.db"):
+            if path.name != f"part-{self._part}_rank0.db":
+                with contextlib.suppress(sqlite3.OperationalError):
+                    self._take_over(path)
         # By document: all continuations of a question are scored by one part, which sees its prompt once.
         mine = [one for one in requests if one.doc_id % self._num_parts == self._part]
+        mine = [one for one in mine if not (kind == "generate_until" and one.args[1].get("do_sample"))]
         for start in range(0, len(mine), PIECE):
             ask(mine[start : start + PIECE])
             num_kept = min(start + PIECE, len(mine))
@@ -129,23 +215,18 @@ class _Kept:
         for other in range(1, self._num_parts):
             while not (self._folder / f"{kind}-{other}.done").exists():
                 time.sleep(_POLL_S)
-            self._take_over(other)
+            self._take_over(self._folder / f"part-{other}_rank0.db")
         # All that was kept is read; drawn replies are asked here.
         return list(ask(requests))
 
-    def _take_over(self, part: int) -> None:
-        """Copy what another part keeps into this part's cache."""
+    def _take_over(self, path: Path) -> None:
+        """Copy what another part keeps into this part's cache: a file that lm-eval makes of `part-N`."""
         cache = self._lm.dbdict
-        with sqlite3.connect(f"file:{replies_path(self._folder, part)}?mode=ro", uri=True) as other:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as other:
             for key, value in other.execute("SELECT key, value FROM unnamed"):
                 if key not in cache:
                     cache[key] = cache.decode(value)
         cache.commit()
-
-
-def replies_path(folder: Path, part: int) -> str:
-    """Return the file that lm-eval's cache makes of `--use_cache FOLDER/part-N`."""
-    return f"{folder}/part-{part}_rank0.db"
 
 
 if __name__ == "__main__":

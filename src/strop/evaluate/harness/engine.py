@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from strop.engine.openai import KEY_VARIABLE
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
@@ -45,6 +45,9 @@ LM_EVAL = PythonEnvironment(
 NUM_CONCURRENT = 16
 """Requests under way at once at a running server."""
 _LOOK_LIMIT_S = 60.0
+_WITHOUT_KEY = frozenset({401, 403})
+_KEYS = frozenset({"api_key", "auth_token", "header"})
+"""Arguments of lm-eval's engines that hold a secret, which a command line would show to others."""
 _LOOK = "import importlib.util, sys; print(*sys.version_info[:2], bool(importlib.util.find_spec('lm_eval')))"
 
 
@@ -61,6 +64,8 @@ class HarnessEngine:
     """Of the server, up to /v1."""
     served_name: str = ""
     """What the server calls the model."""
+    served_tokens: int | None = None
+    """Prompt and reply of one request at the server; None where it does not say."""
 
     @property
     def paths(self) -> list[str]:
@@ -85,10 +90,7 @@ def choose_engine(
     Raises: ConfigError if it is not here, or a setting would not take effect with it.
     """
     if url is not None:
-        _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
-        return HarnessEngine(
-            kind="server", python=LM_EVAL.python, url=url, served_name=_find_served(url, served_name)
-        )
+        return _find_server(settings, url, served_name)
     if settings.engine == "hf":
         _refuse_ignored(settings, "harness.engine=hf", "gpu_memory_frac")
         return own_engine()
@@ -131,8 +133,40 @@ def _find_vllm(named: str | None) -> HarnessEngine:
     return HarnessEngine(kind="vllm", python=python, has_harness=has_harness)
 
 
-def _find_served(url: str, name: str) -> str:
-    """Return what a server calls the model. Raises: EngineError if it does not answer; ConfigError."""
+def _find_server(settings: HarnessSpec, url: str, name: str) -> HarnessEngine:
+    """Return a running server. `name`: what it may call the model.
+
+    Raises: EngineError if it does not answer; ConfigError if it has no such model, or a setting would mean
+        nothing to it.
+    """
+    _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
+    if (settings.batch_size or "").startswith("auto"):
+        _refuse_ignored(settings, "a running server, which batches by itself", "batch_size")
+    listed = _list_served(url)
+    if name not in listed and len(listed) != 1:
+        raise ConfigError(
+            f"the server at {url} has no model {name}",
+            allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+            next_step="name it behind the # of the address",
+        )
+    served = name if name in listed else next(iter(listed))
+    most, wanted = listed[served], settings.max_model_tokens
+    if most is not None and wanted is not None and wanted > most:
+        raise ConfigError(
+            f"harness.max_model_tokens={wanted} with the server at {url}",
+            allowed=f"up to {most}, the tokens that it takes for prompt and reply",
+            next_step="lower it, leave it out, or start the server with more",
+        )
+    return HarnessEngine(
+        kind="server", python=LM_EVAL.python, url=url, served_name=served, served_tokens=most
+    )
+
+
+def _list_served(url: str) -> dict[str, int | None]:
+    """Return the models of a server, each with the tokens of one request where it says that (vLLM does).
+
+    Raises: EngineError if it does not answer as such servers do.
+    """
     require_server_part("httpx")
     import httpx
 
@@ -140,22 +174,25 @@ def _find_served(url: str, name: str) -> str:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
-        listed = [str(entry["id"]) for entry in answer.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        if answer.status_code in _WITHOUT_KEY:
+            _refuse_without_key(url, answer.status_code, has_key=key is not None)
+        entries = answer.raise_for_status().json()["data"]
+        return {str(entry["id"]): entry.get("max_model_len") for entry in entries}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(
             f"{url}/models does not answer ({type(error).__name__}: {error})",
             allowed="a running server of OpenAI's completions",
             next_step="start it, or correct the address",
         ) from error
-    if name in listed:
-        return name
-    if len(listed) != 1:
-        raise ConfigError(
-            f"the server at {url} has no model {name}",
-            allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
-            next_step="name it behind the # of the address",
-        )
-    return listed[0]
+
+
+def _refuse_without_key(url: str, status: int, *, has_key: bool) -> NoReturn:
+    raise EngineError(
+        f"{url}/models answers {status}: {'the key is not its own' if has_key else 'it wants a key'}",
+        allowed=f"the key of the server in the variable {KEY_VARIABLE}",
+        next_step=f"set {KEY_VARIABLE}; no setting and no word of a command takes it, because others could"
+        " read it there",
+    )
 
 
 def _refuse_ignored(settings: HarnessSpec, why: str, *names: str) -> None:
@@ -170,11 +207,16 @@ def _refuse_ignored(settings: HarnessSpec, why: str, *names: str) -> None:
 
 
 def engine_words(
-    engine: HarnessEngine, settings: HarnessSpec, *, model_path: Path, dtype: str, max_positions: int
+    engine: HarnessEngine,
+    settings: HarnessSpec,
+    *,
+    model_path: Path,
+    dtype: str | None,
+    max_positions: int,
 ) -> list[str]:
     """Return the words of `lm_eval run` that say who generates.
 
-    Raises: ConfigError if harness.model_args gives what a setting gives.
+    Raises: ConfigError if harness.model_args gives what a setting gives, or a key.
     """
     length = settings.max_model_tokens
     arguments: dict[str, Any]
@@ -185,7 +227,8 @@ def engine_words(
             "base_url": f"{(engine.url or '').rstrip('/')}/completions",
             "tokenizer": str(model_path),
             "tokenizer_backend": "huggingface",
-            "max_length": length or max_positions,
+            # Of it lm-eval uses one less.
+            "max_length": max_positions + 1,
             "num_concurrent": NUM_CONCURRENT,
             "seed": settings.seed,
         }
@@ -207,7 +250,13 @@ def engine_words(
     own = {
         key for key in arguments if key not in {"num_concurrent", "enforce_eager", "kv_cache_memory_bytes"}
     }
-    further = parse_pairs(settings.model_args or "", "harness.model_args", own)
+    further = parse_pairs(settings.model_args or "", "harness.model_args", own | {"max_gen_toks"})
+    if secret := sorted(_KEYS & set(further)):
+        raise ConfigError(
+            f"harness.model_args with {', '.join(secret)}",
+            allowed=f"a key in the variable {KEY_VARIABLE}: others can read a command line",
+            next_step="remove it, and set the variable",
+        )
     return [
         *("--model", name, "--model_args", json.dumps(arguments | dict(further))),
         *("--batch_size", settings.batch_size or batch),

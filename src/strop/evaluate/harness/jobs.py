@@ -29,7 +29,8 @@ class AskedModel:
     model_path: Path
     model_digest: str
     step: int
-    dtype: str
+    dtype: str | None
+    """None: a server's own, which it does not tell."""
     max_positions: int
     """Tokens that the model can look at; the harness cuts longer prompts from the left without a word."""
     num_examples: int | None

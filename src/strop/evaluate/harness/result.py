@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -50,10 +51,11 @@ class HarnessResult(Record):
     split: Split
     step: int
     model_digest: str
-    dtype: str
+    dtype: str | None
+    """None: a server's own, which it does not tell."""
     num_examples: int
     data_digest: str
-    """Hash over the rows that were asked and that few-shot examples were drawn from."""
+    """Hash over the rows that were asked and, of our data, that few-shot examples were drawn from."""
     num_fewshot: int
     max_reply_tokens: int | None
     """None where lm-eval's own task generates nothing."""
@@ -201,7 +203,7 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         model_digest=job.model_digest,
         dtype=job.dtype,
         num_examples=len(rows),
-        data_digest="",
+        data_digest=_digest_rows(said),
         num_fewshot=max(shots),
         max_reply_tokens=max((one for one in budgets.values() if one is not None), default=None),
         stops=said[0].stops,
@@ -218,6 +220,12 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         samples=b"".join(one.samples for one in said),
         longest_prompt_tokens=max(lengths, default=0),
     )
+
+
+def _digest_rows(said: Sequence[_Said]) -> str:
+    """Return a hash over lm-eval's own over each row that it asked, in no order."""
+    rows = [sorted(str(row.get("doc_hash")) for row in one.rows.values()) for one in said]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:

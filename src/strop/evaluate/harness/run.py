@@ -214,8 +214,10 @@ def harness_variables(job: HarnessJob | FreeJob, work_dir: Path) -> Mapping[str,
     found = {**os.environ, **KEEP_BYTECODE}
     if job.threads is not None:
         found["OMP_NUM_THREADS"] = str(job.threads)
-    if job.engine.kind == "server" and KEY_VARIABLE in found:
-        found["OPENAI_API_KEY"] = found[KEY_VARIABLE]
+    if job.engine.kind == "server":
+        # lm-eval sends this one to any server; the user's own of that name is for another.
+        found.pop("OPENAI_API_KEY", None)
+        found |= {"OPENAI_API_KEY": found[KEY_VARIABLE]} if KEY_VARIABLE in found else {}
     if isinstance(job, FreeJob) and not is_offline():
         return found
     found |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
@@ -267,14 +269,16 @@ _POLL_S = 3600.0
 
 
 def run_harness(
-    job: HarnessJob | FreeJob, out_dir: Path, *, part: int = 0, num_parts: int = 1
+    job: HarnessJob | FreeJob, out_dir: Path, *, part: int = 0, num_parts: int = 1, is_shared: bool = False
 ) -> HarnessResult | None:
     """Run the harness and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
     Of several parts, each asks its share, on any machine that sees the folder; part 0 returns the result, the
-    others None. A result that is there already is returned as it is.
+    others None. A result that is there already is returned as it is. `is_shared`: beside the result of
+    another evaluation this one gets a name of its own, with its digest.
     Raises: DataError if the harness cannot ask an example; EngineError if it fails; CorruptRecord if it
-        says something else than expected; CheckRefused if prompts were cut; StoreError if the disk fails.
+        says something else than expected; CheckRefused if prompts were cut, or the folder has the result of
+        another evaluation; StoreError if the disk fails.
     """
     stem = result_stem(job, out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -287,10 +291,15 @@ def run_harness(
                 write_code_metric(work_dir)
         command = harness_command(job, work_dir)
         digest = job.digest([word.replace(name, "") for word in command[1:]], data_digest)
-        kept = read_kept_result(_beside(stem, ".json"), digest)
-        if kept is not None:
-            return kept
         replies = _beside(stem, f".replies-{digest[:8]}")
+        found = read_kept_result(_beside(stem, ".json"))
+        if found is not None and found.plan != digest:
+            if not is_shared:
+                raise _another(job, _beside(stem, ".json"), found)
+            stem = _beside(stem, f"-{digest[:8]}")
+            found = read_kept_result(_beside(stem, ".json"))
+        if found is not None:
+            return found
         replies.mkdir(exist_ok=True)
         _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts)
         if part:
@@ -321,13 +330,38 @@ def _beside(stem: Path, suffix: str) -> Path:
     return stem.with_name(stem.name + suffix)
 
 
-def read_kept_result(path: Path, digest: str) -> HarnessResult | None:
-    """Return the result of the same run of the harness, if it is there already."""
+def read_kept_result(path: Path) -> HarnessResult | None:
+    """Return the result in a file, if it is one."""
     try:
-        found = HarnessResult.read(path.read_bytes())
+        return HarnessResult.read(path.read_bytes())
     except (OSError, ValueError, AttributeError):
         return None
-    return found if found.plan == digest else None
+
+
+def _another(job: HarnessJob | FreeJob, path: Path, found: HarnessResult) -> CheckRefused:
+    """Return the refusal to write over the result of another evaluation."""
+    settings: HarnessSpec = job.settings
+    wanted: dict[str, object] = {
+        "model_digest": job.model_digest,
+        "dtype": job.dtype,
+        "engine": job.engine.kind,
+        "seed": settings.seed,
+        "arguments": job.arguments,
+    }
+    wanted |= {} if settings.num_few_shot is None else {"num_fewshot": settings.num_few_shot}
+    wanted |= {} if settings.max_reply_tokens is None else {"max_reply_tokens": settings.max_reply_tokens}
+    wanted |= {} if job.num_examples is None else {"num_examples": job.num_examples}
+    there = {name: getattr(found, name) for name in wanted}
+    shown = [
+        f"{name} {there[name]!r} there and {wanted[name]!r} now"
+        for name in wanted
+        if there[name] != wanted[name]
+    ]
+    return CheckRefused(
+        f"{path} is of another evaluation: {'; '.join(shown) or 'lm-eval was given something else'}",
+        allowed="an empty folder, or the evaluation that was begun in it",
+        next_step="repeat the command that began it, or name another folder with --out",
+    )
 
 
 def _run(

@@ -1,0 +1,93 @@
+"""The baselines that a user names for an evaluation: which stored results, or published scores, are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from strop.errors import ConfigError
+from strop.evaluate.baselines import BaselineStatus, all_baselines, find_model_name
+from strop.evaluate.stored import Result, StoredBaseline, read_stored, require_one_model, tasks_of
+from strop.rollout import Split
+from strop.run.evaluation import EVALS_ROOT
+from strop.run.inference import open_model
+
+
+def read_baselines(
+    words: Sequence[str], tasks: Sequence[str], split: Split, *, by_harness: bool, out_dir: Path | None
+) -> list[StoredBaseline]:
+    """Return what `NAME=PLACE` or `PLACE` mean, before anything is asked.
+
+    A place is a result, a folder of results, a run; a model or a checkpoint with results in its run, in
+    `out_dir` or in `EVALS_ROOT`; the name of an evaluation by a file, whose results are there; or a model
+    with published scores. `tasks`: what will be asked, by lm-eval or not.
+    Raises: ConfigError for a place without a result on any of the tasks, or of several models, and for a name
+        given twice; CorruptRecord for a damaged result.
+    """
+    found = [_read(word, out_dir) for word in words]
+    names = [one.name for one in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"two baselines are called {twice[0]}",
+            allowed="one name each",
+            next_step="write NAME=PLACE with names of your own",
+        )
+    for one in found:
+        if one.published is not None:
+            on = _list_published(one.published, by_harness=by_harness)
+            known = [task for task in tasks if task in on]
+        else:
+            if several := require_one_model(one.name, one.results):
+                raise ConfigError(
+                    several,
+                    allowed="the results of one model",
+                    next_step="name one file, or the model whose results are meant",
+                )
+            there = tasks_of(list(one.results.values()), split)
+            known = [task for task in tasks if (by_harness, task) in there]
+            on = {f"{name} (by lm-eval)" if is_by_harness else name for is_by_harness, name in there}
+        if not known:
+            raise ConfigError(
+                f"the baseline {one.name} has no {split.value} result on {' or '.join(tasks)}",
+                allowed=f"a baseline with one of the tasks; it has {', '.join(sorted(on)) or 'none'}",
+                next_step="name another baseline, or evaluate that one on the task first",
+            )
+    return found
+
+
+def _list_published(model: str, *, by_harness: bool) -> set[str]:
+    """Return the tasks on which a model's published scores may be quoted."""
+    return {
+        (one.harness_task or "") if by_harness else one.task
+        for one in all_baselines()
+        if one.model == model and one.status is BaselineStatus.REFERENCE
+    }
+
+
+def _read(word: str, out_dir: Path | None) -> StoredBaseline:
+    name, _, place = word.rpartition("=")
+    path = Path(place or "-").expanduser()
+    if path.is_file() or (path.is_dir() and read_stored(path)):
+        return StoredBaseline(name=name or path.stem, results=read_stored(path))
+    stored: Mapping[Path, Result] = {}
+    for root in {out_dir or EVALS_ROOT, EVALS_ROOT}:
+        for folder in [root, *(one for one in root.glob("*/") if one.name != "tables")]:
+            stored = {**stored, **read_stored(folder)}
+    if path.is_dir():
+        model = open_model(place)
+        if model.run_path is not None:
+            stored = {**stored, **read_stored(model.run_path)}
+        mine = {one: result for one, result in stored.items() if result.model_digest == model.digest}
+    else:
+        mine = {one: result for one, result in stored.items() if one.name.startswith(f"{place}.")}
+    if place and mine:
+        return StoredBaseline(name=name or path.name, results=mine)
+    published = find_model_name(place)
+    if published is not None:
+        return StoredBaseline(name=name or published, published=published)
+    raise ConfigError(
+        f"the baseline {place or word!r} has no results",
+        allowed="a result, a folder of results, a run; a model or an evaluation with results in"
+        f" {EVALS_ROOT}/ or --out; a model with published scores",
+        next_step="correct it, or evaluate that model first",
+    )
