@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from strop.cli import main
 from strop.errors import ConfigError
-from strop.evaluate import read_result
+from strop.evaluate import EvalResult
 from strop.launch.backends import open_backend
 from strop.launch.build_request import AUTO, SubmitOptions, make_plan, read_request
 from strop.launch.contract import JobPlan
-from strop.record.files import list_shards
 from strop.spec.reader import Flag
+from tests.fixtures.evaluation_jobs import (
+    NUM_SHARDS,
+    WHOLE_TABLE,
+    alone,
+    find_shards,
+    results,
+    table,
+    write_evaluation,
+)
 from tests.fixtures.jobs import wait_for
 
+__all__ = ["alone"]
 SITES = """[sites.cloud]
 backend = "sagemaker"
 region = "us-east-1"
@@ -99,6 +103,16 @@ def test_each_node_has_its_share(folder: Path) -> None:
     assert (found.resources.num_nodes, found.resources.gpus_per_node) == (3, 4)
 
 
+@pytest.mark.parametrize("local", [(), (("--local", True), ("--image", "none"))])
+def test_each_instance_has_its_share(folder: Path, local: tuple[tuple[str, object], ...]) -> None:
+    """Incident: with --local two hosts ran, and both were told to ask everything."""
+    flags = (("--instance-count", 2), *local)
+    given = tuple(Flag(key="", value=value, name=name) for name, value in flags)
+    found = plan(folder, "EVAL.toml", site="cloud", flags=given)
+    assert found.roles[0].argv[-2:] == ("--node", "{node}/2")
+    assert found.details["jobs"][0]["request"]["ResourceConfig"]["InstanceCount"] == 2
+
+
 def test_another_task_or_model_is_another_plan(folder: Path) -> None:
     first = plan(folder, "EVAL.toml")
     assert first.plan_hash == plan(folder, "EVAL.toml").plan_hash
@@ -123,7 +137,6 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("EVAL.toml", {"site": "cloud", "overrides": ("job.nodes=2",)}, "whose hosts see no common disk"),
         (
             "EVAL.toml",
             {"overrides": ("job.train_gpus=2", "job.infer_gpus=1")},
@@ -154,63 +167,29 @@ def test_what_no_evaluation_can_be_is_refused_at_submission(
     assert message in str(caught.value)
 
 
-def homes(folder: Path) -> list[Path]:
-    return [path for path in (folder / "runs").iterdir() if path.is_dir()]
-
-
-def tables(home: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads(
-        (home / "eval" / "tables" / "two-step-000000.json").read_text()
-    )
-    return found
-
-
 @pytest.mark.slow
-def test_a_job_of_two_tasks_runs_and_its_results_are_fetched(
-    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_a_cancelled_job_is_resumed_and_ends_as_one_that_was_left_alone(
+    folder: Path, tiny_model_dir: Path, alone: dict[str, EvalResult], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "EVAL.toml").write_text(EVAL_TEXT.format(model=tiny_model_dir, examples=40))
-    words = ("submit", "EVAL.toml", "--on", "local", "--no-snapshot", "--wait", "--gpus", "0")
-    assert main([*words]) == 0, capsys.readouterr().err
-    (home,) = homes(folder)
-    assert [(row["task"], row["num_examples"]) for row in tables(home)] == [
-        ("arithmetic", 40),
-        ("reverse-text", 40),
-    ]
-    assert read_result(home / "eval" / "two.arithmetic-step-000000.json").num_examples == 40
+    write_evaluation(folder, tiny_model_dir)
+    words = ["submit", "EVAL.toml", "--on", "local", "--no-snapshot", "--gpus", "0"]
+    assert main(words) == 0, capsys.readouterr().err
+    (home,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
+    wait_for(lambda: find_shards(home), limit_s=LIMIT_S)
+    assert main(["cancel", str(home)]) == 0
+    kept = {path: path.stat().st_mtime_ns for path in find_shards(home)}
+    assert len(kept) < NUM_SHARDS
+    assert main([*words, "--resume", home.name, "--wait"]) == 0, capsys.readouterr().err
+    # What was kept is not asked again.
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in find_shards(home)}.items()
     capsys.readouterr()
     assert main(["logs", str(home), "--role", "eval"]) == 0
-    assert "two-step-000000.csv" in capsys.readouterr().out
+    assert "are kept from before" in capsys.readouterr().out
     assert main(["fetch", str(home), "--to", str(folder / "fetched")]) == 0
-    assert (folder / "fetched" / "eval" / "tables" / "two-step-000000.csv").is_file()
-    # Submitted once more, it is the same job.
-    assert main([*words]) == 0
-    assert homes(folder) == [home]
-
-
-@pytest.mark.slow
-def test_two_nodes_share_the_examples_and_a_killed_share_goes_on(folder: Path, tiny_model_dir: Path) -> None:
-    """As on two machines of a cluster: each node's process sees the folder, and nothing else of the other."""
-    (folder / "EVAL.toml").write_text(EVAL_TEXT.format(model=tiny_model_dir, examples=100))
-    out = folder / "out"
-    words = [sys.executable, "-m", "strop.cli", "eval", "--config", "EVAL.toml", "--out", str(out)]
-    environ = {**os.environ, "STROP_ATTEMPT": "0-test"}
-    nodes = [
-        subprocess.Popen([*words, "--node", f"{node}/2"], env=environ, stderr=subprocess.DEVNULL)
-        for node in range(2)
-    ]
-    wait_for(lambda: any(list_shards(path) for path in out.glob("two.*")), limit_s=LIMIT_S)
-    nodes[1].send_signal(signal.SIGKILL)
-    nodes[1].wait()
-    time.sleep(1.0)
-    # Without the other node's share there is no result.
-    assert nodes[0].poll() is None
-    assert not list(out.glob("*.json"))
-    again = subprocess.run([*words, "--node", "1/2"], env=environ, capture_output=True, check=False)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert nodes[0].wait(timeout=LIMIT_S) == 0
-    result = read_result(out / "two.arithmetic-step-000000.json")
-    assert result.num_examples == 100
-    alone = subprocess.run([*words[:-1], str(folder / "alone")], capture_output=True, check=False)
-    assert alone.returncode == 0, alone.stderr[-2000:]
-    assert read_result(folder / "alone" / "two.arithmetic-step-000000.json").scores == result.scores
+    assert results(folder / "fetched") == alone
+    assert table(folder / "fetched") == WHOLE_TABLE
+    # Submitted once more, it is the same job; there is nothing to resume in one that succeeded.
+    assert main(words) == 0
+    assert [path for path in (folder / "runs").iterdir() if path.is_dir()] == [home]
+    assert main([*words, "--resume", home.name]) != 0
+    assert "succeeded" in capsys.readouterr().err

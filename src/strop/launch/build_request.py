@@ -121,7 +121,7 @@ def read_request(
     if file is not None and evaluation is not None:
         # As it is named where the job runs.
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
-        roles = [evaluating_role(file, resolved.spec, python, site, may_run_code=options.may_run_code)]
+        roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     root = _find_root(site, resolved)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from strop.errors import ConfigError
 from strop.launch.contract import RolePlan
 from strop.launch.job_dir import EVALUATION_NAME
-from strop.launch.options import Site
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.eval_file import EvalFile, read_eval_file, resolve_job
 from strop.spec.reader import Flag
@@ -47,21 +46,9 @@ def read_job_file(
     return resolved, file
 
 
-def evaluating_role(
-    file: EvalFile, spec: RunSpec, python: str, site: Site, *, may_run_code: bool
-) -> RolePlan:
-    """Return the process that each node of an evaluation runs; it starts one for each GPU.
-
-    Raises: ConfigError for several nodes that see no common disk, where replies meet.
-    """
+def evaluating_role(spec: RunSpec, python: str, *, may_run_code: bool) -> RolePlan:
+    """Return the process that each node of an evaluation runs; it starts one for each GPU."""
     job = spec.job
-    if job.nodes > 1 and not site.profile.has_shared_disk:
-        raise ConfigError(
-            f"job.nodes={job.nodes} for the evaluation {file.name} on {site.name}, whose hosts see no common"
-            " disk",
-            allowed="one node there: its GPUs share the work",
-            next_step="set job.nodes to 1, or split the tasks into several files",
-        )
     words = ["eval", "--config", f"{{job}}/{EVALUATION_NAME}", "--out", "{run}/eval"]
     words += ["--node", f"{{node}}/{job.nodes}", *(["--confirm-run-unsafe-code"] if may_run_code else [])]
     gpus = {"eval": job.gpus_per_node} if job.gpus_per_node else {}

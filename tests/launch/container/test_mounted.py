@@ -1,9 +1,10 @@
-"""Containers that are shown this machine's environment: real trainings, and sandboxes inside."""
+"""Containers that are shown this machine's environment: real runs and evaluations, and sandboxes inside."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,29 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine import limits
+from strop.cli import main
+from strop.evaluate import EvalResult
 from strop.launch.backends import open_backend
 from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.container.image import BuiltImage
 from strop.launch.contract import JobRef, JobState
 from strop.launch.drill import drill
+from strop.launch.job_dir import job_path_of, read_ref
 from strop.launch.launcher import Launcher
 from strop.launch.logs import LogFilter
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver
 from tests.fixtures.containers import list_names, write_sites
+from tests.fixtures.evaluation_jobs import (
+    NUM_SHARDS,
+    WHOLE_TABLE,
+    alone,
+    find_shards,
+    results,
+    table,
+    write_evaluation,
+)
 from tests.fixtures.jobs import (
     find_process,
     hold_until_told,
@@ -33,7 +46,7 @@ from tests.fixtures.jobs import (
 )
 from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
 
-__all__ = ["project"]
+__all__ = ["alone", "project"]
 pytestmark = pytest.mark.slow
 NUM_STEPS = 30
 RUN_FILE = """
@@ -125,3 +138,32 @@ def test_the_environment_is_shown_read_only_and_sandboxes_are_made_where_allowed
         lines = launcher.logs(ref, 0, LogFilter(role="train"), is_followed=False)
         found.append([line.text for line in lines if not line.text.startswith("bwrap:")])
     assert found == [["3", "Read-only file system", "0"], ["3", "Read-only file system", "1"]]
+
+
+def test_a_killed_evaluation_is_resumed_in_a_new_container_and_ends_as_if_left_alone(
+    project: Path,
+    base_image: BuiltImage,
+    tiny_model_dir: Path,
+    alone: dict[str, EvalResult],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(project)
+    shown = json.dumps([f"{tiny_model_dir}:{tiny_model_dir}:ro"])
+    write_sites(project, base_image.name, 'environment = "mounted"', f"mounts = {shown}")
+    write_evaluation(project, tiny_model_dir)
+    words = ["submit", "EVAL.toml", "--on", "box", "--gpus", "0", *(f"--env={name}" for name in limits())]
+    assert main(words) == 0, capsys.readouterr().err
+    (home,) = (path for path in (project / "runs").iterdir() if path.is_dir())
+    ref = read_ref(job_path_of(home))
+    wait_for(lambda: find_shards(home), limit_s=180.0)
+    subprocess.run(["podman", "kill", "--signal", "KILL", ref.job_id], check=True, capture_output=True)
+    assert len(find_shards(home)) < NUM_SHARDS
+    assert main([*words, "--resume", home.name, "--wait"]) == 0, capsys.readouterr().err
+    wait_for(lambda: [one["number"] for one in read_verdicts(home)] == [0, 1], limit_s=180.0)
+    capsys.readouterr()
+    assert main(["logs", home.name, "--role", "eval"]) == 0
+    assert "are kept from before" in capsys.readouterr().out
+    assert main(["fetch", home.name, "--to", str(project / "fetched")]) == 0
+    assert results(project / "fetched") == alone
+    assert table(project / "fetched") == WHOLE_TABLE

@@ -64,6 +64,7 @@ class Rehearsal:
         clients = AwsClients(profile=profile, given={"sagemaker": fake})
         backend = SageMakerBackend(profile, clients=clients, objects=self.objects)
         num_past, evaluation = changes.pop("num_past", 0), changes.pop("evaluation", None)
+        command = changes.pop("command", "train")
         request = make_request(
             project=self.project,
             profile=profile.model_dump(exclude_defaults=True),
@@ -73,7 +74,7 @@ class Rehearsal:
         request = replace(request, snapshot=take_snapshot(self.project, excluded=[self.project / "runs"]))
         home = f"{request.home}{'' if request.options.get('job_name') is None else '-2'}"
         request = replace(request, roles=roles or request.roles, home=home, num_past=num_past)
-        request = replace(request, evaluation=evaluation)
+        request = replace(request, evaluation=evaluation, command=command)
         plan = make_plan(request, backend)
         write_job_dir(plan, request, {})
         backend.submit(plan)

@@ -25,10 +25,10 @@ from strop.launch.sagemaker.checkpoint_sync import (
     RecordUploader,
     StoreSink,
     count_start,
-    restore_evaluation,
     restore_state,
 )
 from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
+from strop.launch.sagemaker.evaluation_files import restore_evaluation
 from strop.launch.sagemaker.local_mode import choose_gpus
 from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree
 from strop.launch.sagemaker.node import StopFlag

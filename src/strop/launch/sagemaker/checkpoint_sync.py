@@ -25,6 +25,7 @@ from typing import Protocol
 from strop.errors import ConfigError, StoreError
 from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
 from strop.launch.sagemaker.client import JobObjects
+from strop.launch.sagemaker.evaluation_files import EVALUATION_FOLDER, Worker, list_evaluation
 from strop.launch.secrets import redact
 from strop.record.mirror.layout import TRACES
 from strop.store.policy import URI_VARIABLE
@@ -35,38 +36,10 @@ POLL_S = 1.0
 UPLOAD_EVERY_S = 10.0
 _STEP = re.compile(r"step-(\d+)")
 _NOT_STATE = frozenset({"checkpoints", "attempts", "job", "members", "latest"})
-EVALUATION_FOLDER = "eval"
-"""Of a job that evaluates, in its own directory."""
 _RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
 
 
-class _Worker:
-    """Repeats a piece of work in its own thread, at pauses that may double up to a limit."""
-
-    def __init__(
-        self, name: str, work: Callable[[], None], pause_s: float, max_pause_s: float | None = None
-    ) -> None:
-        self._work, self._pause_s, self._max_pause_s = work, pause_s, max_pause_s or pause_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def _join(self) -> None:
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _repeat(self) -> None:
-        pause_s = self._pause_s
-        while not self._stopped.wait(pause_s):
-            self._work()
-            pause_s = min(self._max_pause_s, pause_s * 2)
-
-
-class CheckpointSync(_Worker):
+class CheckpointSync(Worker):
     """Copies complete checkpoints into the directory that the platform keeps in step with S3."""
 
     def __init__(
@@ -300,7 +273,7 @@ class DirectorySink:
         partial.rename(target)
 
 
-class RecordUploader(_Worker):
+class RecordUploader(Worker):
     """Sends the attempt's files that have changed, every few seconds and at the end.
 
     To `traces/` of the run's folder in the store; in a job without network to the checkpoint directory. A
@@ -338,7 +311,7 @@ class RecordUploader(_Worker):
         if self._has_run:
             found += [self._trial_path / name for name in _RUN_FILES]
         if self._keeper is not None:
-            found += _list_evaluation(self._trial_path)
+            found += list_evaluation(self._trial_path)
         for path in found:
             name = path.relative_to(self._trial_path).as_posix()
             try:
@@ -357,20 +330,7 @@ class RecordUploader(_Worker):
                     sys.stderr.write(f"record: {name} was not sent: {error}\n")
 
 
-def _list_evaluation(trial_path: Path) -> list[Path]:
-    """Return an evaluation's results and replies that are whole; lm-eval's cache changes as it grows."""
-    found = [path for path in sorted((trial_path / EVALUATION_FOLDER).rglob("*")) if path.is_file()]
-    left_out = (".partial-", ".replies-", "/lock", "/.shares/")
-    return [path for path in found if not any(part in path.as_posix() for part in left_out)]
-
-
-def restore_evaluation(evaluation_path: Path, trial_path: Path) -> None:
-    """Bring back what an earlier start of an evaluation had written. Raises: OSError if the disk fails."""
-    if evaluation_path.is_dir():
-        shutil.copytree(evaluation_path, trial_path, dirs_exist_ok=True)
-
-
-class LogEcho(_Worker):
+class LogEcho(Worker):
     """Copies the roles' logs to standard output, for the platform's log service, as `role| line`."""
 
     def __init__(self, folder: Path, *, hide: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from traceback import print_exception
 from types import TracebackType
@@ -47,9 +48,9 @@ from strop.launch.sagemaker.checkpoint_sync import (
     Sink,
     StoreSink,
     count_start,
-    restore_evaluation,
     restore_newest,
 )
+from strop.launch.sagemaker.evaluation_files import ShareSender, restore_evaluation, take_share
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import (
     Hosts,
@@ -178,9 +179,10 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     # With a store the run's own mirror sends the run's files: each object has one writer.
     has_run = start.hosts.is_head and not _reaches_store(start)
     evaluation_path = None
-    if start.plan["command"] == EVALUATION and start.hosts.is_head:
-        evaluation_path = start.tree.checkpoint_path / EVALUATION
-        restore_evaluation(evaluation_path, start.home)
+    if start.plan["command"] == EVALUATION:
+        restore_evaluation(start.tree.checkpoint_path / EVALUATION, start.home)
+        if start.hosts.is_head:
+            evaluation_path = start.tree.checkpoint_path / EVALUATION
     uploader = RecordUploader(
         _choose_sink(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
     )
@@ -196,6 +198,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     rendezvous.start(
         shared_path=rendezvous_path(start.home / ROLES_FOLDER, start.attempt),
         may_be_lost=_find_optional_nodes(start),
+        take_share=partial(take_share, start.home, start.attempt) if start.hosts.is_head else None,
     )
     try:
         own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
@@ -268,7 +271,9 @@ def _run_agent(
         start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
     )
     echo = LogEcho(task.log_path, hide=hidden)
-    threads = (sync, uploader, echo)
+    shares = ShareSender(start.home, start.attempt, rendezvous.send)
+    is_sharing = start.plan["command"] == EVALUATION and not start.hosts.is_head
+    threads = (sync, uploader, echo, *([shares] if is_sharing else []))
     for thread in threads:
         thread.start()
     _arm_block_end()
@@ -281,6 +286,8 @@ def _run_agent(
         released.set()
         step = sync.stop()
         echo.stop()
+        if is_sharing:
+            shares.stop()
     sys.stderr.write(f"newest state that is kept: {'none' if step is None else f'step {step}'}\n")
     return code, str(_read_end(start).get("signal", ""))
 

@@ -243,12 +243,12 @@ class SageMakerSite(SiteOptions):
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
         """Return the nodes that are instances, and all GPUs of an instance for a job that asks for none."""
-        if self.local:
-            return imply_gpus(job, len(self.devices), "--gpus") if self.devices else ()
         count = self.instance_count
         flags: tuple[Flag, ...] = ()
         if "instance_count" in options or (count > 1 and job.nodes == 1):
             flags = (Flag(key="job.nodes", value=count, name="--instance-count"),)
+        if self.local:
+            return (*flags, *(imply_gpus(job, len(self.devices), "--gpus") if self.devices else ()))
         found = find_instance(self.instance_type)
         return flags if found is None else (*flags, *imply_gpus(job, found.num_gpus, self.instance_type))
 

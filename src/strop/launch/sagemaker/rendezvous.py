@@ -4,7 +4,8 @@ The first host listens; the others connect, name themselves, and wait until all 
 exit code and cause; the first host decides and tells the others. What other hosts report is written where
 the agent looks for it on a shared file system (`exit/<node>`, `alive`), so an agent behaves the same
 everywhere. The first host's rendezvous file of the roles (`record.fence`) is copied to all hosts; it holds
-a token, so both sides first prove in a handshake that they know the job's shared key.
+a token, so both sides first prove in a handshake that they know the job's shared key. Of an evaluation, what
+the other hosts keep goes to the first one (`evaluation_files`).
 
 A lost connection is a lost host: no host waits for ever. The loss of a host whose roles may be lost ends no
 other host: the run itself decides how to go on.
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from strop.errors import CheckRefused, StoreError
 from strop.launch.attempts import combine
 from strop.launch.sagemaker import places
+from strop.launch.sagemaker.evaluation_files import SHARE_MESSAGE
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.secrets import write_private
 
@@ -48,6 +50,7 @@ class Rendezvous:
         self._may_be_lost: Collection[int] = ()
         self._lost: set[int] = set()
         self._shared_path: Path | None = None
+        self._take_share: Callable[[int, dict[str, Any]], None] | None = None
         self._sent: dict[str, Any] | None = None
         self.codes: dict[int, int] = {}
         """Exit codes of nodes that have reported theirs, this one's too."""
@@ -64,13 +67,21 @@ class Rendezvous:
         """Whether this host decides."""
         return self._hosts.is_head
 
-    def start(self, *, shared_path: Path | None = None, may_be_lost: Collection[int] = ()) -> None:
+    def start(
+        self,
+        *,
+        shared_path: Path | None = None,
+        may_be_lost: Collection[int] = (),
+        take_share: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> None:
         """Start to listen to every link, and to send signs of life.
 
         `shared_path`: a JSON file that is copied from the first host to the others, and removed with it.
         `may_be_lost`: nodes whose loss ends no other node.
+        `take_share`: on the first host, for what others send of an evaluation, with the sender's number.
         """
         self._shared_path, self._may_be_lost = shared_path, may_be_lost
+        self._take_share = take_share
         if shared_path is not None and self._hosts.is_head and self._links:
             copying = threading.Thread(
                 target=self._send_shared_file, args=(shared_path,), name="file-to-hosts", daemon=True
@@ -83,8 +94,11 @@ class Rendezvous:
     def finish(self, exit_code: int, cause: str) -> int:
         """Report that this host has ended; return the code that all hosts end with."""
         self._note(self._hosts.node, exit_code, cause)
-        self._send({"kind": "exit", "node": self._hosts.node, "code": exit_code, "cause": cause})
+        self.send({"kind": "exit", "node": self._hosts.node, "code": exit_code, "cause": cause})
         if not self._hosts.is_head:
+            if exit_code == 0:
+                # This host's part is done; the first one's may take hours more, and its loss is heard.
+                self._wait(lambda: self.verdict is not None or 0 in self.codes, None)
             self._wait(lambda: self.verdict is not None, END_LIMIT_S * 2)
             return exit_code or _LOST if self.verdict is None else self.verdict
         self._wait(lambda: len(self.codes) == len(self._hosts.names), END_LIMIT_S)
@@ -93,7 +107,7 @@ class Rendezvous:
         nodes = [node for node in range(len(self._hosts.names)) if node not in self._lost]
         codes = [self.codes.get(node, 0 if is_success else None) for node in nodes]
         self.verdict = combine(codes)
-        self._send({"kind": "verdict", "code": self.verdict})
+        self.send({"kind": "verdict", "code": self.verdict})
         return self.verdict
 
     def close(self) -> None:
@@ -118,7 +132,7 @@ class Rendezvous:
         if kind == "exit":
             self._note(int(message["node"]), int(message["code"]), str(message["cause"]))
             if self._hosts.is_head:
-                self._send(message, skip=node)
+                self.send(message, skip=node)
         elif kind == "verdict":
             with self._changed:
                 self.verdict = int(message["code"])
@@ -126,6 +140,14 @@ class Rendezvous:
         elif kind == "alive" and not self._hosts.is_head:
             with suppress(OSError):
                 (self._attempt_path / "alive").write_text(str(time.time()))
+        elif kind == SHARE_MESSAGE and self._take_share is not None:
+            try:
+                self._take_share(node, message)
+            except OSError as error:
+                # The first host asks what is missing, once all shares are done.
+                sys.stderr.write(
+                    f"{message.get('name')} of {self._hosts.names[node]} was not kept: {error}\n"
+                )
         elif kind == "file" and not self._hosts.is_head and self._shared_path is not None:
             content = message.get("content")
             # On a full disk the reader that waits for the file reports that it did not come.
@@ -166,11 +188,11 @@ class Rendezvous:
             return
         self._note(node, _LOST, cause)
         if self._hosts.is_head:
-            self._send({"kind": "exit", "node": node, "code": _LOST, "cause": cause}, skip=node)
+            self.send({"kind": "exit", "node": node, "code": _LOST, "cause": cause}, skip=node)
 
     def _send_signs(self) -> None:
         while not self._stopped.wait(SIGN_EVERY_S):
-            self._send({"kind": "alive"})
+            self.send({"kind": "alive"})
             for node, heard_at in list(self._heard_at.items()):
                 if time.monotonic() - heard_at > SILENCE_LIMIT_S and node not in self.codes:
                     self._lose(node)
@@ -185,17 +207,17 @@ class Rendezvous:
                 content = found if isinstance(found, dict) else None
             if content != self._sent:
                 self._sent = content
-                self._send({"kind": "file", "content": content})
+                self.send({"kind": "file", "content": content})
 
-    def _send(self, message: dict[str, Any], *, skip: int | None = None) -> None:
+    def send(self, message: Mapping[str, Any], *, skip: int | None = None) -> None:
+        """Send a message over every link; a link that is lost is noticed by its listener."""
         data = json.dumps(message).encode() + b"\n"
         for node, link in self._links.items():
             if node != skip:
-                # The link's own listener notices the loss.
                 with suppress(OSError), self._sending:
                     link.sendall(data)
 
-    def _wait(self, is_done: Callable[[], bool], limit_s: float) -> None:
+    def _wait(self, is_done: Callable[[], bool], limit_s: float | None) -> None:
         with self._changed:
             self._changed.wait_for(is_done, timeout=limit_s)
 
