@@ -230,7 +230,7 @@ def test_a_model_stands_for_its_results(evals: Path, tiny_model_dir: Path) -> No
     [
         (("nowhere",), ("arithmetic",), r"the baseline 'nowhere' has no results"),
         (("",), ("arithmetic",), r"the baseline '' has no results"),
-        (("x=evals/a.json", "x=evals/b.json"), ("arithmetic",), "two baselines are called x"),
+        (("x=evals/a.json", "x=evals/b.json"), ("arithmetic",), "x has results of 2 models on arithmetic"),
         (("evals/a.json",), ("gsm8k",), r"a has no held_out result on gsm8k\. .*; it has arithmetic"),
         (("evals",), ("arithmetic",), r"evals has results of 2 models on arithmetic: .*a\.json, .*b\.json"),
         ((MODEL,), ("arithmetic",), r"has no held_out result on arithmetic\. Allowed: .* it has gsm8k"),

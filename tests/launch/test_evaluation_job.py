@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.cli import main
 from strop.errors import ConfigError
-from strop.evaluate import EvalResult
+from strop.evaluate import EvalResult, read_result, write_result
 from strop.launch.backends import open_backend
 from strop.launch.build_request import AUTO, SubmitOptions, make_plan, read_request
 from strop.launch.contract import JobPlan
+from strop.launch.job_dir import write_preview
+from strop.spec.eval_file import read_eval_file
 from strop.spec.reader import Flag
+from tests.evaluate.stored_results import make_result
 from tests.fixtures.evaluation_jobs import (
     NUM_SHARDS,
     WHOLE_TABLE,
@@ -91,6 +95,27 @@ def test_an_evaluation_is_a_job_on_every_site(folder: Path, site: str, name: str
     assert role.gpus == {"eval": 8}
     words = ["strop.cli", "eval", "--config", "{job}/eval.toml", "--out", "{run}/eval", "--node", "{node}/1"]
     assert list(role.argv[2:]) == words
+
+
+@pytest.mark.parametrize("site", ["local", "cloud"])
+def test_baselines_travel_with_the_job(folder: Path, tmp_path: Path, site: str) -> None:
+    (folder / "old").mkdir()
+    write_result(make_result(step=10), folder / "old" / "arithmetic-step-000010.json")
+    write_result(make_result(), folder / "old" / "arithmetic-step-000020.json")
+    text = EVAL_TEXT.format(model="Org/Name", examples=64)
+    (folder / "EVAL.toml").write_text('eval.baselines = ["base=old"]\n' + text)
+    options = SubmitOptions(site=site, command=AUTO, project_path=folder, has_snapshot=False)
+    request = read_request(str(folder / "EVAL.toml"), options, environ=os.environ, now=1.0e9)
+    home = tmp_path / "home"
+    write_preview(replace(make_plan(request, open_backend(request.site)), home=str(home)), request)
+    # As the job reads it, on whatever machine: of the last step, and beside its file.
+    (word,) = read_eval_file(home / "job" / "eval.toml").counts.baselines
+    name, _, place = word.partition("=")
+    assert (name, Path(place).parent) == ("base", home / "job")
+    assert read_result(Path(place)) == make_result()
+    (folder / "EVAL.toml").write_text('eval.baselines = ["base=nowhere"]\n' + text)
+    with pytest.raises(ConfigError, match="the baseline 'nowhere' has no results"):
+        read_request(str(folder / "EVAL.toml"), options, environ=os.environ, now=1.0e9)
 
 
 def gpus(number: int) -> Flag:

@@ -30,7 +30,13 @@ from strop.launch.contract import (
     VariableSource,
 )
 from strop.launch.environment import EnvironmentFlags, gather_environment
-from strop.launch.evaluating import EVALUATION, evaluating_role, read_evaluation, read_job_file
+from strop.launch.evaluating import (
+    EVALUATION,
+    carry_baselines,
+    evaluating_role,
+    read_evaluation,
+    read_job_file,
+)
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
 from strop.launch.sites import find_site
@@ -124,6 +130,7 @@ def read_request(
         roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
+    evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ

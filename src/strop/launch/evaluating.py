@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from strop.errors import ConfigError
 from strop.launch.contract import RolePlan
@@ -53,6 +55,24 @@ def evaluating_role(spec: RunSpec, python: str, *, may_run_code: bool) -> RolePl
     words += ["--node", f"{{node}}/{job.nodes}", *(["--confirm-run-unsafe-code"] if may_run_code else [])]
     gpus = {"eval": job.gpus_per_node} if job.gpus_per_node else {}
     return RolePlan(name=EVALUATION, argv=(python, "-m", "strop.cli", *words), gpus=gpus, nodes="all")
+
+
+def carry_baselines(file: EvalFile) -> EvalFile:
+    """Return a file whose baselines travel with the job: each result lies beside it, named by its content.
+
+    Raises: ConfigError as `read_file_baselines` does.
+    """
+    from strop.run.shares import read_file_baselines
+
+    words, carried = [], {}
+    for one in read_file_baselines(file):
+        words += [] if one.published is None else [f"{one.name}={one.published}"]
+        for path in one.results:
+            name = f"baseline-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
+            carried[name] = path
+            words.append(f"{one.name}={name}")
+    counts = file.counts.model_copy(update={"baselines": tuple(words)})
+    return replace(file, counts=counts, carried=carried)
 
 
 def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:

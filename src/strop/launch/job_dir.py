@@ -121,6 +121,8 @@ def _write_spec(job_path: Path, request: JobRequest) -> None:
     write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(resolved).encode())
     if request.evaluation is not None:
         write_bytes_atomically(job_path / EVALUATION_NAME, request.evaluation.to_text().encode())
+        for name, path in request.evaluation.carried.items():
+            write_bytes_atomically(job_path / name, path.read_bytes())
 
 
 def describe_resolved(resolved: ResolvedSpec) -> str:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import ConfigError
 from strop.evaluate.baselines import BaselineStatus, all_baselines, find_model_name
-from strop.evaluate.stored import Result, StoredBaseline, read_stored, require_one_model, tasks_of
+from strop.evaluate.stored import (
+    Result,
+    StoredBaseline,
+    name_of,
+    read_stored,
+    require_one_model,
+    tasks_of,
+)
 from strop.rollout import Split
 from strop.run.evaluation import EVALS_ROOT
 from strop.run.inference import open_model
@@ -20,18 +28,12 @@ def read_baselines(
 
     A place is a result, a folder of results, a run; a model or a checkpoint with results in its run, in
     `out_dir` or in `EVALS_ROOT`; the name of an evaluation by a file, whose results are there; or a model
-    with published scores. `tasks`: what will be asked, by lm-eval or not.
-    Raises: ConfigError for a place without a result on any of the tasks, or of several models, and for a name
-        given twice; CorruptRecord for a damaged result.
+    with published scores. Places of one name are one baseline. `tasks`: what will be asked, by lm-eval or
+    not.
+    Raises: ConfigError for one without a result on any of the tasks, or of several models; CorruptRecord for
+        a damaged result.
     """
-    found = [_read(word, out_dir) for word in words]
-    names = [one.name for one in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"two baselines are called {twice[0]}",
-            allowed="one name each",
-            next_step="write NAME=PLACE with names of your own",
-        )
+    found = _join([_read(word, out_dir) for word in words])
     for one in found:
         if one.published is not None:
             on = _list_published(one.published, by_harness=by_harness)
@@ -52,7 +54,28 @@ def read_baselines(
                 allowed=f"a baseline with one of the tasks; it has {', '.join(sorted(on)) or 'none'}",
                 next_step="name another baseline, or evaluate that one on the task first",
             )
-    return found
+    asked = {(by_harness, task) for task in tasks}
+    return [replace(one, results=_keep_last(one.results, asked, split)) for one in found]
+
+
+def _join(found: Sequence[StoredBaseline]) -> list[StoredBaseline]:
+    joined: dict[tuple[str, str | None], StoredBaseline] = {}
+    for one in found:
+        key = (one.name, one.published)
+        before = joined.get(key, one).results
+        joined[key] = replace(one, results={**before, **one.results})
+    return list(joined.values())
+
+
+def _keep_last(
+    results: Mapping[Path, Result], asked: set[tuple[bool, str]], split: Split
+) -> dict[Path, Result]:
+    """Return the results of the last step of each task that is asked."""
+    mine = {path: one for path, one in results.items() if tasks_of([one], split) & asked}
+    last = {name_of(one): 0 for one in mine.values()}
+    for one in mine.values():
+        last[name_of(one)] = max(last[name_of(one)], one.step)
+    return {path: one for path, one in mine.items() if one.step == last[name_of(one)]}
 
 
 def _list_published(model: str, *, by_harness: bool) -> set[str]:

@@ -99,16 +99,8 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
     with follow_store(read_store(file)), set_variables(level_variables(level)):
         log_from(level)
         stored: Sequence[StoredBaseline] = ()
-        counts: EvalSpec = file.counts
         if asked.part is None and not asked.node[0]:
-            names = _read_harness(file).tasks if file.is_by_harness else file.tasks
-            stored = read_baselines(
-                [*counts.baselines, *asked.baselines],
-                names,
-                Split.HELD_OUT,
-                by_harness=file.is_by_harness,
-                out_dir=asked.out_dir,
-            )
+            stored = read_file_baselines(file, asked.baselines, asked.out_dir)
         if asked.part is None:
             num_workers = _count_workers(file, asked, name)
             if num_workers * asked.node[1] > 1:
@@ -117,6 +109,16 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
                     return FileResults()
         model = open_model(name)
         return _evaluate(file, asked, name, model, say, stored)
+
+
+def read_file_baselines(
+    file: EvalFile, further: Sequence[str] = (), out_dir: Path | None = None
+) -> list[StoredBaseline]:
+    """Return the baselines that a file names, and further ones. Raises: like `read_baselines`."""
+    counts: EvalSpec = file.counts
+    names = _read_harness(file).tasks if file.is_by_harness else file.tasks
+    words = [*counts.baselines, *further]
+    return read_baselines(words, names, Split.HELD_OUT, by_harness=file.is_by_harness, out_dir=out_dir)
 
 
 def require_readable(file: EvalFile, *, may_run_code: bool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class EvalFile:
     counts: EvalSpec
     model_uri: str | None
     """The model that the file is for; None where it does not say."""
+    carried: Mapping[str, Path] = field(default_factory=dict)
+    """Of a job: files that lie beside this one there, by name: the results that its baselines are."""
 
     @property
     def is_by_harness(self) -> bool:
