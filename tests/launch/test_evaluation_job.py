@@ -43,6 +43,10 @@ gpus_per_node = 8
 backend = "container"
 gpus_per_node = 8
 image = "strop:1"
+network = true
+[sites.closed]
+backend = "container"
+image = "strop:1"
 [sites.slurm]
 backend = "slurm"
 gpus_per_node = 8
@@ -179,6 +183,17 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
         ("lm-eval.toml", {"overrides": ("harness.num_few_shot=-1",)}, "harness.num_few_shot=-1"),
         ("lm-eval.toml", {"overrides": ('harness.tasks=["mbpp"]',)}, "--confirm-run-unsafe-code"),
         ("bare.toml", {"command": "eval"}, "names no model"),
+        ("lm-eval.toml", {"site": "closed"}, "whose jobs have no network: lm-eval's environment"),
+        (
+            "lm-eval.toml",
+            {"site": "cloud", "flags": (Flag(key="", value=True, name="--network-isolation"),)},
+            "harness.tasks on cloud, whose jobs have no network",
+        ),
+        (
+            "lm-eval.toml",
+            {"site": "cloud", "overrides": ("harness.include=/tmp",)},
+            "harness.include=/tmp on cloud: a path of this machine",
+        ),
     ],
 )
 def test_what_no_evaluation_can_be_is_refused_at_submission(

@@ -36,6 +36,7 @@ from strop.launch.evaluating import (
     evaluating_role,
     read_evaluation,
     read_job_file,
+    refuse_unreachable,
 )
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
@@ -135,6 +136,8 @@ def read_request(
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
     )
+    if file is not None:
+        refuse_unreachable(file, site.name, profile, environment)
     conflicts = (*map(str, resolved.conflicts), *conflicts)
     resources = _count_resources(resolved, site.name, profile)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))

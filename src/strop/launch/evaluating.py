@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strop.errors import ConfigError
-from strop.launch.contract import RolePlan
+from strop.launch.contract import JobEnvironment, RolePlan
 from strop.launch.job_dir import EVALUATION_NAME
+from strop.launch.options import SiteOptions
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.eval_file import EvalFile, read_eval_file, resolve_job
 from strop.spec.reader import Flag
@@ -73,6 +74,26 @@ def carry_baselines(file: EvalFile) -> EvalFile:
             words.append(f"{one.name}={name}")
     counts = file.counts.model_copy(update={"baselines": tuple(words)})
     return replace(file, counts=counts, carried=carried)
+
+
+def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environment: JobEnvironment) -> None:
+    """Refuse what lm-eval needs and a job would not find: task files of this machine, lm-eval itself.
+
+    Raises: ConfigError naming it.
+    """
+    include = file.values.get(("harness", "include"))
+    if include and not profile.has_shared_disk and not getattr(profile, "local", False):
+        raise ConfigError(
+            f"harness.include={include} on {site}: a path of this machine, which its jobs cannot reach",
+            allowed="lm-eval's own tasks there",
+            next_step="leave it out, or evaluate on a site that sees the folder",
+        )
+    if file.is_by_harness and not profile.has_network and "STROP_CACHE" not in environment.variables:
+        raise ConfigError(
+            f"harness.tasks on {site}, whose jobs have no network: lm-eval's environment is made with pip",
+            allowed="jobs with network; or STROP_CACHE in `env` of the site profile, a folder that has it",
+            next_step="open the network in the site profile, or evaluate strop's own tasks",
+        )
 
 
 def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:

@@ -114,6 +114,11 @@ class SiteOptions(Section):
     """Which GPUs a job may use. `none`: free ones of the machine; `instance`: all of its instance; `named`:
     those that the scheduler names in CUDA_VISIBLE_DEVICES."""
 
+    @property
+    def has_network(self) -> bool:
+        """Whether jobs may fetch what is not there, such as packages."""
+        return True
+
     @classmethod
     def kind(cls) -> str:
         """Return the backend's name: the one value of the field `backend`."""

@@ -70,6 +70,11 @@ class ContainerSite(SiteOptions):
         description=DEVICES_HELP,
     )
 
+    @property
+    def has_network(self) -> bool:
+        """Whether the profile opens it."""
+        return self.network
+
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
         """Return the number of GPUs that are named."""
         return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()

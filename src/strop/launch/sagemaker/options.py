@@ -175,6 +175,11 @@ class SageMakerSite(SiteOptions):
         description="Places in the store that a job without network reads.",
     )
 
+    @property
+    def has_network(self) -> bool:
+        """Whether jobs are not isolated."""
+        return not self.network_isolation
+
     @classmethod
     def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
         """Split the flags; lists of GPUs become numbers, or with --local the GPUs to use.
