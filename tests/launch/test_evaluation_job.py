@@ -15,6 +15,7 @@ from strop.launch.backends import open_backend
 from strop.launch.build_request import AUTO, SubmitOptions, make_plan, read_request
 from strop.launch.contract import JobPlan
 from strop.launch.job_dir import write_preview
+from strop.run.shares import require_readable
 from strop.spec.eval_file import read_eval_file
 from strop.spec.reader import Flag
 from tests.evaluate.stored_results import make_result
@@ -183,6 +184,9 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
         ("lm-eval.toml", {"overrides": ("harness.num_few_shot=-1",)}, "harness.num_few_shot=-1"),
         ("lm-eval.toml", {"overrides": ('harness.tasks=["mbpp"]',)}, "--confirm-run-unsafe-code"),
         ("bare.toml", {"command": "eval"}, "names no model"),
+        ("lm-eval.toml", {"overrides": ("eval.num_samples=4",)}, "with samples, pass@k"),
+        ("lm-eval.toml", {"overrides": ("sampling.temperature=0.5",)}, "sampling.temperature=0.5"),
+        ("lm-eval.toml", {"overrides": ("placement.kind=ray",)}, "placement.kind='ray'"),
         ("lm-eval.toml", {"site": "closed"}, "whose jobs have no network: lm-eval's environment"),
         (
             "lm-eval.toml",
@@ -205,6 +209,18 @@ def test_what_no_evaluation_can_be_is_refused_at_submission(
     with pytest.raises(ConfigError) as caught:
         plan(folder, name, *overrides, **given)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["EVAL.toml", "lm-eval.toml"])
+def test_the_file_that_travels_is_one_that_the_job_takes(folder: Path, tmp_path: Path, name: str) -> None:
+    """Incident: every job of lm-eval ended with 2 on its node: a default had become four wanted samples."""
+    options = SubmitOptions(site="local", command=AUTO, project_path=folder, has_snapshot=False)
+    sent = read_request(str(folder / name), options, environ=os.environ, now=1.0e9).evaluation
+    assert sent is not None
+    (tmp_path / "eval.toml").write_text(sent.to_text())
+    found = read_eval_file(tmp_path / "eval.toml", is_job=True)
+    require_readable(found, may_run_code=False)
+    assert (found.tasks, found.values, found.counts) == (sent.tasks, sent.values, sent.counts)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,23 @@ _OF_ASKING = {"model": {"uri", "dtype"}, "engine": {"kind", "python"}, "placemen
 """Settings of these sections that the harness follows."""
 
 
-def evaluate_by_harness(
-    names: Sequence[str],
-    words: Sequence[str],
-    split: Split,
-    model: OpenedModel,
-    wish: EvalWish,
-    *,
-    may_run_code: bool = False,
-    say: Callable[[str], None],
-) -> list[HarnessResult]:
-    """Run lm-eval on tasks by the harness's names; its environment is made on first use.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessAsking:
+    """How lm-eval is asked, checked as far as that needs neither a model nor lm-eval."""
 
-    `words` are settings of our tasks behind them, as `read_askings` takes them, and those of the section
-    harness. `may_run_code`: the user accepts that the harness runs what the model wrote in no sandbox.
-    Returns nothing for a part that is not the first.
-    Raises: ConfigError for what would not take effect, and for code that was not confirmed; CheckRefused if
-        the examples were trained on, or the model is too small; StoreError if the environment cannot be
-        made; EngineError if the harness fails.
+    settings: HarnessSpec
+    shared: Asking
+    """What holds for all of its tasks."""
+    askings: Mapping[str, Asking]
+    """By our task, whose examples are asked."""
+
+
+def read_harness_asking(
+    names: Sequence[str], words: Sequence[str], split: Split, wish: EvalWish, *, may_run_code: bool
+) -> HarnessAsking:
+    """Read how lm-eval is asked; the arguments are those of `evaluate_by_harness`.
+
+    Raises: ConfigError for what would not take effect, and for code that was not confirmed.
     """
     if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
         raise ConfigError(
@@ -106,9 +106,36 @@ def evaluate_by_harness(
         shared = read_asking("arithmetic", [word for word in words if _is_shared(word, own_tasks)], split)
     for asking in [shared, *askings.values()]:
         _refuse_unheard(asking)
+    for protocol in pinned:
+        change_protocol(protocol, _read_settings(settings, askings[protocol.own_task].spec.task, protocol))
+    return HarnessAsking(settings=settings, shared=shared, askings=askings)
+
+
+def evaluate_by_harness(
+    names: Sequence[str],
+    words: Sequence[str],
+    split: Split,
+    model: OpenedModel,
+    wish: EvalWish,
+    *,
+    may_run_code: bool = False,
+    say: Callable[[str], None],
+) -> list[HarnessResult]:
+    """Run lm-eval on tasks by the harness's names; its environment is made on first use.
+
+    `words` are settings of our tasks behind them, as `read_askings` takes them, and those of the section
+    harness. `may_run_code`: the user accepts that the harness runs what the model wrote in no sandbox.
+    Returns nothing for a part that is not the first.
+    Raises: ConfigError for what would not take effect, and for code that was not confirmed; CheckRefused if
+        the examples were trained on, or the model is too small; StoreError if the environment cannot be
+        made; EngineError if the harness fails.
+    """
+    asked = read_harness_asking(names, words, split, wish, may_run_code=may_run_code)
     if model.url is not None:
-        _refuse_own(words)
-    jobs = _plan_jobs(names, settings, shared, askings, model, wish, may_run_code=may_run_code)
+        _refuse_own([word for word in words if parse_override(word)[0][0] != "harness"])
+    jobs = _plan_jobs(
+        names, asked.settings, asked.shared, asked.askings, model, wish, may_run_code=may_run_code
+    )
     for job in jobs:
         if isinstance(job, HarnessJob):
             refuse_small_model(job)

@@ -18,7 +18,7 @@ from pathlib import Path
 from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, ConfigError, EngineError
 from strop.evaluate import EvalResult
 from strop.evaluate.baselines import find_model_name
-from strop.evaluate.harness import PROTOCOLS, HarnessResult, refuse_unconfirmed_code
+from strop.evaluate.harness import HarnessResult
 from strop.evaluate.stored import StoredBaseline
 from strop.evaluate.table import ScoreRow, list_rows, write_tables
 from strop.hardware import ChildProcess, spawn, terminate
@@ -37,7 +37,7 @@ from strop.run.evaluation import (
     read_run_of,
     read_store,
 )
-from strop.run.harness import evaluate_by_harness, read_settings
+from strop.run.harness import evaluate_by_harness, read_harness_asking, read_settings
 from strop.run.inference import OpenedModel, open_model
 from strop.spec.display import dotted, format_value
 from strop.spec.eval_file import EvalFile, read_eval_file
@@ -130,9 +130,8 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
         for task in file.tasks:
             read_file_asking(file, None, task)
         return
-    for name in _read_harness(file).tasks:
-        if name in PROTOCOLS:
-            refuse_unconfirmed_code(PROTOCOLS[name], is_confirmed=may_run_code)
+    tasks, words = _read_harness(file).tasks, _harness_words(file, None)
+    read_harness_asking(tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
 
 
 def _evaluate(
@@ -143,18 +142,8 @@ def _evaluate(
     say: Callable[[str], None],
     stored: Sequence[StoredBaseline],
 ) -> FileResults:
-    counts, part = file.counts, asked.part or (0, 1)
-    # lm-eval has no samples beside its greedy replies, unless someone asks for some: that is refused.
-    samples = (
-        counts.num_samples if not file.is_by_harness or "num_samples" in counts.model_fields_set else None
-    )
-    wish = EvalWish(
-        num_examples=counts.num_examples,
-        num_samples=samples,
-        out_dir=asked.out_dir,
-        name=file.name,
-        part=part,
-    )
+    part = asked.part or (0, 1)
+    wish = replace(_wish_of(file), out_dir=asked.out_dir, part=part)
     own: Sequence[EvalResult] = ()
     harness: Sequence[HarnessResult] = ()
     if file.is_by_harness:
@@ -179,13 +168,21 @@ def _read_harness(file: EvalFile) -> HarnessSpec:
     return read_settings([f"{dotted(place)}={format_value(value)}" for place, value in given.items()])
 
 
-def _harness_words(file: EvalFile, model: OpenedModel) -> list[str]:
+def _wish_of(file: EvalFile) -> EvalWish:
+    counts: EvalSpec = file.counts
+    # lm-eval has no samples beside its greedy replies, unless someone asks for some: that is refused.
+    has_samples = not file.is_by_harness or "num_samples" in counts.model_fields_set
+    samples = counts.num_samples if has_samples else None
+    return EvalWish(num_examples=counts.num_examples, num_samples=samples, name=file.name)
+
+
+def _harness_words(file: EvalFile, model: OpenedModel | None) -> list[str]:
     """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name."""
     found = {
         place: value for place, value in file.values.items() if place[0] not in {"store", "job", "output"}
     }
     found.pop(("harness", "tasks"), None)
-    run = read_run_of(model)
+    run = None if model is None else read_run_of(model)
     if run is not None:
         # In the number format that it is trained in; all else of asking is lm-eval's.
         found.setdefault(("model", "dtype"), run.model.dtype)

@@ -71,9 +71,10 @@ class EvalFile:
         lines: dict[KeyPath, Any] = {("name",): self.name}
         if len(self.tasks) == 1 and not self.has_several:
             lines[("task", "name")] = self.tasks[0]
-        lines |= kept | {("eval", name): getattr(self.counts, name) for name in _OF_EVAL}
-        if not self.counts.baselines:
-            del lines[("eval", "baselines")]
+        # A default that nobody wrote is no wish: lm-eval refuses samples that are asked for.
+        given = [name for name in _OF_EVAL if name in self.counts.model_fields_set]
+        given = [name for name in given if getattr(self.counts, name) != ()]
+        lines |= kept | {("eval", name): getattr(self.counts, name) for name in given}
         if self.model_uri is not None:
             lines[_MODEL_URI] = self.model_uri
         return "".join(f"{dotted(path)} = {format_value(value)}\n" for path, value in lines.items())
@@ -170,7 +171,7 @@ def read_eval_file(
         raise _wrong(f"{key}={show_value(first['input'])} in {shown}", form, "correct it") from error
     folder = os.path.dirname(os.path.abspath(path))
     found = tuple(_absolute_baseline(word, folder) for word in checked.baselines)
-    checked = checked.model_copy(update={"baselines": found})
+    checked = checked.model_copy(update={"baselines": found} if found else {})
     return EvalFile(origin=shown, name=name, tasks=tasks, values=values, counts=checked, model_uri=model_uri)
 
 

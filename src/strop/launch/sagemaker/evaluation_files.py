@@ -1,7 +1,7 @@
 """An evaluation's files where hosts see no common disk: kept for the next start, sent to the first host.
 
     <run>/eval/<task>-step-000020/examples-*.parquet    replies, whole as they appear
-    <run>/eval/.replies-*/part-<n>_rank0.db, *.done     lm-eval's, once a share has asked all of one kind
+    <run>/eval/*.replies-*/part-<n>_rank0.db, *.done    lm-eval's, once a share has asked all of one kind
     <run>/eval/.shares/<attempt>/<node>                 a node's share is done; sent after all of its replies
 
 What the first host has, the platform keeps in S3 and brings to every host at the next start: each asks only
@@ -89,7 +89,7 @@ class ShareSender(Worker):
     def send_new(self) -> None:
         """Send what is new, and the marks that were there before it."""
         marks = [path for path in sorted(self._marks.glob("*")) if path.name.isdigit()]
-        kinds = sorted(self._folder.glob(".replies-*/*.done"))
+        kinds = sorted(self._folder.glob("*.replies-*/*.done"))
         try:
             for path in [*list_evaluation(self._trial_path), *kinds, *marks]:
                 if self._sent.get(path) == (version := _version(path)):
