@@ -101,6 +101,18 @@ def test_numbers_of_the_harness_are_compared_by_their_errors() -> None:
     assert row.difference_low is None
 
 
+def test_no_interval_is_without_width_where_all_examples_came_out_alike() -> None:
+    """lm-eval's standard error is 0 there."""
+    metric = {"acc,none": HarnessMetric(value=0.0, stderr=0.0)}
+    result = make_harness_result(metrics=metric, num_examples=40)
+    (row,) = beside(result, result)
+    # As if 1.5 of 43 were right: 1.5 / 43 = 0.0349, and its error 0.0283.
+    assert row.low == 0.0
+    assert row.high == pytest.approx(1.96 * 2.83, abs=0.01)
+    assert row.difference_low == pytest.approx(-1.96 * 2.83 * 2**0.5, abs=0.02)
+    assert row.difference_high == pytest.approx(1.96 * 2.83 * 2**0.5, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("changes", "note"),
     [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate.comparison import (
+    PSEUDO_PROBLEMS,
     Interval,
     compare_results,
     describe_difference,
@@ -28,6 +29,7 @@ from strop.evaluate.result import PROTOCOL_FIELDS, EvalResult, ExampleScore, rea
 from strop.rollout import Split
 
 NORMAL_95 = 1.959963984540054
+_PERCENT = 100.0
 _HARNESS_PROTOCOL = (
     *("task_version", "split", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed"),
     "arguments",
@@ -232,12 +234,12 @@ def _pass_of(example: ExampleScore, k: int) -> float:
 def _compare_harness(
     before: HarnessResult, after: HarnessResult, *, may_compare: bool
 ) -> Iterator[tuple[tuple[str, str], Beside]]:
-    for task, part in _parts(before).items():
-        other = _parts(after).get(task)
+    for task, part in list_parts(before).items():
+        other = list_parts(after).get(task)
         for name, metric in part.metrics.items():
             now = None if other is None else other.metrics.get(name)
             scale = scale_of(name, metric)
-            low, high = interval_of(name, metric)
+            low, high = interval_of(name, metric, part.num_examples)
             may_differ = may_compare and now is not None and scale == scale_of(name, now)
             yield (
                 (task, name),
@@ -246,16 +248,41 @@ def _compare_harness(
                     stderr=None if metric.stderr is None else scale * metric.stderr,
                     low=low,
                     high=high,
-                    difference=compare_apart(metric, now, scale) if may_differ and now is not None else None,
+                    difference=_compare_parts(part, other, name, scale)
+                    if may_differ and now is not None
+                    else None,
                 ),
             )
 
 
-def _parts(result: HarnessResult) -> dict[str, HarnessPart]:
+def _compare_parts(
+    before: HarnessPart, after: HarnessPart | None, name: str, scale: float
+) -> Interval | None:
+    if after is None:
+        return None
+    one, other = (widen(part.metrics[name], part.num_examples, scale) for part in (before, after))
+    return compare_apart(one, other, scale)
+
+
+def list_parts(result: HarnessResult) -> dict[str, HarnessPart]:
+    """Return a task or group, and the tasks of a group, by name."""
     return {
         result.task: HarnessPart(num_examples=result.num_examples, metrics=result.metrics),
         **result.parts,
     }
+
+
+def widen(metric: HarnessMetric, num_examples: int | None, scale: float) -> HarnessMetric:
+    """Return a number with an error above 0, also where all examples came out alike: lm-eval's is 0 there.
+
+    Of a share, at least that of the interval in `comparison`, with `PSEUDO_PROBLEMS` at either end.
+    """
+    if metric.stderr is None or num_examples is None or scale != _PERCENT:
+        return metric
+    num_counted = num_examples + 2 * PSEUDO_PROBLEMS
+    middle = (num_examples * metric.value + PSEUDO_PROBLEMS) / num_counted
+    least = math.sqrt(middle * (1.0 - middle) / (num_counted - 1.0))
+    return metric.model_copy(update={"stderr": max(metric.stderr, least)})
 
 
 def compare_apart(before: HarnessMetric, after: HarnessMetric, scale: float) -> Interval:
@@ -270,16 +297,17 @@ def compare_apart(before: HarnessMetric, after: HarnessMetric, scale: float) -> 
 def scale_of(name: str, metric: HarnessMetric) -> float:
     """Return 100 for a share. Perplexities and their like are no shares, and stay as they are."""
     is_share = 0.0 <= metric.value <= 1.0 and not any(word in name for word in _NO_SHARES)
-    return 100.0 if is_share else 1.0
+    return _PERCENT if is_share else 1.0
 
 
-def interval_of(name: str, metric: HarnessMetric) -> tuple[float | None, float | None]:
+def interval_of(name: str, metric: HarnessMetric, num_examples: int) -> tuple[float | None, float | None]:
     """Return the 95 % interval of a number of lm-eval, by its standard error; None without one."""
-    if metric.stderr is None:
-        return None, None
-    half = NORMAL_95 * metric.stderr
     scale = scale_of(name, metric)
-    return scale * (metric.value - half), scale * (metric.value + half)
+    stderr = widen(metric, num_examples, scale).stderr
+    if stderr is None:
+        return None, None
+    low, high = scale * (metric.value - NORMAL_95 * stderr), scale * (metric.value + NORMAL_95 * stderr)
+    return (max(low, 0.0), min(high, scale)) if scale == _PERCENT else (low, high)
 
 
 def _scaled(change: Interval) -> Interval:

@@ -26,7 +26,9 @@ from strop.evaluate.stored import (
     compare_apart,
     compare_with_stored,
     interval_of,
+    list_parts,
     scale_of,
+    widen,
 )
 from strop.io import write_bytes_atomically
 
@@ -118,7 +120,7 @@ def _rows_of_harness(result: HarnessResult) -> Iterator[ScoreRow]:
     notes += list(result.arguments)
     for task, (num_examples, metrics) in parts.items():
         for name, metric in metrics.items():
-            low, high = interval_of(name, metric)
+            low, high = interval_of(name, metric, num_examples)
             yield ScoreRow(
                 task=task,
                 metric=name,
@@ -145,11 +147,11 @@ def show_metric(name: str, metric: HarnessMetric) -> tuple[str, str]:
 def _published(model: str, result: Result) -> dict[tuple[str, str], Beside]:
     """Return the published score of a model beside each score, by task and metric."""
     if isinstance(result, HarnessResult):
-        parts = {result.task: result.metrics, **{name: one.metrics for name, one in result.parts.items()}}
+        parts = list_parts(result)
         return {
-            (task, one.metric): _of_published(one, metrics[one.metric])
+            (task, one.metric): _of_published(one, widen(part.metrics[one.metric], part.num_examples, 100.0))
             for one in reversed(compare_with_references(model, result))
-            for task, metrics in parts.items()
+            for task, part in parts.items()
             if one.baseline.harness_task == task
         }
     return {
