@@ -15,6 +15,7 @@ from strop.launch.backends import open_backend
 from strop.launch.build_request import AUTO, SubmitOptions, make_plan, read_request
 from strop.launch.contract import JobPlan
 from strop.launch.job_dir import write_preview
+from strop.run.evaluation import tell_progress
 from strop.run.shares import require_readable
 from strop.spec.eval_file import read_eval_file
 from strop.spec.reader import Flag
@@ -28,7 +29,7 @@ from tests.fixtures.evaluation_jobs import (
     table,
     write_evaluation,
 )
-from tests.fixtures.jobs import wait_for
+from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 
 __all__ = ["alone"]
 SITES = """[sites.cloud]
@@ -223,6 +224,16 @@ def test_the_file_that_travels_is_one_that_the_job_takes(folder: Path, tmp_path:
     assert (found.tasks, found.values, found.counts) == (sent.tasks, sent.values, sent.counts)
 
 
+def test_the_log_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    tell = tell_progress("arithmetic", 64, said.append)
+    tell()
+    assert said == []
+    monkeypatch.setattr("strop.run.evaluation.TELL_EVERY_S", 0.0)
+    tell()
+    assert said == ["arithmetic: 2 examples are asked here, of 64 that were left"]
+
+
 @pytest.mark.slow
 def test_a_cancelled_job_is_resumed_and_ends_as_one_that_was_left_alone(
     folder: Path, tiny_model_dir: Path, alone: dict[str, EvalResult], capsys: pytest.CaptureFixture[str]
@@ -232,6 +243,9 @@ def test_a_cancelled_job_is_resumed_and_ends_as_one_that_was_left_alone(
     assert main(words) == 0, capsys.readouterr().err
     (home,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
     wait_for(lambda: find_shards(home), limit_s=LIMIT_S)
+    role = find_process("strop.cli eval", str(home))
+    assert role is not None
+    hold_until_told(role)
     assert main(["cancel", str(home)]) == 0
     kept = {path: path.stat().st_mtime_ns for path in find_shards(home)}
     assert len(kept) < NUM_SHARDS

@@ -201,13 +201,14 @@ async def attempt_share(
     judge: Judge | None = None,
     folder: ShardFolder,
     part: tuple[int, int],
+    on_example: Callable[[], None] = lambda: None,
 ) -> None:
     """Attempt and keep every n-th shard, beginning with the k-th: `part` is (k, n).
 
     Raises: like `run_evaluation`.
     """
     mine = cut_shards(planned.plan.num_examples)[part[0] :: part[1]]
-    await _run_shards(planned, mine, engine, tokenizer, judge, folder, lambda: None)
+    await _run_shards(planned, mine, engine, tokenizer, judge, folder, on_example)
 
 
 async def _run_shards(

@@ -8,11 +8,13 @@ generate, no model is loaded at all.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.engine import Engine
 from strop.errors import ConfigError, StoreError
 from strop.evaluate import (
     EvalResult,
@@ -53,6 +55,7 @@ from strop.spec.sources import parse_override
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 
+TELL_EVERY_S = 10.0
 EVALS_ROOT = Path("evals")
 """Default folder of results and replies; names there hold the plan's digest."""
 
@@ -256,24 +259,56 @@ async def _evaluate(
                 f" {expected.low:.1%} to {expected.high:.1%}"
             )
         for one in prepared:
-            plan, num_kept = one.planned.plan, one.folder.num_kept
-            if num_kept:
-                say(
-                    f"{plan.full_name}: the replies to {num_kept} of {plan.num_examples} examples are kept"
-                    f" from before in {one.folder.path}"
-                )
-            async with hold_judge(one.asking.spec, one.planned.task) as judge:
-                if part != (0, 1):
-                    assert engine is not None
-                    await attempt_share(
-                        one.planned, engine, tokenizer, judge=judge, folder=one.folder, part=part
-                    )
-                    continue
-                result = await run_evaluation(one.planned, engine, tokenizer, judge=judge, folder=one.folder)
-            write_result(result, one.result_path)
-            say(f"{plan.full_name}: {one.result_path}")
-            stored.append(StoredResult(result=result, path=one.result_path))
+            result = await _attempt(one, engine, tokenizer, say, part)
+            if result is not None:
+                write_result(result, one.result_path)
+                say(f"{one.planned.plan.full_name}: {one.result_path}")
+                stored.append(StoredResult(result=result, path=one.result_path))
     return stored
+
+
+async def _attempt(
+    one: _Prepared,
+    engine: Engine | None,
+    tokenizer: Tokenizer,
+    say: Callable[[str], None],
+    part: tuple[int, int],
+) -> EvalResult | None:
+    """Ask what is missing of one evaluation; return its result, None of a share."""
+    plan, num_kept = one.planned.plan, one.folder.num_kept
+    if num_kept:
+        say(
+            f"{plan.full_name}: the replies to {num_kept} of {plan.num_examples} examples are kept"
+            f" from before in {one.folder.path}"
+        )
+    tell = tell_progress(plan.full_name, plan.num_examples - num_kept, say)
+    async with hold_judge(one.asking.spec, one.planned.task) as judge:
+        if part == (0, 1):
+            return await run_evaluation(
+                one.planned, engine, tokenizer, judge=judge, folder=one.folder, on_example=tell
+            )
+        assert engine is not None
+        await attempt_share(
+            one.planned, engine, tokenizer, judge=judge, folder=one.folder, part=part, on_example=tell
+        )
+    return None
+
+
+def tell_progress(name: str, num_left: int, say: Callable[[str], None]) -> Callable[[], None]:
+    """Return what is called after each example; now and then it says how many were asked by this process.
+
+    Who follows a job's log sees that it goes on, and so does what ends a silent job.
+    """
+    done, told_at = 0, time.monotonic()
+
+    def tell() -> None:
+        nonlocal done, told_at
+        done += 1
+        if time.monotonic() - told_at >= TELL_EVERY_S:
+            told_at = time.monotonic()
+            say(f"{name}: {done} examples are asked here, of {num_left} that were left")
+
+    return tell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ from tests.fixtures.evaluation_jobs import (
     WHOLE_TABLE,
     alone,
     find_shards,
+    hold,
     results,
     table,
     write_evaluation,
@@ -157,6 +158,7 @@ def test_a_killed_evaluation_is_resumed_in_a_new_container_and_ends_as_if_left_a
     (home,) = (path for path in (project / "runs").iterdir() if path.is_dir())
     ref = read_ref(job_path_of(home))
     wait_for(lambda: find_shards(home), limit_s=180.0)
+    hold(str(home))
     subprocess.run(["podman", "kill", "--signal", "KILL", ref.job_id], check=True, capture_output=True)
     assert len(find_shards(home)) < NUM_SHARDS
     assert main([*words, "--resume", home.name, "--wait"]) == 0, capsys.readouterr().err

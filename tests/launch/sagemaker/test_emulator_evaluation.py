@@ -12,7 +12,15 @@ from strop.launch.evaluating import evaluating_role
 from strop.launch.sagemaker.local_mode import Emulator
 from strop.spec import load_spec
 from strop.spec.eval_file import read_eval_file
-from tests.fixtures.evaluation_jobs import NUM_SHARDS, WHOLE_TABLE, alone, results, table, write_evaluation
+from tests.fixtures.evaluation_jobs import (
+    NUM_SHARDS,
+    WHOLE_TABLE,
+    alone,
+    hold,
+    results,
+    table,
+    write_evaluation,
+)
 from tests.launch.sagemaker.rehearsal import Rehearsal
 from tests.launch.sagemaker.test_emulator import HOST, LIMIT_S, wait_until
 
@@ -45,6 +53,7 @@ def test_two_hosts_share_an_evaluation_which_goes_on_after_a_stop(
     kept = rehearsal.folder.path_of(request["CheckpointConfig"]["S3Uri"].rstrip("/")) / "eval"
     # The second shard of every task is the second host's.
     met = run_path(first, HOST)
+    hold("--part 0/2", str(met))
     wait_until(
         lambda: any(met.glob("eval/two.*/examples-000032-*.parquet")) or first.poll() is not None, "none came"
     )

@@ -14,6 +14,7 @@ from tests.fixtures.evaluation_jobs import (
     WHOLE_TABLE,
     alone,
     find_shards,
+    hold,
     results,
     table,
     write_evaluation,
@@ -42,6 +43,7 @@ def test_a_preempted_evaluation_on_two_nodes_ends_as_one_that_was_left_alone(
     assert main([*words, "--time", "15m"]) == 0, capsys.readouterr().err
     (home,) = (path for path in (login.root / "runs").iterdir() if path.is_dir())
     ref = read_ref(job_path_of(home))
+    hold("--part 0/2", str(home))
     login.wait_until(lambda: find_shards(home))
     assert login.backend.preempt(ref, 0) == "SIGUSR2"
     status = login.wait_for(ref, *ALL_ENDS, attempt=1)
