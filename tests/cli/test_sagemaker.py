@@ -54,9 +54,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> int:
-    command = typer.main.get_command(sagemaker_commands)
+    command, output = typer.main.get_command(sagemaker_commands), Output()
     try:
-        command(args=list(words), prog_name="strop sagemaker", obj=Output(), standalone_mode=False)
+        with output.hear_notices():
+            command(args=list(words), prog_name="strop sagemaker", obj=output, standalone_mode=False)
     except (click.exceptions.Exit, typer.Exit) as end:
         return int(end.exit_code)
     return 0

@@ -11,8 +11,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from strop.io.notices import listen
 
 if TYPE_CHECKING:
     from strop.errors import StropError
@@ -68,6 +71,10 @@ class Output:
         """Tell the user something that is not the result."""
         for stream in (sys.stderr, self.log):
             print(text, file=stream, flush=True)
+
+    def hear_notices(self) -> AbstractContextManager[None]:
+        """Say every notice of the block."""
+        return listen(lambda notice: self.say(f"notice: {notice}"))
 
     def say_refusal(self, error: StropError) -> None:
         """Tell of an error of strop's own; what led to it is told before, to the log where there is one."""

@@ -24,7 +24,6 @@ from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_com
 from strop.cli.tasks import audit, task_commands
 from strop.cli.train import sft, train
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
-from strop.io.notices import listen
 
 _TYPER_CTRL_C = 130
 
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output()
     command = typer.main.get_command(app)
     try:
-        with listen(lambda notice: output.say(f"notice: {notice}")):
+        with output.hear_notices():
             command(args=arguments, prog_name="strop", obj=output)
     except SystemExit as end:
         # How Typer returns: 0, or 2 after it has printed what is wrong with the usage.
