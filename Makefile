@@ -60,10 +60,10 @@ PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
-	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & jobs=$$!; \
+	{ $(PYTEST) -m slow $(JOBS) --ignore=$(SLURM); ended=$$?; $(PYTEST) -m slow $(LAST) && exit "$$ended"; } \
+		>"$$logs/jobs" 2>&1 & jobs=$$!; \
 	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	{ $(PYTEST) -m slow $(PROGRAMS); ended=$$?; $(PYTEST) -m slow $(LAST) && exit "$$ended"; } \
-		>"$$logs/programs" 2>&1 & programs=$$!; \
+	$(PYTEST) -m slow $(PROGRAMS) >"$$logs/programs" 2>&1 & programs=$$!; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
 	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 || ended=$$?; \
 	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
