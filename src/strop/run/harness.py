@@ -146,7 +146,7 @@ def evaluate_by_harness(
     for job in jobs:
         say(f"{job.name}: by {job.engine.kind}, {job.engine.python}")
         is_shared = wish.out_dir is None
-        result = run_harness(job, out_dir, part=part, num_parts=num_parts, is_shared=is_shared)
+        result = run_harness(job, out_dir, part=part, num_parts=num_parts, is_shared=is_shared, say=say)
         found += [] if result is None else [result]
     return found
 

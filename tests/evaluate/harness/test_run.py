@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -310,6 +311,27 @@ def test_a_harness_that_fails_is_told_with_its_log(
         run_harness(make_job(tmp_path, engine=by(program)), tmp_path / "out")
     files = [path.name for path in (tmp_path / "out").iterdir() if path.is_file()]
     assert files == ["lm-eval-gsm8k_cot-step-000000.log"]
+
+
+def test_a_harness_that_works_is_told_by_the_last_line_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("strop.evaluate.harness.run._TELL_EVERY_S", 0.02)
+    (LM_EVAL.path / "lib" / "python3.11" / "site-packages" / "lm_eval").mkdir(parents=True)
+    program = write_program(
+        tmp_path, r"printf '1/2\r\0332/2'; while [ ! -e told ]; do sleep 0.01; done; exit 3"
+    )
+    said = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        for folder in Path(tempfile.gettempdir()).glob("strop-lm-eval-*"):
+            (folder / "told").touch()
+
+    with pytest.raises(EngineError, match="ended with 3"):
+        run_harness(make_job(tmp_path, engine=by(program)), tmp_path / "out", say=say)
+    assert said == ["gsm8k_cot: 2/2"]
 
 
 def test_a_harness_that_ends_well_and_writes_nothing_is_not_believed(

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -265,17 +265,24 @@ def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
 
 
 _GRACE_S = 5.0
-_POLL_S = 3600.0
+_TELL_EVERY_S = 10.0
+Say = Callable[[str], None]
 
 
 def run_harness(
-    job: HarnessJob | FreeJob, out_dir: Path, *, part: int = 0, num_parts: int = 1, is_shared: bool = False
+    job: HarnessJob | FreeJob,
+    out_dir: Path,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    is_shared: bool = False,
+    say: Say = lambda line: None,
 ) -> HarnessResult | None:
     """Run the harness and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
     Of several parts, each asks its share, on any machine that sees the folder; part 0 returns the result, the
     others None. A result that is there already is returned as it is. `is_shared`: beside the result of
-    another evaluation this one gets a name of its own, with its digest.
+    another evaluation this one gets a name of its own, with its digest. `say`: is told how far it is.
     Raises: DataError if the harness cannot ask an example; EngineError if it fails; CorruptRecord if it
         says something else than expected; CheckRefused if prompts were cut, or the folder has the result of
         another evaluation; StoreError if the disk fails.
@@ -301,7 +308,7 @@ def run_harness(
         if found is not None:
             return found
         replies.mkdir(exist_ok=True)
-        _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts)
+        _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts, say=say)
         if part:
             return None
         if isinstance(job, HarnessJob):
@@ -373,6 +380,7 @@ def _run(
     replies: Path,
     part: int,
     num_parts: int,
+    say: Say,
 ) -> None:
     shots = job.protocol.num_fewshot if isinstance(job, HarnessJob) else job.settings.num_few_shot
     given = {"paths": job.engine.paths, "shots": shots, "replies": str(replies)}
@@ -384,8 +392,13 @@ def _run(
     words = [*command, "--use_cache", str(replies / f"part-{part}")]
     child = spawn(words, log_path, variables, cwd=work_dir)
     try:
-        while (exit_code := child.wait(_POLL_S)) is None:
-            pass
+        told = ""
+        # It has a log of its own: who follows a job, or ends one that is silent, sees here that it goes on.
+        while (exit_code := child.wait(_TELL_EVERY_S)) is None:
+            line = "".join(filter(str.isprintable, child.tail(1))).strip()
+            if line not in {"", told}:
+                told = line
+                say(f"{job.name}: {line}")
     finally:
         terminate(child, _GRACE_S)
     if exit_code:
