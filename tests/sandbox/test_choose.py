@@ -35,7 +35,7 @@ def test_a_level_that_is_not_reached_is_refused_and_says_what_was_reached(level:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'docker'. Allowed: auto, bubblewrap, process"):
+    with pytest.raises(ConfigError, match=r"'docker'. Allowed: auto, bubblewrap, podman, process"):
         asyncio.run(choose_backend("docker"))
 
 
@@ -62,7 +62,7 @@ def test_a_mount_that_is_not_there_is_told_in_the_words_of_bwrap() -> None:
 def test_a_host_without_a_python_for_programs_is_told_when_one_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(local._pythons, "process", ())
+    monkeypatch.setitem(local._pythons, ("process", None), ())
 
     async def run() -> None:
         async with await make_backend("process").create(spec_of()) as sandbox:
@@ -110,14 +110,14 @@ def test_a_bwrap_that_fails_is_told_in_its_own_words(shelf: Path) -> None:
 
 @needs_bubblewrap
 def test_what_counts_is_what_was_reached_not_what_was_asked(shelf: Path) -> None:
-    """A bwrap that leaves out one word makes sandboxes in which a program can become root of a namespace."""
+    """A bwrap that leaves out one word makes sandboxes whose programs see the host's processes."""
     _make_program(
         shelf / "bwrap",
-        'for word; do shift; [ "$word" = --disable-userns ] || set -- "$@" "$word"; done\n'
+        'for word; do shift; [ "$word" = --unshare-all ] && word=--unshare-net; set -- "$@" "$word"; done\n'
         f'exec {shutil.which("bwrap")} "$@"',
     )
     refused, _ = _choose(shelf)
-    assert "nested_userns=True" in refused
+    assert "pidns=False" in refused
 
 
 def _make_program(path: Path, script: str) -> None:

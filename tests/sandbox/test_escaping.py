@@ -225,7 +225,7 @@ def test_16_the_record_says_whose_network_it_is(backend: str) -> None:
     async def work(sandbox: LocalSandbox) -> str:
         return sandbox.isolation.network
 
-    assert in_sandbox(backend, work) == ("none" if backend == "bubblewrap" else "host")
+    assert in_sandbox(backend, work) == ("host" if backend == "process" else "none")
 
 
 ESCAPES = r"""
@@ -309,13 +309,14 @@ def test_what_was_reached_is_recorded(backend: str) -> None:
             assert not (reached.netns)
             assert not (reached.userns)
         else:
-            assert reached.level is IsolationLevel.NAMESPACE
-            assert reached.userns
+            is_container = backend == "podman"
+            assert reached.level is (IsolationLevel.CONTAINER if is_container else IsolationLevel.NAMESPACE)
+            assert reached.userns is not is_container
             assert reached.pidns
             assert reached.mountns
             assert reached.netns
             assert not reached.nested_userns
-            assert reached.host_root_maps_to == "unmapped"
+            assert reached.host_root_maps_to == ("0" if is_container else "unmapped")
             assert (reached.pids, reached.disk) == (Guard.ENFORCED, Guard.ENFORCED)
 
     in_sandbox(backend, work)

@@ -104,7 +104,11 @@ def test_version_2_controllers_count_only_where_they_are_handed_down(tmp_path: P
     own_dir.mkdir(parents=True)
     mounts = f"32 24 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
     assert find_controllers(membership="0::/user/me\n", mounts=mounts) == []
-    (own_dir / "cgroup.subtree_control").write_text("cpu memory\n")
+    (own_dir / "cgroup.subtree_control").write_text("io memory\n")
+    (own_dir / "cgroup.controllers").write_text("cpu memory pids\n")
+    # In a group that others made for a container, what this group itself has counts.
+    found = find_controllers(membership="0::/user/me\n", mounts=mounts, is_for_children=False)
+    assert {controller.name for controller in found} == {"cpu", "memory", "pids"}
     found = find_controllers(membership="0::/user/me\n", mounts=mounts)
     assert [(controller.name, controller.version) for controller in found] == [("memory", 2)]
     assert found[0].own_dir.resolve() == own_dir.resolve()

@@ -142,7 +142,7 @@ class BubblewrapPlace:
             host_uid=self._uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
-            cpu=Guard.NONE,
+            cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),
             disk=Guard.ENFORCED,
             files=Guard.ENFORCED,
             network="none" if own["net"] else "host",
@@ -157,13 +157,16 @@ class BubblewrapPlace:
 
 
 def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
-    words = [order.bwrap_path, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+    words = [order.program, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     if order.network == "host":
         words.append("--share-net")
     words += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID), "--info-fd", "3"]
-    words += [*system_binds(), "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
+    links, shown = system_tree()
+    for place, target in links.items():
+        words += ["--symlink", target, place]
+    for path in shown:
+        words += ["--ro-bind", path, path]
     words += ["--proc", "/proc", "--dev", "/dev"]
     for where in ("/tmp", "/dev/shm"):
         words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
@@ -176,16 +179,17 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
 
 
 @cache
-def system_binds() -> tuple[str, ...]:
-    """Return the words that show /usr, and whatever of it or beside it this host has in its root."""
-    words = ["--ro-bind", "/usr", "/usr"]
+def system_tree() -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return this host's links into /usr, and what is shown beside them: /usr, and what programs load by."""
+    links, shown = {}, ["/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
         if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
+            links[str(path)] = os.readlink(path)
         elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
-    return tuple(words)
+            shown.append(str(path))
+    shown += [path for path in ("/etc/ld.so.cache", "/etc/alternatives") if os.path.exists(path)]
+    return links, tuple(shown)
 
 
 def _root_inside(uid_map: str) -> str:

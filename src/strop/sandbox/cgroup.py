@@ -4,7 +4,7 @@ A group is made below this process's own, so the limits of a job or a container 
 well. Version 1 needs a writable hierarchy. Version 2 also needs the controllers to be handed down to
 children of our group, which a system manager does only on request.
 
-Covered: memory with its count of kills, number of processes. Not covered: CPU shares, disk bandwidth.
+Covered: memory with its count of kills, number of processes, processor time. Not covered: disk bandwidth.
 Tried on a hybrid host (version 1 controllers, Linux 6.18); version 2 on a directory made for the test.
 """
 
@@ -20,6 +20,8 @@ from strop.sandbox.contract import Limits
 from strop.sandbox.linux import read_file, write_file
 
 _REMOVE_LIMIT_S = 2.0
+_NAMES = ("memory", "pids", "cpu")
+_PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,11 @@ class Cgroup:
 
 
 def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgroup:
-    """Make a group with limits on memory and processes; whatever is not permitted is left out."""
+    """Make a group with limits on memory, processes and processor time; what is not permitted is left out."""
     group = Cgroup()
     for controller in controllers:
+        if controller.name == "cpu" and limits.cpus is None:
+            continue
         path = controller.own_dir / name
         try:
             path.mkdir(exist_ok=True)
@@ -89,22 +93,29 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
     return group
 
 
-def find_controllers(*, membership: str | None = None, mounts: str | None = None) -> list[Controller]:
-    """Return where this process stands in the memory and pids hierarchies; nowhere if nothing tells."""
+def find_controllers(
+    *, membership: str | None = None, mounts: str | None = None, is_for_children: bool = True
+) -> list[Controller]:
+    """Return where a process stands in the hierarchies of `_NAMES`; nowhere if nothing tells.
+
+    `membership` is what /proc says of it, by default of this one. `is_for_children`: only what groups made
+    below its own may use.
+    """
+    listing = "cgroup.subtree_control" if is_for_children else "cgroup.controllers"
     membership = _read_or_empty("/proc/self/cgroup") if membership is None else membership
     mounts = _read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
     places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]
     found: dict[str, Controller] = {}
     for line in membership.splitlines():
         _, names, inside = line.split(":", 2)
-        for name in ("memory", "pids"):
+        for name in _NAMES:
             version = 1 if names else 2
             for kind, root, where, options in places:
                 is_its = name in options if version == 1 else kind == "cgroup2"
                 if kind != ("cgroup" if version == 1 else "cgroup2") or not is_its:
                     continue
                 own_dir = where / os.path.relpath(inside, root)
-                if name in (names.split(",") if names else _handed_down(own_dir)):
+                if name in (names.split(",") if names else _read_names(own_dir / listing)):
                     found.setdefault(name, Controller(name, version, own_dir))
     return list(found.values())
 
@@ -123,9 +134,9 @@ def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:
     return kind, fields[3], Path(fields[4]), options.split(",")
 
 
-def _handed_down(own_dir: Path) -> list[str]:
+def _read_names(path: Path) -> list[str]:
     try:
-        return (own_dir / "cgroup.subtree_control").read_text().split()
+        return path.read_text().split()
     except OSError:
         return []
 
@@ -133,6 +144,14 @@ def _handed_down(own_dir: Path) -> list[str]:
 def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
     if controller.name == "pids":
         write_file(path / "pids.max", str(limits.max_processes))
+        return
+    if controller.name == "cpu":
+        quota = str(round((limits.cpus or 0.0) * _PERIOD_US))
+        if controller.version == 1:
+            write_file(path / "cpu.cfs_period_us", str(_PERIOD_US))
+            write_file(path / "cpu.cfs_quota_us", quota)
+        else:
+            write_file(path / "cpu.max", f"{quota} {_PERIOD_US}")
         return
     limit, swap = (
         ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")

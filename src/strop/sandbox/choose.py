@@ -10,8 +10,8 @@ from strop.sandbox.contract import IsolationLevel, SandboxSpec
 if TYPE_CHECKING:
     from strop.sandbox.local import LocalBackend
 
-BACKENDS = ("bubblewrap", "process")
-"""Best first."""
+BACKENDS = ("bubblewrap", "podman", "process")
+"""In the order in which they are tried: the quickest that isolates, the one that isolates best, the rest."""
 _tried: dict[tuple[str, IsolationLevel], SandboxRefused | None] = {}
 
 

@@ -40,6 +40,7 @@ from strop.sandbox.linux import (
     open_to_tracers,
 )
 from strop.sandbox.place import Place
+from strop.sandbox.seccomp import filter_calls
 
 ASK, KILL = b"T", b"K"
 """Orders to a runner: end the command politely and then by force, or at once by force."""
@@ -181,6 +182,7 @@ class _Program:
             if self.place.user is not None:
                 become(*self.place.user)
             drop_capabilities()
+            filter_calls()
             self._run(self._request or self._await_request(), error_w)
         except (OSError, ValueError, MemoryError) as error:
             os.write(error_w, str(error).encode(errors="replace"))

@@ -32,7 +32,7 @@ class IsolationLevel(IntEnum):
     NAMESPACE = 2
     """Own process, mount, IPC, host-name and network namespaces, no capability, no gain by set-uid."""
     CONTAINER = 3
-    """Own root file system, filtered system calls, every limit enforced."""
+    """Own root file system, filtered system calls, limits on memory, processes and files enforced."""
     VM = 4
     """Own kernel."""
 
@@ -101,6 +101,8 @@ class Limits:
     """All files of the private directory together."""
     max_scratch_files: int = 20_000
     max_open_files: int = 64
+    cpus: float | None = None
+    """Processors' worth of time that all programs together get; None: as much as there is."""
     output_head_bytes: int = 64 * KIB
     """Kept of the beginning of each output stream of one command."""
     output_tail_bytes: int = 64 * KIB
@@ -127,8 +129,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the clean environment: PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
     image: str | None = None
-    """Name of a container image whose root the programs see. None: this host's /usr. A backend that has no
-    images refuses a name."""
+    """A container image whose root the programs see: a name in the engine's store, or the absolute path of a
+    directory tree. None: this host's /usr. A backend that has no images refuses one."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written before the first command, by path; a relative one starts in the private directory."""
     network: str = "none"

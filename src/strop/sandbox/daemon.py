@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from strop.sandbox.bubblewrap import BubblewrapPlace, system_binds
+from strop.sandbox.bubblewrap import BubblewrapPlace, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
@@ -45,6 +45,7 @@ from strop.sandbox.linux import (
     sandbox_uid,
 )
 from strop.sandbox.place import Ground, LoadedPython, Order, Place
+from strop.sandbox.podman import PodmanPlace, container_name, mount_image, remove_container, run_podman
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
@@ -55,9 +56,10 @@ _PREFIX = "strop-sandbox-"
 SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 """Where a daemon may make its folder; the first that it can write to."""
 _ABANDONED_AFTER_S = 60.0
-_PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
+_PLACES: dict[str, type[ProcessPlace | BubblewrapPlace | PodmanPlace]] = {
     "process": ProcessPlace,
     "bubblewrap": BubblewrapPlace,
+    "podman": PodmanPlace,
 }
 
 
@@ -81,6 +83,10 @@ class _Daemon:
         self._supervisors: set[int] = set()
         self._pythons: dict[int, LoadedPython] = {}
         self._numbers = itertools.count()
+        self._images: dict[str, str] = {}
+        """Where podman's images are mounted."""
+        self._engine: Order | None = None
+        """An order that names podman, once there was one."""
 
     def serve(self) -> None:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -118,9 +124,11 @@ class _Daemon:
             try:
                 for host_path, _, _ in order.binds:
                     self._stage(host_path)
-                pid = os.fork()
+                pid = os.fork() if self._find_image(order, connection) else None
             except OSError as error:
                 _refuse(connection, "host", str(error))
+                return True
+            if pid is None:
                 return True
             if pid == 0:
                 os.close(self._alive_w)
@@ -137,6 +145,23 @@ class _Daemon:
             self._pythons[number] = LoadedPython(source=source, main=names["main"])
             gc.freeze()
         return self._pythons[number]
+
+    def _find_image(self, order: Order, connection: socket.socket) -> bool:
+        """Note where an order's image is on this host; if it is not, refuse and return False."""
+        if order.backend != "podman":
+            return True
+        self._engine = order
+        try:
+            if order.image and not os.path.isabs(order.image) and order.image not in self._images:
+                self._images[order.image] = mount_image(order.program, order.image, order.engine_env)
+            order.image_root = self._images.get(order.image, order.image)
+            if order.image:
+                # A lower tree that is missing would be told in the words of mount.
+                os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError as error:
+            _refuse(connection, "image", str(error))
+            return False
+        return True
 
     def _stage(self, host_path: str) -> None:
         """Show a path that other users cannot reach where they can, until this process ends."""
@@ -172,9 +197,20 @@ class _Daemon:
 
     def _clear_after(self, pid: int) -> None:
         """Remove what a supervisor that was killed has left."""
-        kill_strays(os.getpid(), self._supervisors)
+        deadline = time.monotonic() + _END_LIMIT_S
+        # Waited for: to podman, a process that nobody has waited for still runs.
+        while (strays := kill_strays(os.getpid(), self._supervisors)) and time.monotonic() < deadline:
+            for stray in strays:
+                with suppress(ChildProcessError):
+                    os.waitpid(stray, os.WNOHANG)
+            time.sleep(0.001)
         Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
+        if self._engine is not None:
+            name = container_name(self._ground.runtime_dir, pid)
+            remove_container(self._engine.program, name, self._engine.engine_env)
+            with suppress(OSError):
+                detach_mount(f"{scratch}/root")
         if os.path.isdir(scratch):
             if self._ground.can_mount:
                 with suppress(OSError):
@@ -191,6 +227,10 @@ class _Daemon:
         for target in self._ground.staged.values():
             with suppress(OSError):
                 detach_mount(target)
+        if self._engine is not None and self._images:
+            with suppress(OSError):
+                words = ["image", "unmount", *self._images]
+                run_podman(self._engine.program, words, self._engine.engine_env)
         if self._ground.can_mount:
             with suppress(OSError):
                 detach_mount(self._ground.runtime_dir)
@@ -267,7 +307,7 @@ def _prepare_ground() -> Ground:
             # Root of a container without the right to mount: paths stay where they are.
             can_mount = False
     # Looked up once, so that the forks need not.
-    system_binds()
+    system_tree()
     return Ground(
         runtime_dir=runtime_dir,
         kernel=platform.release(),

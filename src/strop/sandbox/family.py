@@ -34,12 +34,16 @@ def signal_descendants(root_pid: int, number: signal.Signals) -> None:
         _signal_one(pid, number, family)
 
 
-def kill_strays(root_pid: int, own: set[int]) -> None:
-    """Kill the children of a process that are not its own but came to it as orphans, and all below them."""
-    for child in _read_children(root_pid):
-        if child not in own:
-            signal_descendants(child, signal.SIGKILL)
-            _signal_one(child, signal.SIGKILL, {root_pid})
+def kill_strays(root_pid: int, own: set[int]) -> list[int]:
+    """Kill the children of a process that are not its own but came to it as orphans, and all below them.
+
+    Returns these children; the parent has to wait for them.
+    """
+    strays = [child for child in _read_children(root_pid) if child not in own]
+    for child in strays:
+        signal_descendants(child, signal.SIGKILL)
+        _signal_one(child, signal.SIGKILL, {root_pid})
+    return strays
 
 
 def kill_biggest(pids: list[int], root_pid: int) -> None:

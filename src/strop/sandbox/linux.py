@@ -61,6 +61,11 @@ def mount_tmpfs(target: str, options: str) -> None:
     _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
+def mount_overlay(lower: str, upper: str, work: str, target: str) -> None:
+    """Show a tree whose changes go elsewhere. Raises: OSError."""
+    _mount("overlay", target, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
+
+
 def detach_mount(target: str) -> None:
     """Unmount, at once and whatever is open. Raises: OSError."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")

@@ -259,7 +259,7 @@ class LocalSandbox:
 
 
 class LocalBackend:
-    """Makes sandboxes on this machine: `bubblewrap` of level namespace, `process` of level rlimit."""
+    """Makes sandboxes here: `podman` of level container, `bubblewrap` of namespace, `process` of rlimit."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -270,24 +270,26 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, mounts, missing (no bwrap), bubblewrap, level or host.
+        Raises: SandboxRefused with kind image, mounts, missing (no bwrap or podman), bubblewrap, podman,
+        level or host.
         """
-        if spec.image is not None:
+        if spec.image is not None and self.name != "podman":
             raise SandboxRefused(
                 f"image {spec.image!r} in a {self.name} sandbox",
                 allowed="no image: its programs see this host's /usr",
-                next_step="leave the image out",
+                next_step="leave the image out, or use backend podman",
                 kind="image",
             )
         if self.name == "process":
             refuse_mounts(spec)
-        bwrap_path = find_program("bwrap", "bubblewrap") if self.name == "bubblewrap" else ""
-        if self.name not in _pythons:
+        program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
+        key = (self.name, spec.image)
+        if key not in _pythons:
             # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
-            plain = SandboxSpec(min_level=IsolationLevel.NONE)
-            async with await _start(self.name, plain, bwrap_path, "", ()) as sandbox:
-                _pythons[self.name] = await sandbox.find_python()
-        made = await _start(self.name, spec, bwrap_path, main_source, _pythons[self.name])
+            plain = SandboxSpec(min_level=IsolationLevel.NONE, image=spec.image)
+            async with await _start(self.name, plain, program, "", ()) as sandbox:
+                _pythons[key] = await sandbox.find_python()
+        made = await _start(self.name, spec, program, main_source, _pythons[key])
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(made)
             for path, data in spec.files.items():
@@ -297,20 +299,25 @@ class LocalBackend:
         return made
 
 
-_pythons: dict[str, tuple[str, ...]] = {}
-"""By backend, for the life of this process."""
+_PROGRAMS = {"bubblewrap": ("bwrap", "bubblewrap"), "podman": ("podman", "podman")}
+"""What makes a backend's sandboxes, and the package that brings it."""
+_ENGINE_VARIABLES = ("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")
+_pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
+"""By backend and image, for the life of this process."""
 
 
 async def _start(
-    backend: str, spec: SandboxSpec, bwrap_path: str, main_source: str, python_argv: tuple[str, ...]
+    backend: str, spec: SandboxSpec, program: str, main_source: str, python_argv: tuple[str, ...]
 ) -> LocalSandbox:
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
         "min_level": int(spec.min_level),
         "network": spec.network,
-        "binds": _binds(spec) if bwrap_path else [],
-        "bwrap_path": bwrap_path,
+        "binds": _binds(spec) if program else [],
+        "program": program,
+        "image": spec.image or "",
+        "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
     }
     reader, writer = await asyncio.open_unix_connection(sock=daemon_of(os.getpid()).start(order, main_source))
     try:

@@ -19,7 +19,14 @@ class Order:
     min_level: int
     binds: list[tuple[str, str, bool]]
     """Host path, path inside, read-only."""
-    bwrap_path: str = ""
+    program: str = ""
+    """Where the program is that makes the place: bwrap, or podman."""
+    engine_env: dict[str, str] = field(default_factory=dict)
+    """What podman is started with."""
+    image: str = ""
+    """A name in podman's store, or the absolute path of a directory tree; empty: this host's /usr."""
+    image_root: str = ""
+    """Where the image's tree is on this host; the daemon finds it."""
     network: str = "none"
     python_number: int = 0
     python_source: str | None = None

@@ -79,7 +79,7 @@ class ProcessPlace:
             host_uid=self._uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
-            cpu=Guard.NONE,
+            cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),
             disk=guard(self._has_mount, is_watched=True),
             files=Guard.ENFORCED,
             network="host",

@@ -13,6 +13,7 @@ from strop.tasks.code.python_judge import JudgeJob, JudgeMode, JudgeVerdict, jud
 from strop.tasks.code.python_judge.judge import read_verdict
 from strop.tasks.code.python_judge.runner import is_same_output, is_same_value
 from tests.fixtures.sandboxed import best_level
+from tests.fixtures.sandboxes import needs_podman
 
 
 def judged(
@@ -386,6 +387,22 @@ def test_numbers_of_many_digits_are_read() -> None:
     )
     assert judge_python(job, min_isolation=best_level()).is_right
     assert run_tests("print(int(input()) + 1)", [number], ["1" + "0" * 5000]).is_right
+
+
+@pytest.mark.slow
+@needs_podman
+def test_a_container_judges_as_other_sandboxes_do() -> None:
+    for source, is_right in (("import numpy\ndef f(x): return x + 1", True), ("def f(x): return x", False)):
+        job = JudgeJob(
+            source=source,
+            mode=JudgeMode.STATEMENTS,
+            names=("f",),
+            tests=("assert f(1) == 2",),
+            num_tests=1,
+            packages=("numpy",),
+        )
+        verdict = judge_python(job, min_isolation="container")
+        assert (verdict.is_right, verdict.isolation) == (is_right, "container"), verdict
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from strop.tasks.code.python_judge.runner import STARTED
 
 START_LIMIT_S = 5.0
 """Wall time of the runner beside the tests: to start, and so that a hang of its own is recognized."""
-_MOUNTING_BACKEND = "bubblewrap"
-"""Elsewhere a program has the standard library only."""
+_NOT_MOUNTING = "process"
+"""There a program has the standard library only."""
 _ENV = {"OPENBLAS_NUM_THREADS": "1"}
 """Each thread of numpy's library reserves memory, of which a program has little."""
 _MAX_EXIT_CODE = 128
@@ -55,7 +55,7 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     backend = await choose_backend(min_level=min_level)
     mounts: tuple[Mount, ...] = ()
-    if job.packages and backend.name == _MOUNTING_BACKEND:
+    if job.packages and backend.name != _NOT_MOUNTING:
         mounts = tuple(
             Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}")
             for name, place in job.package_dirs().items()

@@ -1,0 +1,280 @@
+"""Backend `podman`: a container with a root file system of its own, from an image or from a directory.
+
+The root is an overlay that the supervisor mounts over the image: what programs change goes into a file system
+in memory whose size and number of files are bounded, on every kind of disk. podman makes the namespaces, the
+control groups and what /proc and /sys hide. Process 1 is 200 bytes of machine code that ignore their children
+and wait: nothing of the image is started, so an image needs no shell, no Python and no libc. Commands join
+from outside in a few milliseconds, where `podman exec` takes 200, and filter their own system calls.
+
+Covered: all that level `container` names. Not covered: an own user namespace, so programs are a user of the
+host that nobody else is; docker; podman of an ordinary user, whose containers do not see overlays of others.
+Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import signal
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from strop.sandbox.bubblewrap import system_tree
+from strop.sandbox.cgroup import Cgroup, find_controllers
+from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.linux import (
+    ALL_NAMESPACES,
+    CLONE_NEWNET,
+    CLONE_NEWUSER,
+    detach_mount,
+    enter_namespaces,
+    mount_overlay,
+    mount_tmpfs,
+    read_file,
+)
+from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
+
+_START_LIMIT_S = 120.0
+_INIT = "/.strop-init"
+_MAX_SAID = 600
+# rt_sigaction(SIGCHLD, {SIG_IGN}, NULL, 8), so that the kernel reaps; then pause() for ever. The address of
+# the structure, which stands behind the code, is filled in.
+_X86_64 = (62, "bf11000000be{act}31d241ba08000000b80d0000000f05b8220000000f05ebf7", 0)
+# The same with ppoll(NULL, 0, NULL, NULL), since AArch64 has no pause.
+_AARCH64 = (
+    183,
+    "200280d2{act}020080d2030180d2c81080d2010000d4000080d2010080d2020080d2030080d2280980d2010000d4faffff17",
+    1,
+)
+_LOAD_ADDRESS = 0x400000
+_HEADERS_BYTES = 64 + 56
+
+
+class PodmanPlace:
+    """A container, held by its process 1."""
+
+    scratch = "/tmp"
+    has_own_pids = True
+
+    def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
+        if not ground.can_mount:
+            raise OSError(
+                errno.EPERM, "backend podman mounts the root of its containers, which needs root here"
+            )
+        self.limits = limits = order.limits
+        self._order = order
+        self._ground = ground
+        self._uid = uid
+        self.user: tuple[int, int] | None = (uid, uid)
+        self._base = f"{ground.runtime_dir}/{os.getpid()}"
+        self._name = container_name(ground.runtime_dir, os.getpid())
+        try:
+            pid = self._start()
+        except OSError:
+            self._clear()
+            raise
+        self.holder = os.pidfd_open(pid)
+        self._pid = pid
+        membership = read_file(f"/proc/{pid}/cgroup")
+        found = find_controllers(membership=membership, is_for_children=False)
+        self.cgroup = Cgroup(
+            {one.name: one.own_dir for one in found}, max((one.version for one in found), default=0)
+        )
+        # Process 1 is of another user.
+        self.max_user_processes: int | None = limits.max_processes if is_private_uid else None
+        self.watch = Watch(
+            memory_bytes=None if "memory" in self.cgroup.dirs else limits.memory_bytes,
+            max_processes=None if "pids" in self.cgroup.dirs else limits.max_processes,
+        )
+
+    def _start(self) -> int:
+        """Mount the root, start the container and return its process 1."""
+        limits, base = self.limits, Path(self._base)
+        base.mkdir(mode=0o711)
+        # Eight: the directories of this file system itself and of the overlay.
+        mount_tmpfs(
+            self._base, f"size={limits.scratch_bytes},nr_inodes={limits.max_scratch_files + 8},mode=711"
+        )
+        for name in ("upper", "work", "root"):
+            (base / name).mkdir()
+        temp = base / "upper" / "tmp"
+        temp.mkdir()
+        temp.chmod(0o1777)
+        init = base / "init"
+        init.write_bytes(make_init(platform.machine()))
+        init.chmod(0o755)
+        binds = [(host, inside, read_only) for host, inside, read_only in self._order.binds]
+        lower = self._order.image_root
+        if not lower:
+            # This host's programs, as in the other backends.
+            lower = str(base / "lower")
+            Path(lower).mkdir()
+            links, shown = system_tree()
+            for place, target in links.items():
+                Path(lower, place.lstrip("/")).symlink_to(target)
+            binds = [(path, path, True) for path in shown] + binds
+        mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
+        words = [
+            "run",
+            "--detach",
+            "--name",
+            self._name,
+            "--pidfile",
+            f"{self._base}/pid",
+            "--log-driver",
+            "none",
+        ]
+        words += [
+            "--network",
+            self._order.network,
+            "--hostname",
+            "sandbox",
+            "--no-hosts",
+            "--entrypoint",
+            _INIT,
+        ]
+        words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
+        words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
+        words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
+        if limits.cpus is not None:
+            words += ["--cpus", f"{limits.cpus:.3f}"]
+        # Named: podman raises them by itself, which a container around this host may not.
+        words += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
+        for host, inside, read_only in [(str(init), _INIT, True), *binds]:
+            words += [
+                "--volume",
+                f"{self._ground.staged.get(host, host)}:{inside}:{'ro' if read_only else 'rw'}",
+            ]
+        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._order.engine_env)
+        return int(read_file(f"{self._base}/pid"))
+
+    def enter(self) -> None:
+        """Join all namespaces of process 1."""
+        left_out = CLONE_NEWUSER | (CLONE_NEWNET if self._order.network == "host" else 0)
+        enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
+
+    def kill(self) -> None:
+        """Kill process 1, and the kernel all others with it."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.holder, signal.SIGKILL)
+
+    def describe(self, facts: dict[str, Any]) -> Isolation:
+        """Return what was reached, by comparison of namespaces with this process's own."""
+        own = own_namespaces(facts, self._ground.namespaces)
+        needed = [is_own for name, is_own in own.items() if name != "user" and self._is_separate(name)]
+        has_memory, has_pids = "memory" in self.cgroup.dirs, "pids" in self.cgroup.dirs
+        is_contained = (
+            all(needed)
+            and facts["no_new_privs"]
+            and facts["permitted"] == 0
+            and not facts["nested_userns"]
+            and self._uid != 0
+        )
+        level = IsolationLevel.NAMESPACE if is_contained else IsolationLevel.NONE
+        if is_contained and facts["seccomp"] and has_memory and has_pids:
+            level = IsolationLevel.CONTAINER
+        return Isolation(
+            level=level,
+            backend="podman",
+            **inside_fields(facts, own),
+            host_root_maps_to="0",
+            host_uid=self._uid,
+            memory=guard(has_memory, is_watched=True),
+            pids=guard(has_pids, is_watched=True),
+            cpu=guard(self.limits.cpus is not None and "cpu" in self.cgroup.dirs, is_watched=False),
+            disk=Guard.ENFORCED,
+            files=Guard.ENFORCED,
+            network="none" if own["net"] else "host",
+            kernel=self._ground.kernel,
+        )
+
+    def _is_separate(self, namespace: str) -> bool:
+        return namespace != "net" or self._order.network == "none"
+
+    def close(self) -> None:
+        """Remove the container and its root."""
+        self._clear()
+        os.close(self.holder)
+
+    def _clear(self) -> None:
+        remove_container(self._order.program, self._name, self._order.engine_env)
+        for place in (f"{self._base}/root", self._base):
+            with suppress(OSError):
+                detach_mount(place)
+        with suppress(OSError):
+            os.rmdir(self._base)
+
+
+def container_name(runtime_dir: str, supervisor_pid: int) -> str:
+    """Return what the container of a supervisor is called, for whoever has to remove it."""
+    return f"{Path(runtime_dir).name}-{supervisor_pid}"
+
+
+def remove_container(program: str, name: str, environ: Mapping[str, str]) -> None:
+    """Remove a container, running or not, or there is none."""
+    with suppress(OSError):
+        run_podman(program, ["rm", "--force", "--time", "0", "--ignore", name], environ)
+
+
+def mount_image(program: str, image: str, environ: Mapping[str, str]) -> str:
+    """Return where an image of podman's store is mounted, read-only. Raises: OSError if there is none."""
+    return run_podman(program, ["image", "mount", image], environ).strip()
+
+
+def run_podman(program: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run podman and return its standard output.
+
+    Raises: OSError with what it said.
+    """
+    # Here: it brings threads along, which every fork of the daemon would look after.
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            [program, *words],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_START_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(
+            errno.ETIMEDOUT, f"podman {words[0]} gave no answer in {_START_LIMIT_S:.0f} s"
+        ) from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
+        raise OSError(errno.EIO, f"podman {words[0]}: {said or f'exit code {done.returncode}'}")
+    return done.stdout.decode(errors="replace")
+
+
+def make_init(machine: str) -> bytes:
+    """Return a program that waits for ever and leaves no zombies.
+
+    Raises: OSError for a machine that its code is not known for.
+    """
+    known = {"x86_64": _X86_64, "aarch64": _AARCH64}
+    if machine not in known:
+        raise OSError(errno.ENOEXEC, f"backend podman has no process 1 for {machine}: x86_64 or aarch64")
+    kind, text, is_arm = known[machine]
+    num_bytes = len(bytes.fromhex(text.format(act="00000000" if not is_arm else "0" * 16)))
+    address = _LOAD_ADDRESS + _HEADERS_BYTES + num_bytes
+    if is_arm:
+        # movz x1, low half; movk x1, high half, lsl 16.
+        low, high = address & 0xFFFF, address >> 16
+        act = struct.pack("<II", 0xD2800001 | low << 5, 0xF2A00001 | high << 5)
+    else:
+        act = struct.pack("<I", address)
+    # The handler SIG_IGN, no flags, no restorer, no mask.
+    body = bytes.fromhex(text.format(act=act.hex())) + struct.pack("<QQQQ", 1, 0, 0, 0)
+    size = _HEADERS_BYTES + len(body)
+    ident = b"\x7fELF" + bytes([2, 1, 1]) + bytes(9)
+    entry = _LOAD_ADDRESS + _HEADERS_BYTES
+    header = struct.pack("<HHIQQQIHHHHHH", 2, kind, 1, entry, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    # One segment to read and execute: the whole file.
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _LOAD_ADDRESS, _LOAD_ADDRESS, size, size, 0x1000)
+    return ident + header + segment + body

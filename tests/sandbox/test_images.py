@@ -1,0 +1,123 @@
+"""Containers of images: from podman's store or a directory, without a shell, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import subprocess
+import tarfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.errors import SandboxRefused
+from strop.sandbox import ExecKind, IsolationLevel, Limits, make_backend
+from strop.sandbox.linux import read_file
+from strop.sandbox.local import LocalSandbox
+from strop.sandbox.podman import make_init
+from tests.fixtures.sandboxes import needs_podman, spec_of
+
+PROGRAM = r"""
+#include <stdio.h>
+int main(int argc, char **argv) {
+    FILE *file = fopen("/etc/word", "r+");
+    if (!file) { file = fopen("/etc/word", "r"); }
+    char word[64] = "";
+    if (file) { fgets(word, sizeof word, file); }
+    printf("%s of %s", argv[0], word);
+    return argc;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root that has one program, and no shell, no libc and no /tmp."""
+    root = tmp_path_factory.mktemp("image") / "root"
+    for name in ("bin", "etc"):
+        (root / name).mkdir(parents=True)
+    (root / "etc" / "word").write_text("the image")
+    words = ["cc", "-static", "-x", "c", "-", "-o", str(root / "bin" / "tell")]
+    subprocess.run(words, input=PROGRAM, text=True, check=True)
+    # Others enter it as they would enter an image's.
+    for path in (root, *root.parents):
+        if path.stat().st_mode & 0o001 == 0 and path.owner() == "root" and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o011)
+    return root
+
+
+@pytest.fixture(scope="module")
+def image(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same as an image of podman's."""
+    name = f"localhost/strop-test-{uuid.uuid4().hex[:8]}"
+    archive = tmp_path_factory.mktemp("archive") / "root.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(tree, arcname=".")
+    subprocess.run(["podman", "import", "--quiet", archive, name], check=True, capture_output=True)
+    yield name
+    subprocess.run(["podman", "image", "unmount", name], check=False, capture_output=True)
+    subprocess.run(["podman", "rmi", "--force", name], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+@needs_podman
+@pytest.mark.parametrize("kind", ["image", "directory"])
+def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Path) -> None:
+    spec = replace(spec_of(Limits(cpus=0.5)), image=image if kind == "image" else str(tree))
+    spec = replace(spec, min_level=IsolationLevel.CONTAINER, files={"/tmp/given": b"a word"})
+
+    async def work(sandbox: LocalSandbox) -> None:
+        assert sandbox.isolation.level is IsolationLevel.CONTAINER
+        assert sandbox.isolation.cpu.value == "enforced"
+        told = await sandbox.exec(["/bin/tell", "x"], wall_limit_s=60)
+        assert (told.exit_code, told.stdout) == (2, b"/bin/tell of the image")
+        assert (await sandbox.exec(["/bin/sh"], wall_limit_s=60)).kind is ExecKind.NOT_STARTED
+        with pytest.raises(SandboxRefused, match="no Python can be started"):
+            _ = sandbox.python_argv
+        # What is read and written is the container's; the image stays as it is.
+        assert await sandbox.read("/tmp/given") == b"a word"
+        await sandbox.write("/tmp/word", b"other")
+        assert await sandbox.read("/etc/word") == b"the image"
+
+    async def act() -> None:
+        async with await make_backend("podman").create(spec) as sandbox:
+            await work(sandbox)
+
+    asyncio.run(act())
+    assert sorted(path.name for path in tree.iterdir()) == ["bin", "etc"]
+
+
+@needs_podman
+def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
+    for name, said in (("localhost/none", "image not known"), (str(tmp_path / "none"), "No such file")):
+        with pytest.raises(SandboxRefused, match=said) as caught:
+            asyncio.run(make_backend("podman").create(replace(spec_of(), image=name)))
+        assert caught.value.kind == "image"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_process_1_waits_and_reaps(machine: str, tmp_path: Path) -> None:
+    """Here by itself, or by an emulator, whose processes the kernel shows alike."""
+    program = tmp_path / "init"
+    program.write_bytes(make_init(machine))
+    program.chmod(0o755)
+    emulator = [] if machine == platform.machine() else [f"qemu-{machine}-static"]
+    try:
+        child = subprocess.Popen([*emulator, program])
+    except FileNotFoundError:
+        pytest.skip(f"{emulator[0]} is missing")
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        ignored = next(
+            line for line in read_file(f"/proc/{child.pid}/status").splitlines() if "SigIgn" in line
+        )
+        assert int(ignored.split()[1], 16) & 1 << 16
+    finally:
+        child.kill()
+        child.wait()
+    with pytest.raises(OSError, match="no process 1 for riscv64"):
+        make_init("riscv64")
