@@ -4,7 +4,7 @@ The root is an overlay that the supervisor mounts over the image: what programs 
 in memory whose size and number of files are bounded, on every kind of disk. podman makes the namespaces, the
 control groups and what /proc and /sys hide. Process 1 is 200 bytes of machine code that ignore their children
 and wait: nothing of the image is started, so an image needs no shell, no Python and no libc. Commands join
-from outside in a few milliseconds, where `podman exec` takes 200, and filter their own system calls.
+from outside, without a start of podman for each, and filter their own system calls.
 
 Covered: all that level `container` names. Not covered: an own user namespace, so programs are a user of the
 host that nobody else is; docker; podman of an ordinary user, whose containers do not see overlays of others.

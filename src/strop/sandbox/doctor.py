@@ -1,0 +1,206 @@
+"""What sandboxes does this host allow, how quick are they, and how would it allow more?
+
+Every backend is tried by real starts, commands and stops; what isolation was reached is what its sandboxes
+say of themselves. The facts beside them say why no more was reached.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import SandboxError, SandboxRefused, given_of
+from strop.sandbox.cgroup import find_controllers, make_cgroup
+from strop.sandbox.choose import BACKENDS, make_backend
+from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.daemon import SCRATCH_BASES
+
+_TIMES = 5
+_PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
+_DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
+_SHARED_DISKS = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "fuse"})
+_ANSWER_LIMIT_S = 10.0
+_WALL_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendReport:
+    """What one backend reached here."""
+
+    name: str
+    isolation: Isolation | None
+    """None where it makes no sandbox."""
+    refusal: str = ""
+    start_s: float = 0.0
+    """Until its first command has ended; the median of a few, as the others."""
+    command_s: float = 0.0
+    stop_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxDiagnosis:
+    """What this host allows."""
+
+    backends: tuple[BackendReport, ...]
+    facts: Mapping[str, str]
+    advice: tuple[str, ...]
+    """What would give more, a sentence each."""
+
+
+async def diagnose_sandboxes() -> SandboxDiagnosis:
+    """Try every backend on this host. Takes some seconds."""
+    reports = tuple([await _try(name) for name in BACKENDS])
+    facts = read_facts()
+    return SandboxDiagnosis(backends=reports, facts=facts, advice=tuple(_advise(reports, facts)))
+
+
+async def _try(name: str) -> BackendReport:
+    spec = SandboxSpec(limits=Limits(cpus=1.0), min_level=IsolationLevel.NONE)
+    taken: list[tuple[float, float, float]] = []
+    try:
+        backend = make_backend(name)
+        # The first one starts what the others share.
+        async with await backend.create(spec) as first:
+            isolation = first.isolation
+        for _ in range(_TIMES):
+            begun = time.perf_counter()
+            sandbox = await backend.create(spec)
+            await sandbox.exec(["/bin/true"], wall_limit_s=_WALL_LIMIT_S)
+            started = time.perf_counter()
+            await sandbox.exec(["/bin/true"], wall_limit_s=_WALL_LIMIT_S)
+            ended = time.perf_counter()
+            await sandbox.stop()
+            taken.append((started - begun, ended - started, time.perf_counter() - ended))
+    except SandboxRefused as refusal:
+        return BackendReport(name=name, isolation=None, refusal=str(refusal))
+    except SandboxError as error:
+        return BackendReport(name=name, isolation=None, refusal=given_of(error))
+    start_s, command_s, stop_s = (statistics.median(column) for column in zip(*taken, strict=True))
+    return BackendReport(name=name, isolation=isolation, start_s=start_s, command_s=command_s, stop_s=stop_s)
+
+
+def read_facts() -> dict[str, str]:
+    """Return what decides about sandboxes here, by a short name."""
+    user = os.geteuid()
+    scratch = next((path for path in SCRATCH_BASES if os.access(path, os.W_OK)), SCRATCH_BASES[0])
+    return {
+        "kernel": platform.release(),
+        "user": "root" if user == 0 else f"uid {user}",
+        "control groups": _describe_cgroups(),
+        "user namespaces": _describe_namespaces(),
+        "subordinate ids": _describe_ranges(user),
+        "private directories": f"{scratch}, {file_system_of(scratch)}",
+        "open files": _describe_limit(resource.RLIMIT_NOFILE),
+        "processes": _describe_limit(resource.RLIMIT_NPROC),
+        "devices": ", ".join(path for path in _DEVICES if os.path.exists(path)) or "none of the three",
+        **{name: _version_of(name) for name in _PROGRAMS},
+    }
+
+
+def file_system_of(path: str, mounts: str | None = None) -> str:
+    """Return the kind of file system that a path is on; empty if nothing tells."""
+    lines = _read("/proc/self/mounts") if mounts is None else mounts
+    real, best, kind = os.path.realpath(path), "", ""
+    for _, place, name, *_ in (line.split(" ") for line in lines.splitlines()):
+        is_above = place == "/" or real == place or real.startswith(f"{place}/")
+        # Of several mounts on one place the last is seen.
+        if is_above and len(place) >= len(best):
+            best, kind = place, name
+    return kind
+
+
+def _describe_cgroups() -> str:
+    found = find_controllers()
+    if not found:
+        return "none may be used"
+    made = make_cgroup(found, f"strop-doctor-{os.getpid()}", Limits(cpus=1.0))
+    names, version = sorted(made.dirs), made.version
+    made.remove()
+    return f"version {version}: {', '.join(names)}" if names else "none may be made"
+
+
+def _describe_namespaces() -> str:
+    if not Path("/proc/self/ns/user").exists():
+        return "the kernel has none"
+    for place, word in (
+        ("/proc/sys/user/max_user_namespaces", "0"),
+        ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
+        ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ):
+        if _read(place).strip() == word:
+            return f"restricted: {place} is {word}"
+    return "allowed"
+
+
+def _describe_ranges(uid: int) -> str:
+    try:
+        names = {pwd.getpwuid(uid).pw_name, str(uid)}
+    except KeyError:
+        names = {str(uid)}
+    lines = _read("/etc/subuid").splitlines()
+    total = sum(
+        int(line.split(":")[2]) for line in lines if line.count(":") == 2 and line.split(":")[0] in names
+    )
+    return f"{total:,}" if total else "none"
+
+
+def _describe_limit(kind: int) -> str:
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in resource.getrlimit(kind)
+    )
+    return f"{soft} of {hard}"
+
+
+def _version_of(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        return "missing"
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_ANSWER_LIMIT_S,
+        )
+        if lines := (done.stdout or done.stderr).strip().splitlines():
+            return lines[0]
+    return f"{path} says no version"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Iterator[str]:
+    failed = {report.name for report in reports if report.isolation is None}
+    if facts["bwrap"] == "missing":
+        yield "as root, run make system-deps: bubblewrap isolates quickest"
+    if facts["podman"] == "missing":
+        yield "as root, run make system-deps: podman gives level container"
+    elif facts["user"] != "root":
+        yield "backend podman is for root so far; for an ordinary user, bubblewrap isolates best"
+    if facts["user namespaces"] != "allowed" and "bubblewrap" in failed:
+        yield f"user namespaces are {facts['user namespaces']}; whoever runs this host may allow them"
+    if not facts["control groups"].startswith("version"):
+        yield (
+            "no control group may be made, so memory and processes are watched and processor time is not"
+            " bounded: be root, or let systemd hand controllers down (Delegate=yes)"
+        )
+    if facts["private directories"].rpartition(", ")[2] in _SHARED_DISKS:
+        yield "private directories are on a disk that machines share; give this host a local /tmp"

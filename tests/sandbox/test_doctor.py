@@ -1,0 +1,96 @@
+"""What a host allows is tried, and what would give more is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from strop.sandbox import IsolationLevel, doctor
+from strop.sandbox.doctor import diagnose_sandboxes, file_system_of, read_facts
+from tests.fixtures.commands import Run, run
+from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
+
+__all__ = ["run"]
+
+MOUNTS = """\
+/dev/vda / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+/dev/vdb /tmp xfs rw 0 0
+"""
+
+
+@needs_bubblewrap
+def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(run: Run) -> None:
+    found = json.loads(run("sandbox", "doctor", "--json").out)
+    by_name = {one["name"]: one for one in found["backends"]}
+    assert list(by_name) == ["bubblewrap", "podman", "process"]
+    for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
+        assert by_name[name]["isolation"]["level"] == level
+        assert by_name[name]["start_s"] > by_name[name]["command_s"] > 0.0
+    assert found["facts"]["bwrap"].startswith("bubblewrap ")
+    shown = run("sandbox", "doctor")
+    assert shown.code == 0
+    assert "namespace" in shown.out
+    assert "control groups" in shown.out
+
+
+@pytest.mark.slow
+@needs_podman
+def test_podman_reaches_a_container() -> None:
+    report = next(one for one in asyncio.run(diagnose_sandboxes()).backends if one.name == "podman")
+    assert report.isolation is not None, report.refusal
+    assert report.isolation.level is IsolationLevel.CONTAINER
+
+
+def test_a_host_without_programs_is_told_what_would_give_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "find_controllers", list)
+    program = tmp_path / "podman"
+    program.write_text("#!/bin/sh\necho 'the storage is locked' >&2\nexit 125\n")
+    program.chmod(0o755)
+    found = asyncio.run(diagnose_sandboxes())
+    bubblewrap, podman, process = found.backends
+    assert bubblewrap.isolation is podman.isolation is None
+    assert process.isolation is not None
+    assert "program bwrap was not found" in bubblewrap.refusal
+    assert ("the storage is locked" if os.geteuid() == 0 else "needs root here") in podman.refusal
+    assert found.facts["bwrap"] == "missing"
+    assert found.facts["podman"] == "the storage is locked"
+    assert any("bubblewrap isolates quickest" in one for one in found.advice)
+    assert any("Delegate=yes" in one for one in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/", "ext4"), ("/homework", "ext4"), ("/home/me", "nfs4"), ("/tmp/x", "xfs")]
+)
+def test_the_file_system_of_a_path_is_that_of_its_last_mount(path: str, kind: str) -> None:
+    assert file_system_of(path, MOUNTS) == kind
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("/proc/sys/user/max_user_namespaces", "0\n", "restricted: /proc/sys/user/max_user_namespaces is 0"),
+        (
+            "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+            "1\n",
+            "restricted: /proc/sys/kernel/apparmor_restrict_unprivileged_userns is 1",
+        ),
+        ("/etc/subuid", "root:100000:65536\nother:1:2\nbroken\n", "allowed"),
+    ],
+)
+def test_what_the_kernel_restricts_is_named(
+    path: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_read", lambda asked: text if asked == path else "")
+    facts = read_facts()
+    assert facts["user namespaces"] == said
+    if path == "/etc/subuid" and os.geteuid() == 0:
+        assert facts["subordinate ids"] == "65,536"
