@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,8 @@ WHOLE_RUNS = ("asynchronous", "busy", "demo", "planning", "ray-demo", "reverse-t
 def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
     if name == "code-judge":
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
+    if name == "sandboxes":
+        require_system_part("podman", shutil.which("podman") is not None and os.geteuid() == 0)
     if name == "launch":
         require_system_part("slurm-wlm", is_installed())
     measured = measure_figures(name, is_quick=True, model=str(smollm2_dir))
