@@ -34,6 +34,18 @@ def test_the_innermost_mount_counts(tmp_path: Path, kind: str, is_network: bool)
     assert describe_disk(beside, mounts=mounts).mount == "/"
 
 
+@pytest.mark.parametrize(
+    ("place", "kind"), [(".", "ext4"), ("homework", "ext4"), ("home/me", "nfs4"), ("tmp/x", "xfs")]
+)
+def test_of_mounts_on_one_place_the_last_is_seen(tmp_path: Path, place: str, kind: str) -> None:
+    root = tmp_path.resolve()
+    for name in ("home", "homework", "tmp"):
+        (root / name).mkdir()
+    lines = (("", "ext4"), ("/home", "nfs4"), ("/tmp", "tmpfs"), ("/tmp", "xfs"))
+    mounts = "".join(f"1 0 0:1 / {root}{where} rw - {what} device rw\n" for where, what in lines)
+    assert describe_disk(root / place, mounts=mounts).kind == kind
+
+
 def test_this_disk_is_described(tmp_path: Path) -> None:
     found = describe_disk(tmp_path)
     assert found.total_bytes == shutil.disk_usage(tmp_path).total

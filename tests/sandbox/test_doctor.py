@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import IsolationLevel, doctor
-from strop.sandbox.doctor import diagnose_sandboxes, file_system_of, read_facts
+from strop.sandbox.doctor import diagnose_sandboxes, read_facts
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 
 __all__ = ["run"]
-
-MOUNTS = """\
-/dev/vda / ext4 rw 0 0
-server:/home /home nfs4 rw 0 0
-tmpfs /tmp tmpfs rw 0 0
-/dev/vdb /tmp xfs rw 0 0
-"""
 
 
 @needs_bubblewrap
@@ -65,13 +58,6 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     assert found.facts["podman"] == "the storage is locked"
     assert any("bubblewrap isolates quickest" in one for one in found.advice)
     assert any("Delegate=yes" in one for one in found.advice)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/", "ext4"), ("/homework", "ext4"), ("/home/me", "nfs4"), ("/tmp/x", "xfs")]
-)
-def test_the_file_system_of_a_path_is_that_of_its_last_mount(path: str, kind: str) -> None:
-    assert file_system_of(path, MOUNTS) == kind
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from strop.sandbox.linux import (
     enter_namespaces,
     read_file,
 )
-from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
+from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
 
 INSIDE_ID = 1000
 """User and group of programs, as they are called inside."""
@@ -126,16 +126,9 @@ class BubblewrapPlace:
         """Return what was reached, by comparison of namespaces with this process's own."""
         own = own_namespaces(facts, self._namespaces)
         root_is = _root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
-        needed = [is_own for name, is_own in own.items() if name != "net" or self._network == "none"]
-        is_contained = (
-            all(needed)
-            and facts["no_new_privs"]
-            and facts["permitted"] == 0
-            and not facts["nested_userns"]
-            and self._uid != 0
-        )
+        is_separate = is_contained(facts, own, own, uid=self._uid, network=self._network)
         return Isolation(
-            level=IsolationLevel.NAMESPACE if is_contained else IsolationLevel.NONE,
+            level=IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE,
             backend="bubblewrap",
             **inside_fields(facts, own),
             host_root_maps_to=root_is,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import SandboxError, SandboxRefused, given_of
+from strop.hardware.disks import Disk, describe_disk
 from strop.sandbox.cgroup import find_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxSpec
@@ -28,7 +29,6 @@ from strop.sandbox.daemon import SCRATCH_BASES
 _TIMES = 5
 _PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
 _DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
-_SHARED_DISKS = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "fuse"})
 _ANSWER_LIMIT_S = 10.0
 _WALL_LIMIT_S = 30.0
 
@@ -92,14 +92,13 @@ async def _try(name: str) -> BackendReport:
 def read_facts() -> dict[str, str]:
     """Return what decides about sandboxes here, by a short name."""
     user = os.geteuid()
-    scratch = next((path for path in SCRATCH_BASES if os.access(path, os.W_OK)), SCRATCH_BASES[0])
     return {
         "kernel": platform.release(),
         "user": "root" if user == 0 else f"uid {user}",
         "control groups": _describe_cgroups(),
         "user namespaces": _describe_namespaces(),
         "subordinate ids": _describe_ranges(user),
-        "private directories": f"{scratch}, {file_system_of(scratch)}",
+        "private directories": str(_private_disk()),
         "open files": _describe_limit(resource.RLIMIT_NOFILE),
         "processes": _describe_limit(resource.RLIMIT_NPROC),
         "devices": ", ".join(path for path in _DEVICES if os.path.exists(path)) or "none of the three",
@@ -107,16 +106,9 @@ def read_facts() -> dict[str, str]:
     }
 
 
-def file_system_of(path: str, mounts: str | None = None) -> str:
-    """Return the kind of file system that a path is on; empty if nothing tells."""
-    lines = _read("/proc/self/mounts") if mounts is None else mounts
-    real, best, kind = os.path.realpath(path), "", ""
-    for _, place, name, *_ in (line.split(" ") for line in lines.splitlines()):
-        is_above = place == "/" or real == place or real.startswith(f"{place}/")
-        # Of several mounts on one place the last is seen.
-        if is_above and len(place) >= len(best):
-            best, kind = place, name
-    return kind
+def _private_disk() -> Disk:
+    places = [path for path in SCRATCH_BASES if os.access(path, os.W_OK)]
+    return describe_disk(Path((places or SCRATCH_BASES)[0]))
 
 
 def _describe_cgroups() -> str:
@@ -202,5 +194,5 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
             "no control group may be made, so memory and processes are watched and processor time is not"
             " bounded: be root, or let systemd hand controllers down (Delegate=yes)"
         )
-    if facts["private directories"].rpartition(", ")[2] in _SHARED_DISKS:
+    if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"

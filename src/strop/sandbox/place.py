@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -126,6 +126,22 @@ def guard(is_enforced: bool, *, is_watched: bool) -> Guard:
 def own_namespaces(facts: Mapping[str, Any], outside: Mapping[str, str]) -> dict[str, bool]:
     """Return which kinds of namespace a sandbox has for itself, by what its first command saw."""
     return {name: facts["namespaces"][name] != identity for name, identity in outside.items()}
+
+
+def is_contained(
+    facts: Mapping[str, Any], own: Mapping[str, bool], needed: Collection[str], *, uid: int, network: str
+) -> bool:
+    """Return whether a program has namespaces of its own of the kinds that are needed, and no power beyond.
+
+    The network's counts unless a sandbox was asked to have the host's.
+    """
+    return (
+        all(own[name] for name in needed if name != "net" or network == "none")
+        and facts["no_new_privs"]
+        and facts["permitted"] == 0
+        and not facts["nested_userns"]
+        and uid != 0
+    )
 
 
 def inside_fields(facts: Mapping[str, Any], own: Mapping[str, bool]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from strop.sandbox.linux import (
     mount_tmpfs,
     read_file,
 )
-from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
+from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
 
 _START_LIMIT_S = 120.0
 _INIT = "/.strop-init"
@@ -78,7 +78,6 @@ class PodmanPlace:
             self._clear()
             raise
         self.holder = os.pidfd_open(pid)
-        self._pid = pid
         membership = read_file(f"/proc/{pid}/cgroup")
         found = find_controllers(membership=membership, is_for_children=False)
         self.cgroup = Cgroup(
@@ -93,6 +92,26 @@ class PodmanPlace:
 
     def _start(self) -> int:
         """Mount the root, start the container and return its process 1."""
+        binds = [*self._mount_root(), *self._order.binds]
+        limits = self.limits
+        words = ["run", "--detach", "--name", self._name, "--pidfile", f"{self._base}/pid"]
+        words += ["--log-driver", "none", "--network", self._order.network, "--no-hosts"]
+        words += ["--hostname", "sandbox", "--entrypoint", _INIT]
+        words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
+        words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
+        words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
+        if limits.cpus is not None:
+            words += ["--cpus", f"{limits.cpus:.3f}"]
+        # Named: podman raises them by itself, which a container around this host may not.
+        words += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
+        for host, inside, read_only in binds:
+            source = self._ground.staged.get(host, host)
+            words += ["--volume", f"{source}:{inside}:{'ro' if read_only else 'rw'}"]
+        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._order.engine_env)
+        return int(read_file(f"{self._base}/pid"))
+
+    def _mount_root(self) -> list[tuple[str, str, bool]]:
+        """Mount the root; return what is bound into it beside the order's: as `Order.binds`."""
         limits, base = self.limits, Path(self._base)
         base.mkdir(mode=0o711)
         # Eight: the directories of this file system itself and of the overlay.
@@ -107,7 +126,7 @@ class PodmanPlace:
         init = base / "init"
         init.write_bytes(make_init(platform.machine()))
         init.chmod(0o755)
-        binds = [(host, inside, read_only) for host, inside, read_only in self._order.binds]
+        binds = [(str(init), _INIT, True)]
         lower = self._order.image_root
         if not lower:
             # This host's programs, as in the other backends.
@@ -116,41 +135,9 @@ class PodmanPlace:
             links, shown = system_tree()
             for place, target in links.items():
                 Path(lower, place.lstrip("/")).symlink_to(target)
-            binds = [(path, path, True) for path in shown] + binds
+            binds += [(path, path, True) for path in shown]
         mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
-        words = [
-            "run",
-            "--detach",
-            "--name",
-            self._name,
-            "--pidfile",
-            f"{self._base}/pid",
-            "--log-driver",
-            "none",
-        ]
-        words += [
-            "--network",
-            self._order.network,
-            "--hostname",
-            "sandbox",
-            "--no-hosts",
-            "--entrypoint",
-            _INIT,
-        ]
-        words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
-        words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
-        words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
-        if limits.cpus is not None:
-            words += ["--cpus", f"{limits.cpus:.3f}"]
-        # Named: podman raises them by itself, which a container around this host may not.
-        words += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
-        for host, inside, read_only in [(str(init), _INIT, True), *binds]:
-            words += [
-                "--volume",
-                f"{self._ground.staged.get(host, host)}:{inside}:{'ro' if read_only else 'rw'}",
-            ]
-        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._order.engine_env)
-        return int(read_file(f"{self._base}/pid"))
+        return binds
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""
@@ -165,17 +152,11 @@ class PodmanPlace:
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached, by comparison of namespaces with this process's own."""
         own = own_namespaces(facts, self._ground.namespaces)
-        needed = [is_own for name, is_own in own.items() if name != "user" and self._is_separate(name)]
         has_memory, has_pids = "memory" in self.cgroup.dirs, "pids" in self.cgroup.dirs
-        is_contained = (
-            all(needed)
-            and facts["no_new_privs"]
-            and facts["permitted"] == 0
-            and not facts["nested_userns"]
-            and self._uid != 0
-        )
-        level = IsolationLevel.NAMESPACE if is_contained else IsolationLevel.NONE
-        if is_contained and facts["seccomp"] and has_memory and has_pids:
+        needed = own.keys() - {"user"}
+        is_separate = is_contained(facts, own, needed, uid=self._uid, network=self._order.network)
+        level = IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE
+        if is_separate and facts["seccomp"] and has_memory and has_pids:
             level = IsolationLevel.CONTAINER
         return Isolation(
             level=level,
@@ -191,9 +172,6 @@ class PodmanPlace:
             network="none" if own["net"] else "host",
             kernel=self._ground.kernel,
         )
-
-    def _is_separate(self, namespace: str) -> bool:
-        return namespace != "net" or self._order.network == "none"
 
     def close(self) -> None:
         """Remove the container and its root."""
