@@ -70,21 +70,33 @@ class StoredBaseline:
 
     def choose(self, result: Result) -> Result | None:
         """Return what stands beside a result: of its task, at the last step, of its protocol if possible."""
-        same = {
-            path: one
-            for path, one in self.results.items()
-            if type(one) is type(result) and (name_of(one), one.split) == (name_of(result), result.split)
-        }
-        last = max((one.step for one in same.values()), default=0)
-        ranked = sorted(
-            (bool(list_obstacles(one, result)), str(path)) for path, one in same.items() if one.step == last
-        )
+        same = group_last(self.results).get(_kind_of(result), {})
+        ranked = sorted((bool(list_obstacles(one, result)), str(path)) for path, one in same.items())
         return same[Path(ranked[0][1])] if ranked else None
 
 
 def name_of(result: Result) -> str:
     """Return the task of a result, as its evaluation calls it."""
     return result.full_name if isinstance(result, EvalResult) else result.task
+
+
+Kind = tuple[type[Result], str, Split]
+"""Who asked, the task and the split."""
+
+
+def _kind_of(result: Result) -> Kind:
+    return type(result), name_of(result), result.split
+
+
+def group_last(results: Mapping[Path, Result]) -> dict[Kind, dict[Path, Result]]:
+    """Return the results of each task at its last step."""
+    groups: dict[Kind, dict[Path, Result]] = {}
+    for path, one in results.items():
+        groups.setdefault(_kind_of(one), {})[path] = one
+    for kind, group in groups.items():
+        last = max(one.step for one in group.values())
+        groups[kind] = {path: one for path, one in group.items() if one.step == last}
+    return groups
 
 
 def read_stored(place: Path) -> dict[Path, Result]:
@@ -214,16 +226,17 @@ def _compare_pass(before: EvalResult, after: EvalResult, k: int) -> Interval | N
     """Return the change of pass@k over the examples with k judged replies on both sides."""
     if before.sampled is None or after.sampled is None:
         return None
-    pairs = [(one, after.sampled.by_example[name]) for name, one in before.sampled.by_example.items()]
-    both = [(one, other) for one, other in pairs if min(one.num_judged, other.num_judged) >= k]
-    if not both:
-        return None
-    names = list(before.sampled.by_example)
-    problems = [
-        one.problem or name for name, (one, other) in zip(names, pairs, strict=True) if (one, other) in both
+    pairs = [
+        (one, other, one.problem or name)
+        for name, one in before.sampled.by_example.items()
+        if min(one.num_judged, (other := after.sampled.by_example[name]).num_judged) >= k
     ]
+    if not pairs:
+        return None
     return paired_difference(
-        [_pass_of(one, k) for one, _ in both], [_pass_of(other, k) for _, other in both], problems
+        [_pass_of(one, k) for one, _, _ in pairs],
+        [_pass_of(other, k) for _, other, _ in pairs],
+        [problem for _, _, problem in pairs],
     )
 
 
@@ -316,13 +329,11 @@ def _scaled(change: Interval) -> Interval:
 
 def require_one_model(name: str, results: Mapping[Path, Result]) -> str | None:
     """Return why results cannot be one baseline: those of a task at its last step are of several models."""
-    for task in {(type(one), name_of(one), one.split) for one in results.values()}:
-        same = {path: one for path, one in results.items() if (type(one), name_of(one), one.split) == task}
-        last = max(one.step for one in same.values())
-        models = {one.model_digest: path for path, one in same.items() if one.step == last}
+    for (_, task, _), same in group_last(results).items():
+        models = {one.model_digest: path for path, one in same.items()}
         if len(models) > 1:
             shown = ", ".join(map(str, models.values()))
-            return f"{name} has results of {len(models)} models on {task[1]}: {shown}"
+            return f"{name} has results of {len(models)} models on {task}: {shown}"
     return None
 
 

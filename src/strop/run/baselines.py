@@ -11,7 +11,7 @@ from strop.evaluate.baselines import BaselineStatus, all_baselines, find_model_n
 from strop.evaluate.stored import (
     Result,
     StoredBaseline,
-    name_of,
+    group_last,
     read_stored,
     require_one_model,
     tasks_of,
@@ -72,10 +72,7 @@ def _keep_last(
 ) -> dict[Path, Result]:
     """Return the results of the last step of each task that is asked."""
     mine = {path: one for path, one in results.items() if tasks_of([one], split) & asked}
-    last = {name_of(one): 0 for one in mine.values()}
-    for one in mine.values():
-        last[name_of(one)] = max(last[name_of(one)], one.step)
-    return {path: one for path, one in mine.items() if one.step == last[name_of(one)]}
+    return {path: one for group in group_last(mine).values() for path, one in group.items()}
 
 
 def _list_published(model: str, *, by_harness: bool) -> set[str]:
@@ -90,8 +87,8 @@ def _list_published(model: str, *, by_harness: bool) -> set[str]:
 def _read(word: str, out_dir: Path | None) -> StoredBaseline:
     name, _, place = word.rpartition("=")
     path = Path(place or "-").expanduser()
-    if path.is_file() or (path.is_dir() and read_stored(path)):
-        return StoredBaseline(name=name or path.stem, results=read_stored(path))
+    if path.exists() and (results := read_stored(path)):
+        return StoredBaseline(name=name or path.stem, results=results)
     stored: Mapping[Path, Result] = {}
     for root in {out_dir or EVALS_ROOT, EVALS_ROOT}:
         for folder in [root, *(one for one in root.glob("*/") if one.name != "tables")]:
