@@ -10,6 +10,7 @@ import typer
 
 from strop.cli.arguments import Gpus, Json, SingleGpu, takes
 from strop.cli.output import Output
+from strop.io.notices import tell
 
 import_commands = typer.Typer(help="Run files from configurations of other trainers.", no_args_is_help=True)
 RoleFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration of this role alone.")]
@@ -64,7 +65,7 @@ def import_prime(context: typer.Context, args: ImportArguments) -> None:
         )
     )
     for notice in imported.notices:
-        output.say(f"notice: {notice}")
+        tell(notice)
     if args.json:
         output.give_json({"path": str(imported.path), "notices": imported.notices})
         return

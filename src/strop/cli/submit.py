@@ -404,7 +404,7 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
 
     ref = submitted.ref
     for notice in filter(None, (submitted.notice, *submitted.warnings)):
-        output.say(f"notice: {notice}")
+        tell(notice)
     if is_json:
         output.give_json(asdict(ref) | {"is_new": submitted.is_new})
         return

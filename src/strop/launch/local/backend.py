@@ -67,13 +67,14 @@ class LocalBackend:
                     severity=Severity.ERROR,
                 )
             ]
-        named = plan.details.get("devices")
-        inherited = ",".join(named) if named else os.environ.get(VISIBLE_DEVICES)
-        try:
-            wanted = {f"{role.name} {part}": num for role in plan.roles for part, num in role.gpus.items()}
-            allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
-        except StropError as error:
-            found.append(find_refusal("gpus", error))
+        wanted = {f"{role.name} {part}": num for role in plan.roles for part, num in role.gpus.items()}
+        if wanted:
+            named = plan.details.get("devices")
+            inherited = ",".join(named) if named else os.environ.get(VISIBLE_DEVICES)
+            try:
+                allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
+            except StropError as error:
+                found.append(find_refusal("gpus", error))
         return found
 
     def submit(self, plan: JobPlan) -> JobRef:
