@@ -1,0 +1,167 @@
+"""What flows between a client, the controller and the nodes of the sandbox service.
+
+A client speaks OpenHands' protocol to the controller: `StartRequest` comes in, records go out. The controller
+tells a node what to make (`NodeOrder`), and a node tells the controller, every two seconds and after each
+change, what it is and how its sandboxes are (`NodeReport`). All of it is JSON over HTTP; the routes stand
+with the classes. Both sides accept fields that they do not know.
+
+Source of the client's side: the protocol of openhands-workspace 1.58.0 and openhands-ai 1.11.0, in `wire.py`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NODE_KEY_HEADER = "X-Node-Key"
+"""Between controller and nodes, both ways. Not a client's key."""
+HEARTBEAT_S = 2.0
+LOST_AFTER_S = 10.0
+"""A node that was silent for this long is lost, and its sandboxes with it."""
+INSIDE_PORT = 60000
+"""Where a sandbox's own server listens; every client's command says it."""
+
+
+class State(StrEnum):
+    """Where a sandbox is in its life. What clients are told of each is one pair of words (`wire.WORDS`)."""
+
+    QUEUED = "queued"
+    """Waits for a slot."""
+    IMAGE = "image"
+    """Its image is pulled, built or unpacked."""
+    STARTING = "starting"
+    """It exists; its server does not answer yet through its address."""
+    READY = "ready"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    STOPPED = "stopped"
+    """Asked for, or by a limit of idleness, age or lease."""
+    FAILED = "failed"
+    """Ended by itself or never began; `FailureKind` says whose fault it was."""
+
+
+class FailureKind(StrEnum):
+    """Why a sandbox failed, for whoever decides about its reward. None of these is a reward of 0."""
+
+    IMAGE_ERROR = "image_error"
+    """Missing, denied, of another architecture, or nothing in it can be started."""
+    TASK_OOM = "task_oom"
+    """Its memory limit, by the control group's own count."""
+    AGENT_ERROR = "agent_error"
+    """Its server ended or stopped answering."""
+    INFRA_LOST = "infra_lost"
+    """Its node, allocation, disk or network is gone."""
+    CAPACITY = "capacity"
+    """It can never fit, or no slot came before its deadline."""
+
+
+class _Flow(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class StartRequest(_Flow):
+    """`POST /start` of all three dialects, understood."""
+
+    image: str
+    command: tuple[str, ...]
+    """Split where a client sent one string. The first word replaces the image's entrypoint."""
+    working_dir: str = "/"
+    environment: dict[str, str] = Field(default_factory=dict)
+    session_id: str
+    resource_factor: float = 1.0
+    """Multiplies memory, processes and processors of a slot."""
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    runtime_class: str | None = None
+    """A hint. Nothing is refused because of it."""
+
+
+class Slot(_Flow):
+    """What one sandbox takes of a node, or what a node has."""
+
+    cpus: float
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+
+
+class NodeOrder(_Flow):
+    """`POST {node}/sandboxes`: make this. Answered at once with `NodeAnswer`; the rest is reported.
+
+    Also there: `DELETE {node}/sandboxes/{runtime_id}`, and `POST .../pause` and `.../resume` below it,
+    answered with a `SandboxReport` when it is done; 404 for a sandbox that the node does not have.
+    Given again for the same runtime id it changes nothing and is answered alike.
+    """
+
+    runtime_id: str
+    session_api_key: str
+    slot: Slot
+    request: StartRequest
+
+
+class NodeAnswer(_Flow):
+    """The address is held from now on, and final."""
+
+    url: str
+    """`http://host:port`, without a path."""
+
+
+class SandboxReport(_Flow):
+    """What a node knows of one of its sandboxes."""
+
+    runtime_id: str
+    state: State
+    failure_kind: FailureKind | None = None
+    cause: str = ""
+    """One sentence for `failed` and `stopped`."""
+    exit_code: int | None = None
+    log_tail: str = ""
+    """The last lines that its server wrote, for `pod_logs`."""
+    events: tuple[str, ...] = ()
+    """What it waits for and has done: pull, build, start."""
+    isolation: dict[str, Any] = Field(default_factory=dict)
+    """`sandbox.Isolation` as it was reached."""
+    timeline: dict[str, float] = Field(default_factory=dict)
+    """Seconds since the epoch at which it was queued, had its image, was started, was ready, ran its first
+    command and was stopped."""
+    last_used_s: float = 0.0
+    """Seconds since its address was last used."""
+    usage: dict[str, float] = Field(default_factory=dict)
+    """cpu_s, memory_bytes, processes, disk_bytes, commands."""
+
+
+class NodeReport(_Flow):
+    """`POST {controller}/nodes/{node_id}`: at registration, every `HEARTBEAT_S` and after each change.
+
+    Answered with `NodeReply`.
+    """
+
+    node_id: str
+    """Unique to one start of one node agent."""
+    host: str
+    url: str
+    """Where the controller reaches the node agent."""
+    boot_id: str
+    pid: int
+    capacity: Slot
+    backends: tuple[str, ...]
+    is_draining: bool = False
+    """Takes nothing new: its allocation ends soon, or it was told to."""
+    ends_in_s: float | None = None
+    """Until its allocation ends."""
+    sandboxes: tuple[SandboxReport, ...]
+    """All that it has, and those that ended since the report before."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Added to the controller's own, by their names and labels."""
+
+
+class NodeReply(_Flow):
+    """What the controller wants of a node, beside orders."""
+
+    to_stop: tuple[str, ...] = ()
+    """Runtime ids that it has and should not have: stopped, expired, or placed elsewhere meanwhile."""
+    should_drain: bool = False
