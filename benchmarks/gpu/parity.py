@@ -21,6 +21,8 @@ from strop.policy.shared_attention import compiled_kernel, find_flex_flaw
 from strop.spec.train import OptimizerSpec
 
 WANTED_COSINE = 0.999
+ALLOWED_ERROR_RATIO = 1.1
+"""In bf16: how much further than transformers' own bf16 a gradient may be from the one in fp32."""
 Gradients = dict[str, torch.Tensor]
 
 
@@ -33,10 +35,15 @@ def run_parity(setting: Setting) -> PartResult:
     groups = draw_groups(model, num_groups=4 if setting.is_gpu else 2)
     for dtype in (torch.float32, torch.bfloat16):
         path = save_model(model, setting.work_dir / str(dtype).removeprefix("torch."), dtype)
-        expected = padded_gradients(path, groups, setting.device, dtype)
-        _compare(result, f"{_word(dtype)}, attention of this device", path, groups, expected, setting)
+        # Rounding alone moves a bf16 gradient by a fifth here, so fp32 over the same weights is the measure.
+        exact = padded_gradients(path, groups, setting.device, torch.float32)
+        allowed = 1e-3
+        if dtype is torch.bfloat16:
+            rounded = padded_gradients(path, groups, setting.device, dtype)
+            allowed = ALLOWED_ERROR_RATIO * compare_gradients(rounded, exact)[1]
+        _compare(result, f"{_word(dtype)}, attention of this device", path, groups, (exact, allowed), setting)
         with mock.patch("strop.policy.language_model.build_shared_attention", PrefixSharedAttention):
-            _compare(result, f"{_word(dtype)}, padded attention", path, groups, expected, setting)
+            _compare(result, f"{_word(dtype)}, padded attention", path, groups, (exact, allowed), setting)
     if setting.is_gpu:
         _check_flex(result, setting)
     return result
@@ -106,18 +113,20 @@ def _compare(
     name: str,
     path: Any,
     groups: Sequence[PackedGroup],
-    expected: Gradients,
+    expected: tuple[Gradients, float],
     setting: Setting,
 ) -> None:
+    exact, allowed = expected
     dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
     model = LanguageModel.load(path, dtype=dtype, device=str(setting.device))
     learner = Learner(model, OptimizerSpec())
     ours = learner.gradients(groups, temperature=1.0, token_terms=minus_advantage)
-    cosine, gap = compare_gradients(ours, expected)
+    cosine, gap = compare_gradients(ours, exact)
     result.check(
         f"gradient, {name}",
-        cosine >= WANTED_COSINE and (dtype is torch.bfloat16 or gap <= 1e-3),
-        f"cosine {cosine:.6f}, relative difference {gap:.2g}, fused layers {model.fused is not None}",
+        gap <= allowed and (dtype is torch.bfloat16 or cosine >= WANTED_COSINE),
+        f"cosine {cosine:.6f}, relative difference {gap:.2g} of {allowed:.2g} allowed, "
+        f"fused layers {model.fused is not None}",
     )
 
 
