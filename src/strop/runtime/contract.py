@@ -94,7 +94,12 @@ class NodeOrder(_Flow):
 
     Also there: `DELETE {node}/sandboxes/{runtime_id}`, and `POST .../pause` and `.../resume` below it,
     answered with a `SandboxReport` when it is done; 404 for a sandbox that the node does not have.
-    Given again for the same runtime id it changes nothing and is answered alike.
+    Given again for the same runtime id it changes nothing and is answered alike. 503 says that the node
+    takes nothing now; the order then goes elsewhere.
+
+    Images, for clients that build: `POST {node}/builds?image=TARGET&tag=T&tag=T` with a gzip tar as its body
+    is answered `{"build_id"}`, `GET {node}/builds/{build_id}` with `BuildStatus`, `GET {node}/images?image=`
+    with `{"exists": false}`, or with `{"exists": true, "image": {"upload_time", "image_size_bytes"}}`.
     """
 
     runtime_id: str
@@ -132,6 +137,9 @@ class SandboxReport(_Flow):
     """Seconds since its address was last used."""
     usage: dict[str, float] = Field(default_factory=dict)
     """cpu_s, memory_bytes, processes, disk_bytes, commands."""
+    url: str = ""
+    """Its address at the node, where it has one: of sandboxes that a node has taken back it may be new to
+    the controller."""
 
 
 class NodeReport(_Flow):
@@ -147,6 +155,8 @@ class NodeReport(_Flow):
     """Where the controller reaches the node agent."""
     boot_id: str
     pid: int
+    replaces: tuple[str, ...] = ()
+    """Node ids of earlier starts whose sandboxes this one has taken back. They are gone from now on."""
     capacity: Slot
     backends: tuple[str, ...]
     is_draining: bool = False
@@ -154,9 +164,20 @@ class NodeReport(_Flow):
     ends_in_s: float | None = None
     """Until its allocation ends."""
     sandboxes: tuple[SandboxReport, ...]
-    """All that it has, and those that ended since the report before."""
+    """All that it has, and those that ended since the last report that was answered."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Added to the controller's own, by their names and labels."""
+
+
+class BuildStatus(_Flow):
+    """How a build is."""
+
+    status: Literal[
+        "QUEUED", "WORKING", "SUCCESS", "FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED"
+    ]
+    image: str = ""
+    """What can be started, once it succeeded."""
+    error: str = ""
 
 
 class NodeReply(_Flow):

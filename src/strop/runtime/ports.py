@@ -1,0 +1,174 @@
+"""A sandbox's address: a port that is held for its whole life, and relays to where the sandbox is now.
+
+The port is listened on before anyone is told of it, on one interface. Each connection is passed on, byte by
+byte, to what `dial` returns then. While there is nothing to dial, the answer is 503: the sandbox waits, is
+paused, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from strop.errors import CheckRefused
+
+CHUNK_BYTES = 64 << 10
+"""Held of one direction of one connection; who writes more waits."""
+_DIAL_LIMIT_S = 10.0
+_REFUSE_LIMIT_S = 5.0
+_BACKLOG = 256
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Dial = Callable[[], Awaitable[Stream]]
+"""Connects to where a sandbox is now. Raises: OSError, whose text is answered with 503."""
+
+
+class PortRelay:
+    """One held port. Made by `listen`; `close` gives the port back."""
+
+    def __init__(self, listener: socket.socket, dial: Dial, *, max_connections: int) -> None:
+        self._listener = listener
+        self._dial = dial
+        self._max_connections = max_connections
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.last_used_at = time.monotonic()
+        """When bytes last came from a client, by the monotonic clock."""
+        self.host, self.port = listener.getsockname()[:2]
+
+    @classmethod
+    async def listen(
+        cls, dial: Dial, *, host: str = "127.0.0.1", port: int = 0, max_connections: int = 256
+    ) -> PortRelay:
+        """Hold a port of one address of this machine; 0 lets the system pick one that is free.
+
+        Raises: CheckRefused if the port is taken or the address is not this machine's.
+        """
+        listener = hold_listener(host, port, backlog=_BACKLOG)
+        relay = cls(listener, dial, max_connections=max_connections)
+        relay._server = await asyncio.start_server(
+            relay._serve, sock=listener, limit=CHUNK_BYTES, backlog=_BACKLOG
+        )
+        return relay
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, without a path."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Connections of clients that are open now."""
+        return len(self._tasks)
+
+    def disconnect(self) -> None:
+        """End all connections and keep the port. Who connects again is answered by `dial`."""
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """Give the port back and end all connections. May be called twice."""
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
+        self.disconnect()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Transports close their sockets in the turn after.
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._open.add(writer)
+        try:
+            await self._relay(reader, writer)
+        except OSError:
+            # One side went away; the other one is told by the end of its connection.
+            pass
+        except asyncio.CancelledError:
+            # Only `close` cancels, and what asyncio would do with it is a line in a log.
+            pass
+        finally:
+            writer.close()
+            self._open.discard(writer)
+            self._tasks.discard(task)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) > self._max_connections:
+            await _refuse(reader, writer, f"more than {self._max_connections} connections at once")
+            return
+        try:
+            async with asyncio.timeout(_DIAL_LIMIT_S):
+                inner_reader, inner_writer = await self._dial()
+        except OSError as error:
+            await _refuse(reader, writer, str(error) or type(error).__name__)
+            return
+        self._open.add(inner_writer)
+        try:
+            # A group: when one direction fails, the other one ends too.
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._pump(reader, inner_writer, is_from_client=True))
+                both.create_task(self._pump(inner_reader, writer))
+        except* OSError:
+            writer.transport.abort()
+        finally:
+            self._open.discard(inner_writer)
+            inner_writer.close()
+
+    async def _pump(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, is_from_client: bool = False
+    ) -> None:
+        """Pass bytes on until the end of the source, which becomes the end of what the target reads."""
+        target.transport.set_write_buffer_limits(high=CHUNK_BYTES)
+        while data := await source.read(CHUNK_BYTES):
+            if is_from_client:
+                self.last_used_at = time.monotonic()
+            target.write(data)
+            await target.drain()
+        if target.can_write_eof():
+            target.write_eof()
+
+
+def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Return a listening socket. One port can be held again as soon as its last holder is gone.
+
+    Raises: CheckRefused if it is taken or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=backlog)
+    except OSError as error:
+        raise CheckRefused(
+            f"{host}:{port} cannot be listened on ({error.strerror or error})",
+            allowed="an address of this machine, and a port that is free",
+            next_step="name another port, or 0 for one that is free",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, why: str) -> None:
+    """Answer a request with 503. Its head is read first, so that the client is not cut off while it sends."""
+    with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+        async with asyncio.timeout(_REFUSE_LIMIT_S):
+            await reader.readuntil(b"\r\n\r\n")
+    body = json.dumps({"detail": why}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    writer.write_eof()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_REFUSE_LIMIT_S):
+            # The rest of a body: closing with unread bytes would reset the connection under the answer.
+            while await reader.read(CHUNK_BYTES):
+                pass
