@@ -76,6 +76,16 @@ class LocalSandbox:
         return self._scratch
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it answers nothing any more."""
+        return bool(self._lost_kind) or self._reading.done()
+
+    async def wait_lost(self) -> str:
+        """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
+        await asyncio.wait({self._reading})
+        return self._lost_kind or "infra"
+
+    @property
     def python_argv(self) -> tuple[str, ...]:
         """A Python inside, with its flags.
 

@@ -46,6 +46,8 @@ class PythonEnvironment:
     """Requirements that uv installs afterwards. uv itself is one of `pip_steps`."""
     left_out: tuple[str, ...] = ()
     """Packages that uv's resolution leaves out: they are here already, or are not needed."""
+    version: tuple[int, int] | None = None
+    """The Python that it is made with, which must be on this host; None: the one that runs this."""
     nltk_data: str | None = None
     """Folder of nltk's data packages in one of the packages, below where packages are installed."""
 
@@ -62,7 +64,7 @@ class PythonEnvironment:
     @property
     def stamp(self) -> str:
         """Hash over the install steps and the interpreter's version."""
-        content: list[Any] = [sys.version_info[:2], self.pip_steps, self.nltk_data]
+        content: list[Any] = [self.version or sys.version_info[:2], self.pip_steps, self.nltk_data]
         if self.uv_step:
             content += [self.uv_step, self.left_out]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -82,7 +84,7 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
     """Make an environment unless its stamp says that it is complete; return its interpreter.
 
     Another process that makes it is waited for.
-    Raises: StoreError if it is missing in offline mode, or a step fails; the environment then has no stamp
+    Raises: StoreError if it is missing in offline mode, no Python of its version is here, or a step fails; the environment then has no stamp
         and is made anew next time.
     """
     if environment.is_ready():
@@ -107,11 +109,35 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
     return environment.python
 
 
+def find_interpreter(version: tuple[int, int]) -> str:
+    """Return an interpreter of a version: the first that starts, on PATH or among those of pyenv.
+
+    Raises: StoreError if there is none.
+    """
+    word = f"{version[0]}.{version[1]}"
+    # A name on PATH may be a shim that has no such version behind it.
+    found = [path for path in (shutil.which(f"python{word}"),) if path]
+    pyenv = shutil.which("pyenv")
+    if pyenv is not None:
+        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
+        found += [str(path) for path in sorted(Path(root or "/").glob(f"versions/{word}*/bin/python{word}"))]
+    code = f"import sys, venv; sys.exit(sys.version_info[:2] != {version})"
+    for path in found:
+        if subprocess.run([path, "-I", "-c", code], capture_output=True, check=False).returncode == 0:
+            return path
+    raise StoreError(
+        f"no Python {word} was found on PATH or by pyenv",
+        allowed=f"an interpreter python{word} that has venv",
+        next_step=f"install Python {word}, or put its directory on PATH",
+    )
+
+
 def _make(environment: PythonEnvironment) -> None:
     """Install everything into a fresh environment, and write its stamp."""
     shutil.rmtree(environment.path, ignore_errors=True)
     python = str(environment.python)
-    _run([sys.executable, "-m", "venv", str(environment.path)], environment)
+    base = find_interpreter(environment.version) if environment.version else sys.executable
+    _run([base, "-m", "venv", str(environment.path)], environment)
     for requirements in environment.pip_steps:
         _run([python, "-m", "pip", "install", "--quiet", "--no-compile", *requirements], environment)
     if environment.uv_step:

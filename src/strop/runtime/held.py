@@ -1,0 +1,267 @@
+"""One sandbox of a node, from its order to its end, behind one address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
+from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
+from strop.runtime.planes import (
+    Plane,
+    SandboxFailed,
+    is_agent_server,
+    lost_as_failure,
+    probe_address,
+    wait_answering,
+)
+from strop.runtime.ports import PortRelay, Serve, Stream
+from strop.sandbox.local import LocalSandbox
+
+_log = logging.getLogger("strop.runtime.held")
+_LOG_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A sandbox and what serves its address."""
+
+    sandbox: LocalSandbox
+    plane: Plane
+
+
+class Making(Protocol):
+    """What a node does for a sandbox."""
+
+    async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
+        """Have the image here. Raises: SandboxFailed."""
+        ...
+
+    async def make(
+        self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]
+    ) -> Made:
+        """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
+        ...
+
+
+class HeldSandbox:
+    """A sandbox and its address. `start` it once; `stop` gives everything back."""
+
+    def __init__(self, order: NodeOrder, making: Making, changed: Callable[[], None]) -> None:
+        self.order = order
+        self.state = State.IMAGE
+        self._making = making
+        self._changed = changed
+        self._relay: PortRelay | None = None
+        self._made: Made | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._failure: SandboxFailed | None = None
+        self._cause = ""
+        self._events: list[str] = []
+        self._timeline: dict[str, float] = {}
+        self._turn = asyncio.Lock()
+
+    async def start(self, host: str, *, start_limit_s: float) -> None:
+        """Hold the address, and begin. Raises: CheckRefused if the address cannot be listened on."""
+        self._relay = await PortRelay.listen(self._dial, host=host)
+        self._life = asyncio.create_task(self._live(start_limit_s))
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        assert self._relay is not None
+        return self._relay.url
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was stopped or has failed."""
+        return self.state in (State.STOPPED, State.FAILED)
+
+    def report(self) -> SandboxReport:
+        """Return what the node knows of it."""
+        plane = None if self._made is None else self._made.plane
+        failure = self._failure
+        timeline = dict(self._timeline)
+        if plane is not None and plane.first_command_at is not None:
+            timeline["first_command"] = plane.first_command_at
+        return SandboxReport(
+            runtime_id=self.order.runtime_id,
+            state=self.state,
+            failure_kind=None if failure is None else failure.kind,
+            cause=self._cause if failure is None else failure.cause,
+            exit_code=None if failure is None else failure.exit_code,
+            log_tail=self._log_tail(plane),
+            events=tuple(self._events),
+            isolation=asdict(self._made.sandbox.isolation) if self._made is not None else {},
+            timeline=timeline,
+            last_used_s=time.monotonic() - self._relay.last_used_at if self._relay is not None else 0.0,
+            usage={"commands": float(plane.num_commands)} if plane is not None else {},
+            url=self.url if self._relay is not None else "",
+        )
+
+    def _log_tail(self, plane: Plane | None) -> str:
+        lines = self._failure.log_tail if self._failure is not None else ""
+        if not lines and plane is not None:
+            lines = plane.log_tail()
+        if self._failure is not None:
+            lines = "\n".join(filter(None, (lines, f"strop: {self._failure.kind}: {self._failure.cause}")))
+        return lines[-_LOG_CHARACTERS:]
+
+    async def pause(self) -> None:
+        """Freeze it. Its address stays, and answers 503. No-op if it is paused.
+
+        Raises: SandboxError if it is not ready, or cannot be frozen.
+        """
+        async with self._turn:
+            if self.state is State.PAUSED:
+                return
+            if self.state is not State.READY:
+                raise _not_now(self, "paused")
+            assert self._made is not None
+            assert self._relay is not None
+            # First, so that no request is taken and then stands still.
+            self._set(State.PAUSED)
+            self._relay.disconnect()
+            try:
+                await self._made.sandbox.pause()
+            except SandboxLost:
+                # Its life notices, and says why.
+                raise
+            except SandboxError:
+                self._set(State.READY)
+                raise
+
+    async def resume(self, *, start_limit_s: float) -> None:
+        """Let it go on. No-op if it runs. Raises: SandboxError if it is neither paused nor runs."""
+        async with self._turn:
+            if self.state in (State.READY, State.RESUMING, State.STARTING):
+                return
+            if self.state is not State.PAUSED:
+                raise _not_now(self, "resumed")
+            assert self._made is not None
+            self._set(State.RESUMING)
+            await self._made.sandbox.resume()
+            try:
+                await self._prove(start_limit_s)
+            except SandboxFailed as failure:
+                await self._end(State.FAILED, failure=failure)
+                raise SandboxError(failure.cause, kind="infra") from failure
+            self._note_use()
+            self._set(State.READY)
+
+    async def stop(self, cause: str) -> None:
+        """End everything in it and give its address back. May be called twice."""
+        if self._life is not None and self._life is not asyncio.current_task():
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        await self._end(State.STOPPED, cause=cause)
+
+    # Its life.
+
+    async def _live(self, start_limit_s: float) -> None:
+        try:
+            await self._begin(start_limit_s)
+            assert self._made is not None
+            failure = await self._made.plane.wait_ended()
+        except SandboxFailed as error:
+            failure = error
+        except StropError as error:
+            failure = as_failure(error)
+        await self._end(State.FAILED, failure=failure)
+
+    async def _begin(self, start_limit_s: float) -> None:
+        self._say("image")
+        await self._making.fetch_image(self.order, self._say)
+        self._timeline["image"] = time.time()
+        self._set(State.STARTING)
+        self._made = await self._making.make(self.order, self._note_use, self._say)
+        self._timeline["started"] = time.time()
+        self._changed()
+        serving = asyncio.create_task(self._prove(start_limit_s))
+        ending = asyncio.create_task(self._made.plane.wait_ended())
+        try:
+            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise ending.result()
+            await serving
+        finally:
+            for task in (serving, ending):
+                task.cancel()
+            await asyncio.gather(serving, ending, return_exceptions=True)
+        self._timeline["ready"] = time.time()
+        self._note_use()
+        self._say("ready")
+        self._set(State.READY)
+
+    async def _prove(self, limit_s: float) -> None:
+        """Return when its address answers as clients will ask."""
+        relay = self._relay
+        assert relay is not None
+        # Clients of other servers ask for /alive alone.
+        paths = ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",)
+        await wait_answering(
+            lambda path: probe_address(relay.host, relay.port, path), paths, limit_s=limit_s
+        )
+
+    async def _end(
+        self, state: State, *, failure: SandboxFailed | None = None, cause: str = ""
+    ) -> None:
+        if self.is_over:
+            return
+        made = self._made
+        if failure is not None and made is not None and not failure.log_tail:
+            failure.log_tail = made.plane.log_tail()
+        self._failure, self._cause = failure, cause
+        if self._relay is not None:
+            await self._relay.close()
+        if made is not None:
+            await made.plane.close()
+            try:
+                await made.sandbox.stop()
+            except SandboxLost:
+                _log.warning("%s did not end in time", self.order.runtime_id)
+        self._timeline["stopped"] = time.time()
+        self._set(state)
+
+    async def _dial(self) -> Stream | Serve:
+        if self._made is None or self.state in (State.PAUSED, State.STOPPED, State.FAILED):
+            raise ConnectionError(f"the sandbox is {self.state.value}")
+        return await self._made.plane.dial()
+
+    def _note_use(self) -> None:
+        if self._relay is not None:
+            self._relay.last_used_at = time.monotonic()
+
+    def _say(self, event: str) -> None:
+        self._events.append(event)
+        del self._events[:-20]
+        self._changed()
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        self._changed()
+
+
+def as_failure(error: StropError) -> SandboxFailed:
+    """Say whose fault an error is that kept a sandbox from starting."""
+    cause = given_of(error)
+    if isinstance(error, SandboxLost):
+        return lost_as_failure(error.kind)
+    if isinstance(error, SandboxRefused) and error.kind not in ("image", "interpreter"):
+        return SandboxFailed(FailureKind.INFRA_LOST, cause)
+    return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
+
+
+def _not_now(held: HeldSandbox, what: str) -> SandboxError:
+    return SandboxError(
+        f"sandbox {held.order.runtime_id} is {held.state.value} and cannot be {what}",
+        allowed="one that is ready" if what == "paused" else "one that is paused",
+        next_step="look at its record first",
+        kind="state",
+    )
+
+

@@ -1,0 +1,185 @@
+"""Small HTTP/1.1 answers over a connection that somebody else has accepted.
+
+A sandbox's address belongs to a relay, which decides for each connection who serves it; a web framework
+wants the listening socket for itself. Heads are read by h11, answers are written in one piece, keep-alive
+works, bodies are held in memory up to a limit.
+
+Not covered: HTTP/2, WebSockets, answers without a known length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from pydantic import BaseModel, ValidationError
+
+_CHUNK_BYTES = 1 << 18
+_IDLE_LIMIT_S = 120.0
+_BODY_LIMIT_S = 300.0
+_log = logging.getLogger("strop.runtime.http_server")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request, read to its end."""
+
+    method: str
+    path: str
+    """Decoded, without the query."""
+    query: Mapping[str, list[str]]
+    headers: Mapping[str, str]
+    """By names in lower case."""
+    body: bytes
+
+    def one(self, name: str, default: str = "") -> str:
+        """Return a query field's first value."""
+        return self.query.get(name, [default])[0]
+
+    def number(self, name: str, default: int) -> int:
+        """Return a query field as a whole number. Raises: HttpError 422."""
+        text = self.one(name, str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise HttpError(422, f"{name}={text!r} is no whole number") from None
+
+    def has_key(self, header: str, key: str) -> bool:
+        """Whether a header holds a key. Takes as long for a wrong one as for the right one."""
+        return hmac.compare_digest(self.headers.get(header.lower(), "").encode(), key.encode())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What is sent back."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HttpError(Exception):
+    """A request that is refused, with the status that says why."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+Handler = Callable[[Request], Awaitable[Answer]]
+
+
+def json_answer(value: Any, status: int = 200) -> Answer:
+    """Return an answer that is a JSON value or a model."""
+    text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
+    return Answer(status=status, body=text.encode())
+
+
+async def serve_connection(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler, *, max_body_bytes: int
+) -> None:
+    """Answer the requests of one connection until its end. What a handler raises is answered."""
+    import h11
+
+    protocol = h11.Connection(h11.SERVER)
+    with suppress(ConnectionError, TimeoutError):
+        while True:
+            try:
+                request = await _read_request(protocol, reader, writer, max_body_bytes)
+                if request is None:
+                    return
+                answer = await _ask(handler, request)
+            except HttpError as error:
+                answer = json_answer({"detail": error.detail}, error.status)
+            except h11.RemoteProtocolError as error:
+                answer = json_answer({"detail": str(error)}, error.error_status_hint)
+            is_over = protocol.their_state is not h11.DONE
+            writer.write(_render(protocol, answer, is_over=is_over))
+            await writer.drain()
+            if is_over or protocol.our_state is not h11.DONE:
+                await _discard(reader, writer)
+                return
+            protocol.start_next_cycle()
+
+
+async def _ask(handler: Handler, request: Request) -> Answer:
+    try:
+        return await handler(request)
+    except HttpError as error:
+        return json_answer({"detail": error.detail}, error.status)
+    except ValidationError as error:
+        return json_answer({"detail": str(error)}, 422)
+    except (ConnectionError, TimeoutError, OSError) as error:
+        _log.warning("%s %s failed", request.method, request.path, exc_info=error)
+        return json_answer({"detail": f"{type(error).__name__}: {error}"}, 500)
+
+
+async def _read_request(
+    protocol: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_body_bytes: int
+) -> Request | None:
+    """Return the next request, None at the end of the connection."""
+    import h11
+
+    head: h11.Request | None = None
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        event = protocol.next_event()
+        if event is h11.NEED_DATA:
+            if protocol.they_are_waiting_for_100_continue:
+                going_on = h11.InformationalResponse(status_code=100, headers=[])
+                writer.write(protocol.send(going_on))
+            async with asyncio.timeout(_IDLE_LIMIT_S if head is None else _BODY_LIMIT_S):
+                protocol.receive_data(await reader.read(_CHUNK_BYTES))
+        elif isinstance(event, h11.Request):
+            head = event
+        elif isinstance(event, h11.Data):
+            num_bytes += len(event.data)
+            if num_bytes > max_body_bytes:
+                raise HttpError(413, f"a body of more than {max_body_bytes} bytes")
+            parts.append(bytes(event.data))
+        elif isinstance(event, h11.EndOfMessage) and head is not None:
+            break
+        else:
+            return None
+    path, _, query = head.target.decode("ascii").partition("?")
+    return Request(
+        method=head.method.decode(),
+        path=unquote(path),
+        query=parse_qs(query, keep_blank_values=True),
+        headers={name.decode(): value.decode("latin-1") for name, value in head.headers},
+        body=b"".join(parts),
+    )
+
+
+def _render(protocol: Any, answer: Answer, *, is_over: bool) -> bytes:
+    import h11
+
+    headers = {
+        "content-type": answer.content_type,
+        "content-length": str(len(answer.body)),
+        **answer.headers,
+        **({"connection": "close"} if is_over else {}),
+    }
+    head = h11.Response(status_code=answer.status, headers=list(headers.items()))
+    sent: bytes = protocol.send(head)
+    return sent + protocol.send(h11.Data(data=answer.body)) + protocol.send(h11.EndOfMessage())
+
+
+async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read what the client still sends: closing over unread bytes would take the answer from it."""
+    if writer.can_write_eof():
+        writer.write_eof()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2.0):
+            while await reader.read(_CHUNK_BYTES):
+                pass

@@ -1,0 +1,144 @@
+"""From an order to a sandbox: which backend, which limits, and sandboxes that were made ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from strop.errors import ConfigError, SandboxError
+from strop.runtime.contract import Slot, StartRequest
+from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, make_backend
+from strop.sandbox.contract import MIB
+from strop.sandbox.local import LocalSandbox
+
+HOST_IMAGE = "host"
+"""What a client names to get no image: its programs see the node's /usr."""
+_OUTPUT_BYTES = 4 * MIB
+_FLOOD_BYTES = 1 << 30
+_MAX_FILES = 200_000
+_MAX_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakeSettings:
+    """How sandboxes are made on a node."""
+
+    backends: tuple[str, ...]
+    """Those that may be used, the first that fits an image first."""
+    network: str = "none"
+    min_level: IsolationLevel = IsolationLevel.RLIMIT
+    warm: Mapping[str, int] = field(default_factory=dict)
+    """How many sandboxes of an image are kept ready, from its first start on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What two sandboxes have in common if one can be had for the other."""
+
+    backend: str
+    image: str | None
+    slot: Slot
+    mounts: tuple[Mount, ...] = ()
+
+
+class Maker:
+    """Makes sandboxes, at most twice as many at once as there are processors."""
+
+    def __init__(self, settings: MakeSettings) -> None:
+        self._settings = settings
+        self._turn = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
+        self._spare: dict[Kind, list[LocalSandbox]] = {}
+        self._filling: dict[Kind, asyncio.Task[None]] = {}
+        self.num_warm = 0
+        """Sandboxes that were there before they were asked for."""
+
+    def kind_of(self, request: StartRequest, slot: Slot, mounts: Sequence[Mount] = ()) -> Kind:
+        """Return what a request needs. Raises: ConfigError if no backend here has such images."""
+        allowed = self._settings.backends
+        is_tree = request.image.startswith("/")
+        if request.image == HOST_IMAGE:
+            fitting = allowed
+        else:
+            with_images = ("podman", "bubblewrap") if is_tree else ("podman",)
+            fitting = tuple(name for name in allowed if name in with_images)
+        if not fitting:
+            raise ConfigError(
+                f"image {request.image!r} on a node that makes sandboxes by {', '.join(allowed)}",
+                allowed=f"{HOST_IMAGE!r}, whose programs are the node's own"
+                + (", or the absolute path of a directory tree" if "bubblewrap" in allowed else ""),
+                next_step="name it, or start the node with --backend podman, as root",
+            )
+        image = None if request.image == HOST_IMAGE else request.image
+        return Kind(backend=fitting[0], image=image, slot=slot, mounts=tuple(mounts))
+
+    async def make(self, kind: Kind) -> LocalSandbox:
+        """Return a fresh sandbox; one that was made ahead, if there is one.
+
+        Raises: SandboxRefused.
+        """
+        spare = self._spare.get(kind)
+        made: LocalSandbox | None = None
+        while spare and made is None:
+            made = spare.pop()
+            if made.is_lost:
+                made = None
+        if made is None:
+            made = await self._make_new(kind)
+        else:
+            self.num_warm += 1
+        wanted = self._settings.warm.get(kind.image or HOST_IMAGE, 0)
+        if wanted and kind not in self._filling:
+            task = asyncio.create_task(self._fill(kind, wanted))
+            self._filling[kind] = task
+            task.add_done_callback(lambda _: self._filling.pop(kind, None))
+        return made
+
+    async def close(self) -> None:
+        """End all that was made ahead."""
+        for task in list(self._filling.values()):
+            task.cancel()
+        await asyncio.gather(*self._filling.values(), return_exceptions=True)
+        spares = [one for spares in self._spare.values() for one in spares]
+        self._spare.clear()
+        await asyncio.gather(*(one.stop() for one in spares), return_exceptions=True)
+
+    @property
+    def num_spare(self) -> int:
+        """Sandboxes that wait for somebody."""
+        return sum(map(len, self._spare.values()))
+
+    async def _fill(self, kind: Kind, wanted: int) -> None:
+        spares = self._spare.setdefault(kind, [])
+        # What the host refuses now it may give later, to the next start.
+        with suppress(SandboxError):
+            while len(spares) < wanted:
+                spares.append(await self._make_new(kind))
+
+    async def _make_new(self, kind: Kind) -> LocalSandbox:
+        async with self._turn:
+            return await make_backend(kind.backend).create(self._spec_of(kind))
+
+    def _spec_of(self, kind: Kind) -> SandboxSpec:
+        slot = kind.slot
+        limits = Limits(
+            memory_bytes=slot.memory_bytes,
+            max_processes=slot.processes,
+            file_bytes=slot.disk_bytes,
+            scratch_bytes=slot.disk_bytes,
+            max_scratch_files=_MAX_FILES,
+            max_open_files=_MAX_OPEN_FILES,
+            cpus=slot.cpus,
+            output_head_bytes=_OUTPUT_BYTES,
+            output_tail_bytes=_OUTPUT_BYTES,
+            flood_bytes=_FLOOD_BYTES,
+        )
+        return SandboxSpec(
+            limits=limits,
+            image=kind.image,
+            mounts=kind.mounts,
+            network=self._settings.network,
+            min_level=self._settings.min_level,
+        )
