@@ -19,7 +19,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps clean
+.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -30,6 +30,7 @@ help:
 	@echo "make system-deps  install the system packages that some tests need (as root)"
 	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
+	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -104,6 +105,7 @@ system-deps:
 	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
 	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
 	command -v podman >/dev/null 2>&1 || missing="$$missing podman runc"; \
+	command -v docker-registry >/dev/null 2>&1 || missing="$$missing docker-registry"; \
 	command -v mmdebstrap >/dev/null 2>&1 || missing="$$missing mmdebstrap"; \
 	command -v qemu-aarch64-static >/dev/null 2>&1 || missing="$$missing qemu-user-static"; \
 	command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 \
@@ -112,7 +114,7 @@ system-deps:
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
 		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
-		echo "jobs (slurm-wlm), of containers (podman, mmdebstrap), of sandboxes (bubblewrap) and of other"; \
+		echo "jobs (slurm-wlm), of containers (podman, mmdebstrap, docker-registry), of sandboxes (bubblewrap) and of other"; \
 		echo "processors (qemu-user-static, gcc-aarch64-linux-gnu) will be skipped; without bubblewrap,"; \
 		echo "model-written code has no isolated place to run."; \
 		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \
@@ -134,6 +136,12 @@ vllm-deps: $(READY)
 	@$(IN_VENV) -c "from strop.engine.vllm.environment import VLLM; \
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(VLLM, say=print)"
+
+# OpenHands' own client and agent server: an environment of its own in the user's cache, 0.8 GB. Needs Python 3.12.
+openhands-deps: $(READY)
+	@$(IN_VENV) -c "from strop.runtime.openhands import OPENHANDS; \
+		from strop.store.python_environment import ensure_environment; \
+		ensure_environment(OPENHANDS, say=print)"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from strop.errors import StoreError
-from strop.store.python_environment import STAMP_NAME, PythonEnvironment, ensure_environment
+from strop.store.python_environment import STAMP_NAME, PythonEnvironment, ensure_environment, find_interpreter
 
 
 def test_offline_an_environment_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +27,24 @@ def test_offline_an_environment_is_used_or_refused(tmp_path: Path, monkeypatch: 
     empty.python.parent.mkdir()
     empty.python.touch()
     assert ensure_environment(empty, say=print) == empty.python
+
+
+def test_a_python_that_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    other = PythonEnvironment(folder="parts", name="other", version=(3, 99), pip_steps=())
+    with pytest.raises(StoreError, match=r"no Python 3\.99 was found on PATH or by pyenv"):
+        ensure_environment(other, say=print)
+    # A name on PATH may lead nowhere, as a shim of pyenv's does.
+    shim = tmp_path / "bin" / "python3.99"
+    shim.parent.mkdir()
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(shim.parent), prepend=":")
+    with pytest.raises(StoreError, match=r"no Python 3\.99"):
+        find_interpreter((3, 99))
+    version = (sys.version_info[0], sys.version_info[1])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    assert find_interpreter(version).endswith(f"python{version[0]}.{version[1]}")
 
 
 @pytest.mark.slow

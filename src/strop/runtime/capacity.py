@@ -29,7 +29,9 @@ def measure_capacity(environ: Mapping[str, str] | None = None) -> Slot:
     """
     variables = os.environ if environ is None else environ
     memory_bytes = _least(_read_total_memory(), read_cgroup_memory()[0], _read_job_memory(variables))
-    cpus = _least(float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read(variables, "SLURM_CPUS_ON_NODE"))
+    cpus = _least(
+        float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read(variables, "SLURM_CPUS_ON_NODE")
+    )
     processes = _least(_read_file("/proc/sys/kernel/pid_max"), _read_file("/proc/sys/kernel/threads-max"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() and soft != resource.RLIM_INFINITY:

@@ -193,9 +193,7 @@ def _count_pieces(text: str) -> int:
     return -(-len(text) // EVENT_CHARACTERS)
 
 
-def _add_output(
-    command: Command, stdout: str | None, stderr: str | None, *, exit_code: int | None
-) -> None:
+def _add_output(command: Command, stdout: str | None, stderr: str | None, *, exit_code: int | None) -> None:
     command.outputs.append(
         {
             "id": uuid.uuid4().hex,

@@ -41,9 +41,7 @@ class Making(Protocol):
         """Have the image here. Raises: SandboxFailed."""
         ...
 
-    async def make(
-        self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]
-    ) -> Made:
+    async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
         """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
         ...
 
@@ -127,7 +125,7 @@ class HeldSandbox:
             self._set(State.PAUSED)
             self._relay.disconnect()
             try:
-                await self._made.sandbox.pause()
+                await self._made.sandbox.pause()  # type: ignore[attr-defined]
             except SandboxLost:
                 # Its life notices, and says why.
                 raise
@@ -144,7 +142,7 @@ class HeldSandbox:
                 raise _not_now(self, "resumed")
             assert self._made is not None
             self._set(State.RESUMING)
-            await self._made.sandbox.resume()
+            await self._made.sandbox.resume()  # type: ignore[attr-defined]
             try:
                 await self._prove(start_limit_s)
             except SandboxFailed as failure:
@@ -203,13 +201,9 @@ class HeldSandbox:
         assert relay is not None
         # Clients of other servers ask for /alive alone.
         paths = ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",)
-        await wait_answering(
-            lambda path: probe_address(relay.host, relay.port, path), paths, limit_s=limit_s
-        )
+        await wait_answering(lambda path: probe_address(relay.host, relay.port, path), paths, limit_s=limit_s)
 
-    async def _end(
-        self, state: State, *, failure: SandboxFailed | None = None, cause: str = ""
-    ) -> None:
+    async def _end(self, state: State, *, failure: SandboxFailed | None = None, cause: str = "") -> None:
         if self.is_over:
             return
         made = self._made
@@ -263,5 +257,3 @@ def _not_now(held: HeldSandbox, what: str) -> SandboxError:
         next_step="look at its record first",
         kind="state",
     )
-
-

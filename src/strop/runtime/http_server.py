@@ -93,6 +93,7 @@ async def serve_connection(
     protocol = h11.Connection(h11.SERVER)
     with suppress(ConnectionError, TimeoutError):
         while True:
+            request: Request | None = None
             try:
                 request = await _read_request(protocol, reader, writer, max_body_bytes)
                 if request is None:
@@ -103,7 +104,8 @@ async def serve_connection(
             except h11.RemoteProtocolError as error:
                 answer = json_answer({"detail": str(error)}, error.error_status_hint)
             is_over = protocol.their_state is not h11.DONE
-            writer.write(_render(protocol, answer, is_over=is_over))
+            has_body = request is None or request.method != "HEAD"
+            writer.write(_render(protocol, answer, is_over=is_over, has_body=has_body))
             await writer.drain()
             if is_over or protocol.our_state is not h11.DONE:
                 await _discard(reader, writer)
@@ -161,7 +163,7 @@ async def _read_request(
     )
 
 
-def _render(protocol: Any, answer: Answer, *, is_over: bool) -> bytes:
+def _render(protocol: Any, answer: Answer, *, is_over: bool, has_body: bool) -> bytes:
     import h11
 
     headers = {
@@ -171,8 +173,8 @@ def _render(protocol: Any, answer: Answer, *, is_over: bool) -> bytes:
         **({"connection": "close"} if is_over else {}),
     }
     head = h11.Response(status_code=answer.status, headers=list(headers.items()))
-    sent: bytes = protocol.send(head)
-    return sent + protocol.send(h11.Data(data=answer.body)) + protocol.send(h11.EndOfMessage())
+    events = (head, h11.Data(data=answer.body if has_body else b""), h11.EndOfMessage())
+    return b"".join(protocol.send(event) for event in events)
 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,8 +11,6 @@ OPENHANDS = PythonEnvironment(
     folder="runtime",
     version=(3, 12),
     pip_steps=(
-        tuple(
-            f"openhands-{part}=={VERSION}" for part in ("workspace", "sdk", "agent-server", "tools")
-        ),
+        tuple(f"openhands-{part}=={VERSION}" for part in ("workspace", "sdk", "agent-server", "tools")),
     ),
 )

@@ -23,8 +23,13 @@ _REFUSE_LIMIT_S = 5.0
 _BACKLOG = 256
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Dial = Callable[[], Awaitable[Stream]]
-"""Connects to where a sandbox is now. Raises: OSError, whose text is answered with 503."""
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one connection to its end, in this process."""
+Dial = Callable[[], Awaitable[Stream | Serve]]
+"""Connects to where a sandbox is now, or says who serves the connection here.
+
+Raises: OSError, whose text is answered with 503.
+"""
 
 
 class PortRelay:
@@ -107,10 +112,14 @@ class PortRelay:
             return
         try:
             async with asyncio.timeout(_DIAL_LIMIT_S):
-                inner_reader, inner_writer = await self._dial()
+                target = await self._dial()
         except OSError as error:
             await _refuse(reader, writer, str(error) or type(error).__name__)
             return
+        if callable(target):
+            await target(reader, writer)
+            return
+        inner_reader, inner_writer = target
         self._open.add(inner_writer)
         try:
             # A group: when one direction fails, the other one ends too.

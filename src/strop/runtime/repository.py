@@ -1,7 +1,7 @@
 """What a git repository in a sandbox has changed, by the sandbox's own git.
 
-A change is one against the commit at which the current branch left the remote's default branch; without a remote
-against the last commit, and without any commit against nothing, so that all is added.
+A change is one against the commit at which the current branch left the remote's default branch; without a
+remote against the last commit, and without any commit against nothing, so that all is added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Repository:
         self._sandbox = sandbox
 
     async def list_changes(self, path: str, ref: str = "") -> list[dict[str, str]]:
-        """Return what differs below a directory, by paths relative to it; nothing where there is no repository.
+        """Return what differs below a directory, by paths relative to it; nothing without a repository.
 
         Raises: HttpError 400 for a reference that there is not.
         """
@@ -101,7 +101,7 @@ class Repository:
             pathspecs = [f":(exclude,glob)**/{one.rstrip('/')}" for one in left_out if not one.endswith("/")]
             pathspecs += [f":(exclude,glob)**/{one}**" for one in left_out if one.endswith("/")]
             script = (
-                'export GIT_INDEX_FILE=$(mktemp); trap \'rm -f "$GIT_INDEX_FILE"\' EXIT; base=$1; shift;'
+                "export GIT_INDEX_FILE=$(mktemp); trap 'rm -f \"$GIT_INDEX_FILE\"' EXIT; base=$1; shift;"
                 ' git read-tree "$base" && git add -A -- . "$@" >&2'
                 ' && git diff --binary --cached "$base" -- . "$@"'
             )

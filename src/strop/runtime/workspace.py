@@ -4,8 +4,8 @@ Nothing of it runs in the sandbox: commands join it from outside, and files are 
 that joins it too. So an image needs no agent server, no Python and, for files alone, no shell; the key of the
 sandbox never enters it; and it is ready at once.
 
-Covered: commands, files, archives, git, server facts. Not covered, and answered with 404: conversations, tools,
-settings, skills and sockets, for which the image's own agent server is needed.
+Covered: commands, files, archives, git, server facts. Not covered, and answered with 404: conversations,
+tools, settings, skills and sockets, for which the image's own agent server is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ MAX_FILE_BYTES = 256 * MIB
 """Largest file that is taken or given in one request: both sides hold it in memory."""
 _MAX_TIMEOUT_S = 24 * 3600
 _OPEN_PATHS = ("/", "/health", "/alive", "/ready", "/server_info")
-_STATUS = {"missing": 404, "directory": 400, "not_regular": 400, "denied": 403, "too_large": 413, "no_space": 507}
+_STATUS = {
+    "missing": 404,
+    "directory": 400,
+    "not_regular": 400,
+    "denied": 403,
+    "too_large": 413,
+    "no_space": 507,
+}
 
 
 class _Order(BaseModel):
@@ -137,7 +144,9 @@ class Workspace:
         kind = request.one("kind__eq")
         events = [event for one in chosen for event in ([] if command_id else [one.record]) + one.outputs]
         events = [
-            one for one in events if (not kind or one["kind"] == kind) and one.get("order", 1 << 62) > after_order
+            one
+            for one in events
+            if (not kind or one["kind"] == kind) and one.get("order", 1 << 62) > after_order
         ]
         events.sort(key=lambda one: one["timestamp"], reverse=is_newest_first)
         names = [one["id"] for one in events]

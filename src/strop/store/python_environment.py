@@ -84,8 +84,8 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
     """Make an environment unless its stamp says that it is complete; return its interpreter.
 
     Another process that makes it is waited for.
-    Raises: StoreError if it is missing in offline mode, no Python of its version is here, or a step fails; the environment then has no stamp
-        and is made anew next time.
+    Raises: StoreError if it is missing in offline mode, no Python of its version is here, or a step fails;
+        the environment then has no stamp and is made anew next time.
     """
     if environment.is_ready():
         return environment.python
@@ -103,7 +103,7 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
             return environment.python
         say(
             f"making the environment of {environment.name} in {environment.path}; it takes"
-            " some minutes and about 2 GB"
+            " some minutes and 1 to 3 GB"
         )
         _make(environment)
     return environment.python

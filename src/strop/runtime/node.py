@@ -1,0 +1,276 @@
+"""The agent of one node: makes sandboxes as the controller orders, and tells it how they are.
+
+    strop runtime node --controller http://HOST:PORT --key-file FILE
+
+One event loop. Each sandbox has an address that is held from the answer to its order until its end. A report
+goes to the controller every `HEARTBEAT_S` and after each change. When the controller has not answered for
+`silence_limit_s`, it is gone or has given this node up: all sandboxes are ended, and the agent too. However
+this process ends, its sandboxes end with it (`sandbox.daemon`).
+
+Routes, all with the node key: those of `NodeOrder`, and GET /health without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from strop.errors import SandboxError, given_of
+from strop.hardware.identity import read_boot_id
+from strop.runtime.capacity import find_end, measure_capacity
+from strop.runtime.contract import (
+    HEARTBEAT_S,
+    NODE_KEY_HEADER,
+    NodeAnswer,
+    NodeOrder,
+    NodeReply,
+    NodeReport,
+    SandboxReport,
+    Slot,
+)
+from strop.runtime.held import HeldSandbox
+from strop.runtime.http_server import Answer, HttpError, Request, json_answer, serve_connection
+from strop.runtime.making import MakeSettings
+from strop.runtime.planes import DataPlane
+from strop.runtime.ports import hold_listener
+from strop.runtime.starting import NodeMaking
+
+if TYPE_CHECKING:
+    import httpx
+
+_log = logging.getLogger("strop.runtime.node")
+_MAX_ORDER_BYTES = 1 << 20
+_BACKLOG = 256
+_REPORT_LIMIT_S = 5.0
+_SETTLE_S = 0.02
+"""Changes that come together are told together."""
+_DRAIN_BEFORE_END_S = 120.0
+_STOPS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """What a node agent is started with."""
+
+    controller: str
+    """Its URL, without a path."""
+    key: str = field(repr=False)
+    make: MakeSettings
+    data_plane: DataPlane = DataPlane.AUTO
+    host: str = "127.0.0.1"
+    """The one address of this machine on which the agent and all sandboxes listen."""
+    port: int = 0
+    capacity: Slot | None = None
+    """None: what `measure_capacity` finds."""
+    silence_limit_s: float = 60.0
+    start_limit_s: float = 120.0
+    """For a server inside a sandbox to answer."""
+
+
+class Node:
+    """One node agent. `run` it once."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.node_id = f"{platform.node()}-{uuid.uuid4().hex[:12]}"
+        self._settings = settings
+        self._capacity = settings.capacity or measure_capacity()
+        self._making = NodeMaking(settings.make, settings.data_plane)
+        self._held: dict[str, HeldSandbox] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._is_draining = False
+        self._answered_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._url = ""
+        self._stop_turn = asyncio.Semaphore(_STOPS_AT_ONCE)
+
+    async def run(self) -> None:
+        """Serve until `end` is called, or the controller is silent for too long.
+
+        Raises: CheckRefused if the address cannot be listened on.
+        """
+        listener = hold_listener(self._settings.host, self._settings.port, backlog=_BACKLOG)
+        host, port = listener.getsockname()[:2]
+        self._url = f"http://{host}:{port}"
+        server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
+        reporting = asyncio.create_task(self._report_for_ever())
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({reporting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            server.close()
+            reporting.cancel()
+            ending.cancel()
+            await asyncio.gather(reporting, ending, return_exceptions=True)
+            await self._close()
+
+    def end(self) -> None:
+        """Let `run` end all sandboxes and return."""
+        self._ending.set()
+
+    def drain(self) -> None:
+        """Take no more sandboxes."""
+        self._is_draining = True
+        self._news.set()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it runs."""
+        return self._url
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(self._stop(one, "the node ends") for one in self._held.values()))
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+        await self._making.close()
+        with suppress(OSError):
+            await self._tell_last()
+
+    # The controller.
+
+    async def _report_for_ever(self) -> None:
+        import httpx
+
+        async with httpx.AsyncClient(timeout=_REPORT_LIMIT_S, trust_env=False) as client:
+            while True:
+                self._news.clear()
+                if not self._is_draining and self._is_near_end():
+                    _log.warning("this job ends soon: draining")
+                    self._is_draining = True
+                try:
+                    await self._report(client)
+                except (httpx.HTTPError, ValueError) as error:
+                    silent_s = time.monotonic() - self._answered_at
+                    _log.warning("the controller does not answer for %.0f s: %s", silent_s, error)
+                    if silent_s > self._settings.silence_limit_s:
+                        _log.error("the controller is gone: this node ends")
+                        return
+                    await asyncio.sleep(min(HEARTBEAT_S, 0.5))
+                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._news.wait()
+                await asyncio.sleep(_SETTLE_S)
+
+    def _is_near_end(self) -> bool:
+        ends_in_s = find_end()
+        return ends_in_s is not None and ends_in_s < _DRAIN_BEFORE_END_S
+
+    async def _report(self, client: httpx.AsyncClient) -> None:
+        report = self._describe()
+        answer = await client.post(
+            f"{self._settings.controller}/nodes/{self.node_id}",
+            content=report.model_dump_json(),
+            headers={NODE_KEY_HEADER: self._settings.key, "content-type": "application/json"},
+        )
+        answer.raise_for_status()
+        reply = NodeReply.model_validate_json(answer.content)
+        self._answered_at = time.monotonic()
+        for told in report.sandboxes:
+            held = self._held.get(told.runtime_id)
+            # Told and answered: nobody needs to hear of it again.
+            if held is not None and told.state == held.state and held.is_over:
+                del self._held[told.runtime_id]
+        for runtime_id in reply.to_stop:
+            if (held := self._held.get(runtime_id)) is not None and not held.is_over:
+                self._stop_in_background(held, "the controller does not want it any more")
+        if reply.should_drain:
+            self._is_draining = True
+
+    def _describe(self) -> NodeReport:
+        return NodeReport(
+            node_id=self.node_id,
+            host=platform.node(),
+            url=self._url,
+            boot_id=read_boot_id(),
+            pid=os.getpid(),
+            capacity=self._capacity,
+            backends=self._settings.make.backends,
+            is_draining=self._is_draining,
+            ends_in_s=find_end(),
+            sandboxes=tuple(one.report() for one in self._held.values()),
+            metrics={
+                **{name: float(count) for name, count in self._counts.items()},
+                **self._making.metrics(),
+            },
+        )
+
+    async def _tell_last(self) -> None:
+        """Tell how everything ended, if somebody listens."""
+        import httpx
+
+        self._is_draining = True
+        async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
+            with suppress(httpx.HTTPError, ValueError):
+                await self._report(client)
+
+    # Orders.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve_connection(reader, writer, self._answer, max_body_bytes=_MAX_ORDER_BYTES)
+        finally:
+            writer.close()
+
+    async def _answer(self, request: Request) -> Answer:
+        if request.path == "/health":
+            return json_answer({"status": "ok"})
+        if not request.has_key(NODE_KEY_HEADER, self._settings.key):
+            raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
+        match request.method, request.path.strip("/").split("/"):
+            case "POST", ["sandboxes"]:
+                return json_answer(await self._take(NodeOrder.model_validate_json(request.body)))
+            case "GET", ["sandboxes", runtime_id]:
+                return json_answer(self._find(runtime_id).report())
+            case "DELETE", ["sandboxes", runtime_id]:
+                held = self._find(runtime_id)
+                await self._stop(held, "it was asked for")
+                return json_answer(held.report())
+            case "POST", ["sandboxes", runtime_id, "pause" | "resume" as what]:
+                return json_answer(await self._change(self._find(runtime_id), what))
+        raise HttpError(404, "Not Found")
+
+    async def _take(self, order: NodeOrder) -> NodeAnswer:
+        held = self._held.get(order.runtime_id)
+        if held is None:
+            if self._is_draining or self._ending.is_set():
+                raise HttpError(503, "this node takes nothing new: it ends soon")
+            held = HeldSandbox(order, self._making, self._news.set)
+            self._held[order.runtime_id] = held
+            self._counts["node_orders_total"] += 1
+            await held.start(self._settings.host, start_limit_s=self._settings.start_limit_s)
+        return NodeAnswer(url=held.url)
+
+    async def _change(self, held: HeldSandbox, what: str) -> SandboxReport:
+        try:
+            if what == "pause":
+                await held.pause()
+            else:
+                await held.resume(start_limit_s=self._settings.start_limit_s)
+        except SandboxError as error:
+            raise HttpError(409 if error.kind == "state" else 500, given_of(error)) from error
+        return held.report()
+
+    def _find(self, runtime_id: str) -> HeldSandbox:
+        held = self._held.get(runtime_id)
+        if held is None:
+            raise HttpError(404, f"there is no sandbox {runtime_id!r} here")
+        return held
+
+    def _stop_in_background(self, held: HeldSandbox, cause: str) -> None:
+        task = asyncio.create_task(self._stop(held, cause))
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    async def _stop(self, held: HeldSandbox, cause: str) -> None:
+        async with self._stop_turn:
+            await held.stop(cause)
+        self._counts["node_stops_total"] += 1

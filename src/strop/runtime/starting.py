@@ -1,0 +1,66 @@
+"""What a node does to start a sandbox: the image, the sandbox, and who serves its address."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from strop.errors import SandboxError
+from strop.runtime.contract import FailureKind, NodeOrder
+from strop.runtime.held import Made
+from strop.runtime.making import Maker, MakeSettings
+from strop.runtime.planes import DataPlane, OwnPlane, Plane, SandboxFailed, has_program, is_agent_server
+from strop.sandbox.local import LocalSandbox
+
+
+class NodeMaking:
+    """`held.Making` for real."""
+
+    def __init__(self, settings: MakeSettings, policy: DataPlane) -> None:
+        self._maker = Maker(settings)
+        self._policy = policy
+        self._counts: Counter[str] = Counter()
+
+    async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
+        """Have the image here. Raises: ConfigError if no backend has such images."""
+        self._maker.kind_of(order.request, order.slot)
+
+    async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
+        """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
+        if self._policy is DataPlane.OWN and not is_agent_server(order.request):
+            raise SandboxFailed(
+                FailureKind.IMAGE_ERROR,
+                f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
+                " node serves itself (data plane `own`)",
+            )
+        kind = self._maker.kind_of(order.request, order.slot)
+        sandbox = await self._maker.make(kind)
+        try:
+            plane = await self._serve(order, sandbox, note_use)
+        except (SandboxFailed, SandboxError):
+            await sandbox.stop()
+            raise
+        self._counts[f'node_starts_total{{backend="{kind.backend}"}}'] += 1
+        return Made(sandbox=sandbox, plane=plane)
+
+    async def _serve(self, order: NodeOrder, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
+        policy = self._policy
+        request = order.request
+        if policy is DataPlane.AUTO:
+            is_there = not is_agent_server(request) or await has_program(sandbox, request)
+            policy = DataPlane.IMAGE if is_there else DataPlane.OWN
+        if policy is DataPlane.OWN:
+            return OwnPlane(sandbox, order, note_use)
+        raise SandboxFailed(FailureKind.IMAGE_ERROR, f"{request.command[0]} is not in the image")
+
+    def metrics(self) -> dict[str, float]:
+        """Return what has been counted."""
+        return {
+            **self._counts,
+            "node_warm_hits_total": float(self._maker.num_warm),
+            "node_warm_sandboxes": float(self._maker.num_spare),
+        }
+
+    async def close(self) -> None:
+        """End what was made ahead."""
+        await self._maker.close()

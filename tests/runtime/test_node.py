@@ -1,0 +1,103 @@
+"""A node agent under orders: states, addresses, its own workspace, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from strop.runtime.contract import FailureKind, State
+from strop.runtime.planes import DataPlane
+from tests.fixtures.nodes import Orders, on_node, order_of, workspace_at
+from tests.fixtures.sandboxes import needs_bubblewrap
+
+on_quick_backends = pytest.mark.parametrize(
+    "backend", ["process", pytest.param("bubblewrap", marks=needs_bubblewrap)]
+)
+
+
+@on_quick_backends
+def test_a_sandbox_is_started_used_and_stopped(backend: str) -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        assert url == await orders.start("r1")
+        ready = await orders.wait_for("r1", State.READY)
+        assert ready.isolation["backend"] == backend
+        assert ready.url == url
+        assert list(ready.timeline) == ["image", "started", "ready"]
+        async with workspace_at(url) as workspace:
+            assert await workspace.run("echo out; echo err >&2; exit 3") == (3, "out\n", "err\n")
+            client = workspace.client
+            info = (await client.get("/server_info")).json()
+            assert info["version"] == "1.58.0"
+            assert (await client.head("/health")).status_code == 405
+            assert (await client.get("/api/conversations")).status_code == 404
+        async with workspace_at(url, key="wrong") as stranger:
+            refused = await stranger.client.post("/api/bash/start_bash_command", json={"command": "true"})
+            assert (refused.status_code, refused.json()) == (401, {"detail": "Unauthorized"})
+            assert (await stranger.client.get("/health")).json() == {"status": "ok"}
+        stopped = await orders.ask("DELETE", "/sandboxes/r1")
+        assert stopped.json()["state"] == "stopped"
+        told = await orders.wait_for("r1", State.STOPPED)
+        assert told.timeline["first_command"] >= told.timeline["ready"]
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+
+    on_node(work, (backend,))
+
+
+def test_what_a_client_gets_wrong_is_answered() -> None:
+    async def work(orders: Orders) -> None:
+        for method, path, status in (
+            ("DELETE", "/sandboxes/none", 404),
+            ("POST", "/sandboxes/none/pause", 404),
+            ("GET", "/else", 404),
+            ("POST", "/sandboxes", 422),
+        ):
+            assert (await orders.ask(method, path, "{}")).status_code == status
+        await orders.start("own", command=["/usr/bin/env", "python3"])
+        failed = await orders.wait_for("own", State.FAILED)
+        assert failed.failure_kind is FailureKind.IMAGE_ERROR
+        assert "not OpenHands' agent server" in failed.log_tail
+        await orders.start("image", image="python:3.12")
+        failed = await orders.wait_for("image", State.FAILED)
+        assert failed.failure_kind is FailureKind.IMAGE_ERROR
+        assert "image 'python:3.12' on a node that makes sandboxes by process" in failed.cause
+
+    on_node(work, data_plane=DataPlane.OWN)
+
+
+def test_a_node_that_drains_takes_nothing_new_and_obeys_its_controller() -> None:
+    async def work(orders: Orders) -> None:
+        await orders.start("kept")
+        await orders.wait_for("kept", State.READY)
+        assert orders.node is not None
+        orders.node.drain()
+        refused = await orders.ask("POST", "/sandboxes", order_of("more").model_dump_json())
+        assert refused.status_code == 503
+        orders.reply = orders.reply.model_copy(update={"to_stop": ("kept",)})
+        stopped = await orders.wait_for("kept", State.STOPPED)
+        assert stopped.cause == "the controller does not want it any more"
+        assert orders.reports[-1].is_draining
+
+    on_node(work)
+
+
+def test_a_silent_controller_ends_the_node() -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        orders.is_silent = True
+        deadline = time.monotonic() + 30.0
+        host, _, port = url.removeprefix("http://").partition(":")
+        while time.monotonic() < deadline:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except OSError:
+                return
+            writer.close()
+            await asyncio.sleep(0.05)
+        raise AssertionError("it still listens")
+
+    on_node(work, silence_limit_s=0.3)
