@@ -149,3 +149,36 @@ def test_no_room_that_trains_computes_in_a_pool_of_asyncio() -> None:
     for module in (local, gate_models):
         assert module.__file__ is not None
         assert "to_thread" not in Path(module.__file__).read_text()
+
+
+IMPORTING = """
+import gc, sys
+from strop.hardware.tuning import importing
+with importing():
+    assert not gc.isenabled()
+assert gc.get_freeze_count() == 0, "nothing was imported"
+with importing():
+    import email.mime.text
+assert gc.isenabled()
+gc.collect()
+# What is frozen is in no generation.
+assert not any(one is vars(email.mime.text) for one in gc.get_objects())
+gc.unfreeze()
+gc.disable()
+with importing():
+    import email.mime.image
+assert not gc.isenabled(), "as it was"
+class Cycle:
+    def __del__(self): print("walked")
+sys.cycle = Cycle()
+sys.cycle.self = sys.cycle
+gc.unfreeze()
+"""
+
+
+def test_what_is_imported_is_never_looked_at_as_garbage() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=False, timeout=240
+    )
+    # Nor at the interpreter's end, even if it was thawed meanwhile.
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -53,6 +53,7 @@ from strop.engine.wire import (
 )
 from strop.errors import ConfigError, DataError, EngineError, StropError, describe_error, format_error
 from strop.hardware.busy_clock import BusyClock
+from strop.hardware.tuning import importing
 from strop.io.atomic import write_bytes_atomically
 from strop.io.variables import LOG_FORMAT, log_from
 from strop.rollout import REASONING, FinishReason, Message, Sampling
@@ -425,12 +426,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _load(options: argparse.Namespace) -> Loaded:
-    import torch
+    with importing():
+        import torch
 
-    from strop.engine.native import NativeEngine
-    from strop.policy.language_model import DTYPES, LanguageModel
-    from strop.policy.weights import weights_digest
-    from strop.tokenizer import Tokenizer
+        from strop.engine.native import NativeEngine
+        from strop.policy.language_model import DTYPES, LanguageModel
+        from strop.policy.weights import weights_digest
+        from strop.tokenizer import Tokenizer
 
     # Kernels split sums by thread, so the learner's count gives the learner's values.
     torch.set_num_threads(options.threads)

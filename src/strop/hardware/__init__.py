@@ -23,7 +23,7 @@ from strop.hardware.machine import (
     rss_bytes,
 )
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
-from strop.hardware.tuning import tune_process
+from strop.hardware.tuning import importing, tune_process
 from strop.hardware.visible_devices import (
     DeviceForm,
     VisibleDevices,
@@ -53,6 +53,7 @@ __all__ = [
     "free_disk_bytes",
     "free_memory_bytes",
     "identify",
+    "importing",
     "parse_visible_devices",
     "peak_rss_bytes",
     "read_calibration",

@@ -25,7 +25,7 @@ from strop.engine import Completion, GenerationRequest
 from strop.engine.openai import KEY_VARIABLE
 from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError, DataError
-from strop.hardware import describe_machine, read_calibration
+from strop.hardware import describe_machine, importing, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
 from strop.io.notices import tell
@@ -365,10 +365,11 @@ async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[
             process.launch()
             engine = await process.connect()
         else:
-            import torch
+            with importing():
+                import torch
 
-            from strop.engine.native import NativeEngine
-            from strop.policy.language_model import DTYPES, LanguageModel
+                from strop.engine.native import NativeEngine
+                from strop.policy.language_model import DTYPES, LanguageModel
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             weights = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)

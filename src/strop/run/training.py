@@ -28,7 +28,7 @@ from strop.evaluate import (
     run_evaluation,
     write_result,
 )
-from strop.hardware import describe_machine, read_calibration, require_writable, tune_process
+from strop.hardware import describe_machine, importing, read_calibration, require_writable, tune_process
 from strop.hardware.number_format import (
     AUTO,
     DTYPE_FACT,
@@ -254,7 +254,8 @@ def set_threads(wanted: int | None) -> int:
     None means the physical cores that this process may use.
     """
     tune_process()  # Before torch is imported.
-    import torch
+    with importing():
+        import torch
 
     threads = wanted or max(describe_machine().num_physical_cores, 1)
     torch.set_num_threads(threads)
@@ -271,10 +272,11 @@ async def _train(
     prediction: Prediction | None,
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
-    from strop.cluster import ModelSource
-    from strop.cluster.build import build_placement, with_frozen
-    from strop.cluster.judge_role import JudgeRoles
-    from strop.train.loop import TrainInput, TrainLoop
+    with importing():
+        from strop.cluster import ModelSource
+        from strop.cluster.build import build_placement, with_frozen
+        from strop.cluster.judge_role import JudgeRoles
+        from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
     named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}

@@ -21,6 +21,7 @@ from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.cluster.ray.staging import StagedState, fetch_files, send_files
 from strop.errors import EngineLost
+from strop.hardware.tuning import importing
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
@@ -92,7 +93,8 @@ class LearnerRank(RayRole):
 
         Raises: ConfigError if the model cannot be loaded.
         """
-        from strop.cluster.local import build_learner, build_rank
+        with importing():
+            from strop.cluster.local import build_learner, build_rank
 
         self._num_ranks = num_ranks
         self._frozen: dict[str, FrozenModel] = {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused
 from strop.hardware.allocation import take_devices
+from strop.hardware.tuning import importing
 from strop.hardware.visible_devices import PART_DEVICES
 from strop.io.variables import log_from
 from strop.spec.layout import DeviceShare
@@ -90,7 +91,8 @@ class RayRole:
                 os.environ.pop(name, None)
         if self.computes:
             # After the GPUs are chosen: importing torch may already look at them.
-            import torch
+            with importing():
+                import torch
 
             torch.set_num_threads(start.num_threads)
         sys.stdout.write(f"role {start.name} on node {start.node}, process {os.getpid()}\n")

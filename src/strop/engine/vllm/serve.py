@@ -19,6 +19,7 @@ from strop.engine.server import Loaded, run_server, server_parser
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, follow_parent, plan_limits
 from strop.errors import ConfigError
 from strop.hardware.machine import Machine, describe_machine
+from strop.hardware.tuning import importing
 from strop.policy.footprint import read_model_size
 from strop.tokenizer import Tokenizer
 
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _load(options: argparse.Namespace) -> Loaded:
     tokenizer = Tokenizer.load(options.model)
     try:
-        import vllm  # noqa: F401
+        with importing():
+            import vllm  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"{sys.executable} has no usable vllm ({error})",
@@ -72,10 +74,11 @@ async def _load(options: argparse.Namespace) -> Loaded:
         max_model_tokens=options.max_model_tokens,
         kv_cache_bytes=options.kv_cache_bytes,
     )
-    from strop.engine.vllm.core import VllmCore
-    from strop.engine.vllm.engine import VllmEngine
-    from strop.engine.vllm.weights import model_digest
-    from strop.policy.publication import fetch_object
+    with importing():
+        from strop.engine.vllm.core import VllmCore
+        from strop.engine.vllm.engine import VllmEngine
+        from strop.engine.vllm.weights import model_digest
+        from strop.policy.publication import fetch_object
 
     digest = await asyncio.to_thread(model_digest, options.model, getattr(torch, options.dtype))
     core = _start(VllmCore, engine_settings(options, limits, is_gpu=is_gpu))

@@ -15,6 +15,7 @@ Not covered: replies that are drawn (do_sample=true), which lm-eval never keeps:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sqlite3
@@ -49,9 +50,14 @@ def main() -> None:
         _import_vllm()
     if engine == "local-completions":
         _require_answers()
+    # Nothing of its modules is garbage, and walks over them are seconds.
+    gc.disable()
     from lm_eval import evaluator
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.task import Task
+
+    gc.freeze()
+    gc.enable()
 
     evaluate = evaluator.evaluate
 

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from strop.hardware.preflight.request import tell
+from strop.hardware.tuning import importing
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +170,8 @@ def main() -> int:
 
 def _open_rendezvous(given: argparse.Namespace) -> tuple[Rendezvous, TCPStore]:
     """Open the rendezvous, or reach it. Raises: RuntimeError if it cannot be reached in time."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not marked as exported
+    with importing():
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not marked as exported
 
     host, _, port = given.address.rpartition(":")
     limit = timedelta(seconds=given.wait_limit_s)

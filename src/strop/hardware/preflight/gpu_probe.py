@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from strop.hardware.preflight.request import tell
+from strop.hardware.tuning import importing
 
 SIZE = 1024
 """Rows and columns of both factors. The product has integers below 2**24, so float32 is exact."""
@@ -23,7 +24,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     given = parser.parse_args()
-    import torch
+    with importing():
+        import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
         tell({"error": f"torch {torch.__version__} sees no GPU"})
