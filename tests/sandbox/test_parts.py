@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from strop.errors import SandboxRefused
 from strop.sandbox import Limits, cgroup, linux
+from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
-from strop.sandbox.command import measure_tree
 from strop.sandbox.daemon_handle import DaemonHandle
 from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.linux import can_reach
-from strop.sandbox.supervisor import Capture
+from strop.sandbox.runner import measure_tree
 
 
 @given(

@@ -11,6 +11,8 @@ jobs, snapshots and pauses come with the sandbox service.
 
 from __future__ import annotations
 
+import math
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -196,6 +198,63 @@ class ExecResult:
         return self.stderr_total - len(self.stderr)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOutput:
+    """Output of a running command, behind what was read before."""
+
+    stdout: bytes
+    stderr: bytes
+    stdout_omitted: int
+    """Bytes left out in front of `stdout`: they came faster than they were read."""
+    stderr_omitted: int
+
+
+class Job(Protocol):
+    """A command that runs in a sandbox. Nobody needs to hold it: it ends by itself, or with its sandbox."""
+
+    async def read(self) -> JobOutput | None:
+        """Return what was written since the last read, as soon as there is something; None after the end.
+
+        A command is never held up: what is kept unread is bounded like an `ExecResult`, the first
+        `Limits.output_head_bytes` and the newest `Limits.output_tail_bytes` of each stream, and what a
+        slow reader misses is counted. A line may be cut anywhere.
+
+        Raises: SandboxLost.
+        """
+        ...
+
+    async def write(self, data: bytes) -> bool:
+        """Write to its standard input, and return when it is written; False if nobody reads it any more.
+
+        Raises: SandboxLost.
+        """
+        ...
+
+    async def close_stdin(self) -> None:
+        """Let its standard input end, behind what was written."""
+        ...
+
+    async def signal(self, number: int) -> None:
+        """Send a signal, 1 to 64, to the program and those of its process group, as a terminal would."""
+        ...
+
+    async def stop(self) -> ExecResult:
+        """End it and every process below it: SIGTERM, half a second later SIGKILL. May be called twice.
+
+        Raises: SandboxLost.
+        """
+        ...
+
+    async def wait(self) -> ExecResult:
+        """Return its result once it and every process below it have ended. May be called twice.
+
+        A process that goes on behind the program is killed; what comes out of its pipes is awaited 200 ms.
+
+        Raises: SandboxLost.
+        """
+        ...
+
+
 class Sandbox(Protocol):
     """A place where untrusted programs run. Leaving its `async with` block stops it."""
 
@@ -224,6 +283,34 @@ class Sandbox(Protocol):
         directory. A program that goes on reading after `stdin` meets the end of the file.
 
         Raises: SandboxLost if the sandbox does not answer. Never because of what the program does.
+        """
+        ...
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float = math.inf,
+        has_stdin: bool = False,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Job:
+        """Start a program and return. What it would take to start it is its result, as of `exec`.
+
+        Without `has_stdin` it meets the end of its standard input at once. `Limits.flood_bytes` holds for
+        its whole life.
+
+        Raises: SandboxLost.
+        """
+        ...
+
+    async def connect(self, address: int | str) -> socket.socket:
+        """Return a blocking connection to a port of the sandbox's own loopback, or a Unix socket's path.
+
+        It is opened inside as the programs' user, and works where the sandbox has no network. A sandbox that
+        has the host's network connects to the host's loopback.
+
+        Raises: SandboxError with kind refused, missing, denied or timed_out; SandboxLost.
         """
         ...
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from strop.sandbox.bubblewrap import BubblewrapPlace, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers
+from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
@@ -250,7 +251,7 @@ def _become_supervisor(
         uid, is_private_uid = sandbox_uid(os.getpid())
         place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
         if place is not None:
-            Supervisor(place, python, connection, daemon_end).serve(IsolationLevel(order.min_level))
+            Supervisor(place, python, Channel(connection), daemon_end).serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:

@@ -9,29 +9,41 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 
 from strop.sandbox.linux import read_file
 
+_STATE_FIELD, _PARENT_FIELD, _START_FIELD = 0, 1, 19
+"""Of /proc/PID/stat, counted from behind the name."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def find_descendants(root_pid: int) -> list[int]:
-    """Return the process ids below a process, parents before children."""
+def find_descendants(root_pid: int, spared: Collection[int] = ()) -> list[int]:
+    """Return the process ids below a process, parents before children, without `spared` and what is below."""
     found, queue = [], [root_pid]
     while queue:
-        children = _read_children(queue.pop())
+        children = [pid for pid in _read_children(queue.pop()) if pid not in spared]
         found += children
         queue += children
     return found
 
 
-def signal_descendants(root_pid: int, number: signal.Signals) -> None:
-    """Send a signal to all that are below a process."""
-    descendants = find_descendants(root_pid)
+def signal_descendants(root_pid: int, number: int, spared: Collection[int] = ()) -> None:
+    """Send a signal to all that are below a process, as `find_descendants` finds them."""
+    descendants = find_descendants(root_pid, spared)
     family = {root_pid, *descendants}
     for pid in descendants:
         _signal_one(pid, number, family)
+
+
+def start_times(pids: Collection[int]) -> dict[int, str]:
+    """Return when each process was started, in the kernel's ticks; those that are gone are left out.
+
+    An id and this together name one process for ever.
+    """
+    found = {pid: _read_stat(pid) for pid in pids}
+    return {pid: stat[_START_FIELD] for pid, stat in found.items() if stat}
 
 
 def kill_strays(root_pid: int, own: set[int]) -> list[int]:
@@ -67,7 +79,7 @@ def num_threads(pids: list[int]) -> int:
     return sum(len(_list_threads(pid)) for pid in pids)
 
 
-def _signal_one(pid: int, number: signal.Signals, family: set[int]) -> None:
+def _signal_one(pid: int, number: int, family: set[int]) -> None:
     with suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -97,12 +109,18 @@ def _list_threads(pid: int) -> list[str]:
 
 
 def _parent_of(pid: int) -> int | None:
+    stat = _read_stat(pid)
+    return int(stat[_PARENT_FIELD]) if stat else None
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of a process behind its name; none if it is gone."""
     try:
         text = read_file(f"/proc/{pid}/stat")
     except OSError:
-        return None
+        return []
     # The name, in parentheses, may hold anything, spaces and parentheses too.
-    return int(text.rpartition(")")[2].split()[1])
+    return text.rpartition(")")[2].split()
 
 
 def _resident_bytes(pid: int) -> int:

@@ -187,6 +187,17 @@ def sandbox_uid(pid: int) -> tuple[int, bool]:
     return own, False
 
 
+def count_user_tasks(uid: int) -> int:
+    """Return how many processes and threads a user has on this host."""
+    num_tasks = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    num_tasks += len(os.listdir(Path("/proc", name, "task")))
+    return num_tasks
+
+
 def can_reach(path: str) -> bool:
     """Whether any user can enter the directories above a path and read what is there."""
     try:

@@ -1,27 +1,27 @@
-"""The sandboxes of this machine, from the side that asks: one connection to a supervisor, requests by number.
+"""The sandboxes of this machine, from the side that asks.
 
 Beside the contract they have Python: `python_argv`, and `run_main`, which runs a function in a fork of the
 interpreter that loaded it once. The judge of programs is made of it.
-
-Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
-never wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
+import socket
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.errors import SandboxError, SandboxRefused
+from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
     MIB,
     ExecKind,
@@ -32,8 +32,8 @@ from strop.sandbox.contract import (
     SandboxSpec,
 )
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
-from strop.sandbox.frames import LENGTHS, pack
 from strop.sandbox.inside import EXIT_KINDS
+from strop.sandbox.local_job import LocalJob, as_result
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
@@ -47,23 +47,17 @@ class LocalSandbox:
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        client: Client,
         isolation: Isolation,
+        spec: SandboxSpec,
         scratch: str,
         python_argv: tuple[str, ...],
-        env: Mapping[str, str],
     ) -> None:
-        self._env = dict(env)
-        self._reader = reader
-        self._writer = writer
+        self._client = client
+        self._env = dict(spec.env)
         self._isolation = isolation
         self._scratch = scratch
         self._python_argv = python_argv
-        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
-        self._next_id = 0
-        self._lost_kind = ""
-        self._reading = asyncio.create_task(self._read_answers())
 
     @property
     def isolation(self) -> Isolation:
@@ -112,7 +106,33 @@ class LocalSandbox:
     ) -> ExecResult:
         """Run a program; see `Sandbox.exec`."""
         request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s}
-        return _as_result(*await self._ask({**request, "env": {**self._env, **(env or {})}}, stdin))
+        return as_result(*await self._run({**request, "env": {**self._env, **(env or {})}}, stdin))
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float = math.inf,
+        has_stdin: bool = False,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> LocalJob:
+        """Start a program; see `Sandbox.start`."""
+        request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s, "has_stdin": has_stdin}
+        full = {"op": "start", **request, "env": {**self._env, **(env or {})}}
+        return LocalJob(self._client, *self._client.begin(full))
+
+    async def connect(self, address: int | str) -> socket.socket:
+        """Return a connection to a server inside; see `Sandbox.connect`."""
+        header, _ = await self._client.ask({"op": "connect", "address": address})
+        if "failed" in header:
+            raise SandboxError(
+                f"cannot connect to {address!r} in the sandbox: {header['why']}",
+                allowed="a port, or the path of a Unix socket, that a program inside listens on",
+                next_step="wait until it listens, or look whether it still runs",
+                kind=header["failed"],
+            )
+        return socket.socket(fileno=header["descriptor"])
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
         """Run `main` of the source that the sandbox was made with, as `exec` runs a program.
@@ -123,7 +143,7 @@ class LocalSandbox:
         Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
         """
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
-        return _as_result(*await self._ask({**request, "env": self._env}, stdin))
+        return as_result(*await self._run({**request, "env": self._env}, stdin))
 
     async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
         """Return a regular file's bytes; see `Sandbox.read`."""
@@ -173,19 +193,7 @@ class LocalSandbox:
 
     async def stop(self) -> None:
         """End everything in it."""
-        if not self._reading.done():
-            self._lost_kind = self._lost_kind or "stopped"
-            with suppress(ConnectionError):
-                self._writer.write(pack({"op": "stop"}))
-                await self._writer.drain()
-        # The stream's end is the supervisor's, which comes when nothing is left.
-        done, _ = await asyncio.wait({self._reading}, timeout=_STOP_LIMIT_S)
-        self._reading.cancel()
-        self._writer.close()
-        with suppress(ConnectionError):
-            await self._writer.wait_closed()
-        if not done:
-            raise self._lost("infra")
+        await self._client.end(_STOP_LIMIT_S)
 
     async def __aenter__(self) -> Self:
         """Return the sandbox."""
@@ -207,7 +215,7 @@ class LocalSandbox:
 
     async def _work_inside(self, builtin: str, details: dict[str, Any], stdin: bytes) -> bytes:
         request = {"builtin": builtin, "details": details, "wall_limit_s": _FILE_LIMIT_S}
-        header, output = await self._ask(request, stdin)
+        header, output = await self._run(request, stdin)
         num_bytes = header["stdout_bytes"]
         if header["kind"] == ExecKind.EXITED and header["exit_code"] == 0:
             return output[:num_bytes]
@@ -219,53 +227,16 @@ class LocalSandbox:
             kind=EXIT_KINDS.get(header["exit_code"] or 0, "io"),
         )
 
-    async def _ask(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
-        if self._lost_kind:
-            raise self._lost(self._lost_kind)
-        request_id = self._next_id
-        self._next_id += 1
-        answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = answer
+    async def _run(self, request: dict[str, Any], stdin: bytes) -> Answer:
+        """Start something and wait for its end; if nobody waits any more, kill it."""
+        number, answer = self._client.begin({"op": "start", **request}, stdin)
         try:
-            # A connection that is gone is told by the reading side, with its reason.
-            with suppress(ConnectionError):
-                self._writer.write(pack({"op": "exec", "id": request_id, **request}, stdin))
-                await self._writer.drain()
             return await answer
         except asyncio.CancelledError:
-            with suppress(ConnectionError):
-                self._writer.write(pack({"op": "cancel", "id": request_id}))
+            self._client.tell({"op": "cancel", "job": number})
             raise
         finally:
-            self._waiting.pop(request_id, None)
-
-    async def _read_answers(self) -> None:
-        try:
-            while True:
-                header, body = await _read_frame(self._reader)
-                if "id" not in header:
-                    self._lost_kind = header.get("lost", self._lost_kind)
-                    continue
-                answer = self._waiting.pop(header["id"], None)
-                if answer is not None and not answer.done():
-                    if "lost" in header:
-                        answer.set_exception(self._lost(header["lost"], header["why"]))
-                    else:
-                        answer.set_result((header, body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._lost_kind = self._lost_kind or "infra"
-        finally:
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._lost(self._lost_kind or "infra"))
-
-    def _lost(self, kind: str, why: str = "") -> SandboxLost:
-        return SandboxLost(
-            f"the {self._isolation.backend} sandbox does not answer ({kind}){why and f': {why}'}",
-            allowed="a sandbox that has not been stopped",
-            next_step="make a new one",
-            kind=kind,
-        )
+            self._client.forget(number)
 
 
 class LocalBackend:
@@ -329,22 +300,20 @@ async def _start(
         "image": spec.image or "",
         "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
     }
-    reader, writer = await asyncio.open_unix_connection(sock=daemon_of(os.getpid()).start(order, main_source))
+    client = Client(daemon_of(os.getpid()).start(order, main_source), backend)
     try:
         async with asyncio.timeout(_START_LIMIT_S):
-            header, _ = await _read_frame(reader)
-    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            header = await client.first_frame()
+    except (ConnectionError, TimeoutError) as error:
         header = {
             "refused": "host",
-            "why": f"its supervisor ended before it was ready ({type(error).__name__})",
+            "why": f"its supervisor was not ready: {str(error) or 'no answer in time'}",
         }
     except asyncio.CancelledError:
-        writer.close()
+        client.close()
         raise
     if "refused" in header:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+        client.close()
         raise SandboxRefused(
             f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
             allowed=f"a host where {backend} reaches that level",
@@ -354,7 +323,7 @@ async def _start(
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
-    return LocalSandbox(reader, writer, isolation, header["scratch"], python_argv, spec.env)
+    return LocalSandbox(client, isolation, spec, header["scratch"], python_argv)
 
 
 def _walk_host(top: Path) -> list[tuple[Path, int]]:
@@ -409,27 +378,3 @@ def _binds(spec: SandboxSpec) -> list[tuple[str, str, bool]]:
     python = [] if is_there else [(prefix, prefix, True)]
     mounts = [(os.path.realpath(one.host_path), one.inside_path, one.read_only) for one in spec.mounts]
     return python + mounts
-
-
-def _as_result(header: dict[str, Any], output: bytes) -> ExecResult:
-    num_bytes = header["stdout_bytes"]
-    kind = ExecKind(header["kind"])
-    why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""
-    return ExecResult(
-        kind=kind,
-        exit_code=header["exit_code"],
-        signal=header["signal"],
-        stdout=output[:num_bytes],
-        stderr=output[num_bytes:] + why,
-        stdout_total=header["stdout_total"],
-        stderr_total=header["stderr_total"] + len(why),
-        oom_kills=header["oom_kills"],
-        duration_s=header["duration_s"],
-        cpu_s=header["cpu_s"],
-    )
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
-    header_bytes, body_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
-    header = json.loads(await reader.readexactly(header_bytes))
-    return header, await reader.readexactly(body_bytes)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
-from strop.sandbox.command import count_user_tasks
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
-from strop.sandbox.linux import detach_mount, mount_tmpfs
+from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 
 

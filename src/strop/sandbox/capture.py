@@ -1,0 +1,63 @@
+"""The kept part of an output stream of any length: its beginning and its end, with exact counts."""
+
+from __future__ import annotations
+
+
+class Capture:
+    """Keeps `head_bytes` of the beginning and `tail_bytes` of the end of what is fed to it.
+
+    Whoever follows the stream reads from here too, so a reader that is slow, or there is none, costs no
+    memory and holds up nobody: it misses the middle, and learns how much.
+    """
+
+    def __init__(self, head_bytes: int, tail_bytes: int) -> None:
+        self._head_bytes = head_bytes
+        self._tail_bytes = tail_bytes
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.total = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        self.total += len(data)
+        room = self._head_bytes - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data
+            # Cut seldom: each cut moves the whole tail.
+            if len(self._tail) > 2 * self._tail_bytes + (1 << 16):
+                self._cut()
+
+    def kept(self) -> bytes:
+        """Return head and tail; all of the stream if it fits."""
+        self._cut()
+        return bytes(self._head + self._tail)
+
+    @property
+    def num_head_bytes(self) -> int:
+        """How much of `kept` is the beginning."""
+        return len(self._head)
+
+    def since(self, position: int) -> tuple[int, bytes]:
+        """Return how many bytes behind `position` are gone, and the kept ones behind them."""
+        self._cut()
+        return unread(bytes(self._head), bytes(self._tail), self.total, position)
+
+    def _cut(self) -> None:
+        surplus = len(self._tail) - self._tail_bytes
+        if surplus > 0:
+            del self._tail[:surplus]
+
+
+def unread(head: bytes, tail: bytes, total: int, position: int) -> tuple[int, bytes]:
+    """Return what `Capture.since` returns, of a stream whose beginning and end are known.
+
+    What is returned has no gap: behind a beginning that the end does not follow, the end comes next time.
+    """
+    tail_at = total - len(tail)
+    if position < len(head):
+        return 0, head[position:] + (tail if tail_at == len(head) else b"")
+    gone = max(0, tail_at - position)
+    return gone, tail[position + gone - tail_at :]

@@ -1,0 +1,108 @@
+"""Frames over one Unix socket that never blocks, and open descriptors that travel with them.
+
+Both ends use it: the client in its event loop, the supervisor in its own.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from strop.sandbox.frames import pack, unpack
+
+_CHUNK_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 16
+"""Taken in one go; the sender's stop at each frame that has one."""
+
+
+def receive_descriptors(
+    connection: socket.socket, num_bytes: int, max_descriptors: int
+) -> tuple[bytes, list[int]]:
+    """Receive bytes, and descriptors that no program inherits. Raises: OSError."""
+    # Not socket.recv_fds, which leaves its flags out.
+    room = socket.CMSG_SPACE(max_descriptors * array.array("i").itemsize)
+    data, ancillary, _, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, part in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(part[: len(part) - len(part) % found.itemsize])
+    return data, list(found)
+
+
+class Channel:
+    """One end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._incoming = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._outgoing: deque[tuple[memoryview, int | None]] = deque()
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What waits for the other side to read."""
+        return sum(len(data) for data, _ in self._outgoing)
+
+    def receive(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Return the frames that have come; none if one is incomplete.
+
+        Raises: EOFError if the other side has closed; CorruptRecord for what is no frame.
+        """
+        try:
+            data, descriptors = receive_descriptors(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+        except BlockingIOError:
+            return iter(())
+        except OSError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        self._descriptors += descriptors
+        self._incoming += data
+        return unpack(self._incoming)
+
+    def take_descriptor(self) -> int:
+        """Return the descriptor that came with the frame at hand; they come in the order of their frames."""
+        return self._descriptors.popleft()
+
+    def send(self, header: dict[str, Any], body: bytes = b"", *, descriptor: int | None = None) -> None:
+        """Send a frame, as far as the socket takes it now; `flush` sends the rest. Closes the descriptor.
+
+        Raises: ConnectionError if the other side has closed.
+        """
+        self._outgoing.append((memoryview(pack(header, body)), descriptor))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it. Raises: as `send`."""
+        while self._outgoing:
+            data, descriptor = self._outgoing[0]
+            try:
+                if descriptor is None:
+                    num_sent = self.socket.send(data)
+                else:
+                    num_sent = socket.send_fds(self.socket, [data], [descriptor])
+                    os.close(descriptor)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
+            if num_sent == len(data):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = (data[num_sent:], None)
+
+    def close(self) -> None:
+        """Close this end, and the descriptors that nobody took."""
+        self.socket.close()
+        waiting = [descriptor for _, descriptor in self._outgoing if descriptor is not None]
+        for descriptor in (*self._descriptors, *waiting):
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        self._outgoing.clear()

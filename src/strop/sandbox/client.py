@@ -1,0 +1,145 @@
+"""The client's end of a sandbox's connection: requests by number, and who waits for their answers.
+
+Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
+never wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from typing import Any
+
+from strop.errors import CorruptRecord, SandboxLost
+from strop.sandbox.channel import Channel
+
+Answer = tuple[dict[str, Any], bytes]
+
+
+class Client:
+    """One connection to a supervisor. Usable from one event loop."""
+
+    def __init__(self, connection: socket.socket, backend: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._channel = Channel(connection)
+        self._backend = backend
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._lost_kind = ""
+        self._first: asyncio.Future[Answer] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(connection, self._on_readable)
+
+    async def first_frame(self) -> dict[str, Any]:
+        """Return what the supervisor says when it is ready, or refuses. Raises: ConnectionError."""
+        return (await asyncio.shield(self._first))[0]
+
+    def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
+        """Send a request; return its number and what will have its answer.
+
+        Whoever does not await the answer forgets it. Raises: SandboxLost.
+        """
+        if self._lost_kind:
+            raise self.lost(self._lost_kind)
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting[number] = answer
+        self.tell({"id": number, **header}, body)
+        return number, answer
+
+    async def ask(self, header: dict[str, Any], body: bytes = b"") -> Answer:
+        """Send a request and return its answer. Raises: SandboxLost."""
+        number, answer = self.begin(header, body)
+        try:
+            return await answer
+        finally:
+            self.forget(number)
+
+    def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
+        """Send what is not answered. A connection that is gone is told by the reading side."""
+        try:
+            self._channel.send(header, body)
+        except ConnectionError:
+            return
+        if self._channel.num_unsent_bytes:
+            self._loop.add_writer(self._channel.socket, self._on_writable)
+
+    def forget(self, number: int) -> None:
+        """Wait no more for an answer; what comes with it is closed."""
+        self._waiting.pop(number, None)
+
+    async def end(self, limit_s: float) -> None:
+        """Ask for the end of the sandbox and wait for it. May be called twice.
+
+        Raises: SandboxLost if it does not come.
+        """
+        if not self._ended.done():
+            self._lost_kind = self._lost_kind or "stopped"
+            self.tell({"op": "stop"})
+        # The stream's end is the supervisor's, which comes when nothing is left.
+        done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
+        self.close()
+        if not done:
+            raise self.lost("infra")
+
+    def close(self) -> None:
+        """Close the connection; the supervisor then ends the sandbox."""
+        if self._channel.socket.fileno() >= 0:
+            self._loop.remove_reader(self._channel.socket)
+            self._loop.remove_writer(self._channel.socket)
+            self._channel.close()
+
+    def lost(self, kind: str, why: str = "") -> SandboxLost:
+        """Return the error for who asks in vain."""
+        return SandboxLost(
+            f"the {self._backend} sandbox does not answer ({kind}){why and f': {why}'}",
+            allowed="a sandbox that has not been stopped",
+            next_step="make a new one",
+            kind=kind,
+        )
+
+    def _on_writable(self) -> None:
+        try:
+            self._channel.flush()
+        except ConnectionError:
+            self._loop.remove_writer(self._channel.socket)
+            return
+        if not self._channel.num_unsent_bytes:
+            self._loop.remove_writer(self._channel.socket)
+
+    def _on_readable(self) -> None:
+        try:
+            for header, body in self._channel.receive():
+                self._take(header, body)
+        except (EOFError, CorruptRecord):
+            self._take_end()
+
+    def _take(self, header: dict[str, Any], body: bytes) -> None:
+        if header.get("has_descriptor"):
+            header["descriptor"] = self._channel.take_descriptor()
+        if "id" not in header:
+            self._lost_kind = header.get("lost", self._lost_kind)
+            if not self._first.done():
+                self._first.set_result((header, body))
+            return
+        answer = self._waiting.pop(header["id"], None)
+        if answer is None or answer.done():
+            if "descriptor" in header:
+                os.close(header["descriptor"])
+        elif "lost" in header:
+            answer.set_exception(self.lost(header["lost"], header["why"]))
+        else:
+            answer.set_result((header, body))
+
+    def _take_end(self) -> None:
+        self._loop.remove_reader(self._channel.socket)
+        self._lost_kind = self._lost_kind or "infra"
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.lost(self._lost_kind))
+        if not self._first.done():
+            self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
+        if not self._ended.done():
+            self._ended.set_result(None)

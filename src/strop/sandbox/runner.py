@@ -1,0 +1,216 @@
+"""The process above one command: starts it, adopts every orphan of it, ends it, reports when all are gone.
+
+Nothing that the command starts outlives it. The program's exit code is what the kernel tells the runner;
+the report goes over a socket that no program holds. As host root the runner keeps a user id that no
+program can signal; for an ordinary user a program can kill its runner, which the supervisor sees.
+
+It also looks for breaches of limits that the kernel does not enforce.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from strop.sandbox.family import (
+    find_descendants,
+    kill_biggest,
+    memory_bytes,
+    num_threads,
+    signal_descendants,
+    start_times,
+)
+from strop.sandbox.linux import become_subreaper, hide_from_tracers
+from strop.sandbox.program import Program
+
+ASK, KILL = b"T", b"K"
+"""Orders to a runner: end the command politely and then by force, or at once by force."""
+MARK, ASK_NEW, KILL_NEW = b"M", b"t", b"k"
+"""Remember what runs below the program; end, politely or by force, what has been started below it since."""
+_SIGNAL_BIT = 0x80
+TERM_GRACE_S = 0.5
+_WATCH_PERIOD_S = 0.05
+_KILL_PERIOD_S = 0.005
+_MAX_KILL_PERIOD_S = 0.1
+_MAX_WALKED_FILES = 100_000
+
+
+def signal_order(number: int) -> bytes:
+    """Return the order to send a signal to the program's process group."""
+    return bytes([_SIGNAL_BIT | number])
+
+
+def become_runner(program: Program, control: socket.socket) -> NoReturn:
+    """Enter the place and see one command through. Nothing returns into the supervisor's code."""
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        hide_from_tracers()
+        program.prepare(control)
+        if program.place.has_own_pids and os.fork() != 0:
+            os._exit(0)
+        become_subreaper()
+        _Runner(program, control).run()
+    finally:
+        os._exit(1)
+
+
+class _Runner:
+    def __init__(self, program: Program, control: socket.socket) -> None:
+        self._program = program
+        self._place = program.place
+        self._control = control
+        self._pid = os.getpid()
+        self._status: int | None = None
+        self._ended_at = 0.0
+        self._cpu_s = 0.0
+        self._num_oom_kills = 0
+        self._breach = ""
+        self._kill_at = math.inf
+        """When force begins."""
+        self._kill_period_s = _KILL_PERIOD_S
+        self._program_pid = 0
+        self._marked: dict[int, str] = {}
+        """Processes that `ASK_NEW` and `KILL_NEW` spare, and when each was started."""
+
+    def run(self) -> None:
+        """Start the program, wait for it and for all that it started, report."""
+        wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        error_r, error_w = os.pipe2(os.O_CLOEXEC)
+        self._program_pid = os.fork()
+        if self._program_pid == 0:
+            signal.set_wakeup_fd(-1)
+            self._program.begin(error_w)
+        os.close(error_w)
+        self._program.close()
+        # Ends with the program's start, which closes the other end.
+        with open(error_r, "rb") as errors:
+            error = errors.read().decode(errors="replace")
+        self._wait_for_all(wake_r)
+        report = {
+            "status": self._status,
+            "error": error,
+            "ended_at": self._ended_at,
+            "cpu_s": self._cpu_s,
+            "oom_kills": self._num_oom_kills,
+            "breach": self._breach,
+        }
+        self._control.sendall(json.dumps(report).encode())
+        os._exit(0)
+
+    def _wait_for_all(self, wake_r: int) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake_r, select.POLLIN)
+        next_watch_at = time.monotonic() + _WATCH_PERIOD_S
+        while self._reap():
+            now = time.monotonic()
+            if now >= self._kill_at:
+                signal_descendants(self._pid, signal.SIGKILL)
+                # Those that are frozen end when they are thawed, which may be hours from now.
+                wait_s = self._kill_period_s
+                self._kill_period_s = min(2 * wait_s, _MAX_KILL_PERIOD_S)
+            else:
+                if now >= next_watch_at:
+                    self._look()
+                    next_watch_at = now + _WATCH_PERIOD_S
+                wait_s = max(0.0, min(next_watch_at, self._kill_at) - time.monotonic())
+            for descriptor, _ in poll.poll(wait_s * 1000):
+                if descriptor == wake_r:
+                    with suppress(BlockingIOError):
+                        os.read(wake_r, 4096)
+                else:
+                    orders = self._control.recv(16)
+                    # The end of the stream: the supervisor is gone.
+                    self._obey(orders or KILL)
+                    if not orders:
+                        poll.unregister(self._control)
+
+    def _obey(self, orders: bytes) -> None:
+        for number in orders:
+            order = bytes([number])
+            if order == ASK:
+                signal_descendants(self._pid, signal.SIGTERM)
+                self._kill_at = min(self._kill_at, time.monotonic() + TERM_GRACE_S)
+            elif order == KILL:
+                self._kill_at = time.monotonic()
+            elif order == MARK:
+                self._marked = start_times(find_descendants(self._program_pid))
+            elif order in (ASK_NEW, KILL_NEW):
+                now = start_times(list(self._marked))
+                spared = {pid for pid, start in self._marked.items() if now.get(pid) == start}
+                number = signal.SIGTERM if order == ASK_NEW else signal.SIGKILL
+                signal_descendants(self._program_pid, number, spared)
+            elif self._status is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._program_pid, number & ~_SIGNAL_BIT)
+
+    def _reap(self) -> bool:
+        """Collect the dead; return whether any process is left."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            # Of the program this holds all that it waited for; the others are orphans.
+            self._cpu_s += usage.ru_utime + usage.ru_stime
+            if pid == self._program_pid:
+                self._status = status
+                self._ended_at = time.monotonic()
+                self._kill_at = self._ended_at
+
+    def _look(self) -> None:
+        """Find breaches of limits that the kernel does not enforce."""
+        watch = self._place.watch
+        pids = find_descendants(self._pid)
+        if watch.memory_bytes is not None and memory_bytes(pids, watch.memory_bytes) > watch.memory_bytes:
+            kill_biggest(pids, self._pid)
+            self._num_oom_kills += 1
+        if watch.max_processes is not None and num_threads(pids) > watch.max_processes:
+            self._end_for(f"more than {watch.max_processes} processes")
+        if watch.max_scratch_files is not None and watch.scratch_bytes is None:
+            counts = os.statvfs(self._place.scratch)
+            if counts.f_files - counts.f_ffree > watch.max_scratch_files:
+                self._end_for(f"more than {watch.max_scratch_files} files")
+        elif watch.scratch_bytes is not None and watch.max_scratch_files is not None:
+            num_bytes, num_files = measure_tree(self._place.scratch)
+            if num_bytes > watch.scratch_bytes or num_files > watch.max_scratch_files:
+                self._end_for(f"{num_bytes} bytes in {num_files} files")
+
+    def _end_for(self, breach: str) -> None:
+        self._breach = breach
+        self._kill_at = time.monotonic()
+
+
+def measure_tree(top: str) -> tuple[int, int]:
+    """Return bytes on the disk and number of files below a directory; links are not followed."""
+    num_bytes = num_files = 0
+    queue = [top]
+    while queue and num_files < _MAX_WALKED_FILES:
+        for entry in _list_entries(queue.pop()):
+            num_files += 1
+            if entry.is_dir(follow_symlinks=False):
+                queue.append(entry.path)
+            with suppress(OSError):
+                num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+    return num_bytes, num_files
+
+
+def _list_entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
+        return []
