@@ -27,7 +27,8 @@ class Client:
         self._backend = backend
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._lost_kind = ""
+        self.lost_kind = ""
+        """Why it answers nothing any more; empty while it does."""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(connection, self._on_readable)
@@ -41,8 +42,8 @@ class Client:
 
         Whoever does not await the answer forgets it. Raises: SandboxLost.
         """
-        if self._lost_kind:
-            raise self.lost(self._lost_kind)
+        if self.lost_kind:
+            raise self.lost(self.lost_kind)
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[number] = answer
@@ -70,13 +71,18 @@ class Client:
         """Wait no more for an answer; what comes with it is closed."""
         self._waiting.pop(number, None)
 
+    async def wait_lost(self) -> str:
+        """Return why it answers nothing any more, once it does not."""
+        await asyncio.shield(self._ended)
+        return self.lost_kind
+
     async def end(self, limit_s: float) -> None:
         """Ask for the end of the sandbox and wait for it. May be called twice.
 
         Raises: SandboxLost if it does not come.
         """
         if not self._ended.done():
-            self._lost_kind = self._lost_kind or "stopped"
+            self.lost_kind = self.lost_kind or "stopped"
             self.tell({"op": "stop"})
         # The stream's end is the supervisor's, which comes when nothing is left.
         done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
@@ -120,7 +126,7 @@ class Client:
         if header.get("has_descriptor"):
             header["descriptor"] = self._channel.take_descriptor()
         if "id" not in header:
-            self._lost_kind = header.get("lost", self._lost_kind)
+            self.lost_kind = header.get("lost", self.lost_kind)
             if not self._first.done():
                 self._first.set_result((header, body))
             return
@@ -135,10 +141,10 @@ class Client:
 
     def _take_end(self) -> None:
         self._loop.remove_reader(self._channel.socket)
-        self._lost_kind = self._lost_kind or "infra"
+        self.lost_kind = self.lost_kind or "infra"
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self.lost(self._lost_kind))
+                answer.set_exception(self.lost(self.lost_kind))
         if not self._first.done():
             self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
         if not self._ended.done():

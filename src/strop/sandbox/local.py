@@ -72,12 +72,11 @@ class LocalSandbox:
     @property
     def is_lost(self) -> bool:
         """Whether it answers nothing any more."""
-        return bool(self._lost_kind) or self._reading.done()
+        return bool(self._client.lost_kind)
 
     async def wait_lost(self) -> str:
         """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
-        await asyncio.wait({self._reading})
-        return self._lost_kind or "infra"
+        return await self._client.wait_lost()
 
     @property
     def python_argv(self) -> tuple[str, ...]:
