@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.family import parent_of
 from tests.fixtures.sandboxes import (
     appearance_of,
     cut_off,
@@ -262,7 +262,7 @@ def test_the_death_of_the_daemon_loses_its_sandboxes_and_the_next_has_a_new_one(
         command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=600))
         pid, *_ = await appearance_of("7203")
         # The daemon is the one of its ancestors that this process started; other tests have children too.
-        while (parent := _parent(pid)) != os.getpid():
+        while (parent := parent_of(pid)) != os.getpid():
             assert parent
             pid = parent
         os.kill(pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
         (pid,) = await appearance_of("7205")
         own = os.getpid()
         line = [pid]
-        while (parent := _parent(line[-1])) not in (own, 1, None):
+        while (parent := parent_of(line[-1])) not in (own, 1, None):
             line.append(parent)
         # From the program up: the runner, (bwrap's process 1 is not above it,) the supervisor, the daemon.
         os.kill(line[-2], signal.SIGKILL)
@@ -358,12 +358,6 @@ def _wait_until_gone(word: str) -> None:
     while processes_with(word) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(word) == []
-
-
-def _parent(pid: int) -> int | None:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 def _source_dir() -> str:

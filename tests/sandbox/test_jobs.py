@@ -194,7 +194,7 @@ def test_servers_inside_are_reached_from_outside(backend: str) -> None:
         await sandbox.write("no_socket", b"")
         denied = sandbox.connect(f"{sandbox.scratch}/no_socket")
         for kind, attempt in (("missing", sandbox.connect("/tmp/none.sock")), ("refused", denied)):
-            with pytest.raises(SandboxError, match="cannot connect") as caught:
+            with pytest.raises(SandboxError, match="no connection to") as caught:
                 await attempt
             assert caught.value.kind == kind
         await job.stop()

@@ -125,7 +125,7 @@ class HeldSandbox:
             self._set(State.PAUSED)
             self._relay.disconnect()
             try:
-                await self._made.sandbox.pause()  # type: ignore[attr-defined]
+                await self._made.sandbox.pause()
             except SandboxLost:
                 # Its life notices, and says why.
                 raise
@@ -142,7 +142,7 @@ class HeldSandbox:
                 raise _not_now(self, "resumed")
             assert self._made is not None
             self._set(State.RESUMING)
-            await self._made.sandbox.resume()  # type: ignore[attr-defined]
+            await self._made.sandbox.resume()
             try:
                 await self._prove(start_limit_s)
             except SandboxFailed as failure:

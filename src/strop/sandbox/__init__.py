@@ -10,6 +10,7 @@ from strop.sandbox.choose import choose_backend, make_backend
 from strop.sandbox.contract import (
     ExecKind,
     ExecResult,
+    FrozenBy,
     Guard,
     Isolation,
     IsolationLevel,
@@ -20,11 +21,13 @@ from strop.sandbox.contract import (
     Sandbox,
     SandboxBackend,
     SandboxSpec,
+    SandboxStats,
 )
 
 __all__ = [
     "ExecKind",
     "ExecResult",
+    "FrozenBy",
     "Guard",
     "Isolation",
     "IsolationLevel",
@@ -35,6 +38,7 @@ __all__ = [
     "Sandbox",
     "SandboxBackend",
     "SandboxSpec",
+    "SandboxStats",
     "choose_backend",
     "make_backend",
 ]

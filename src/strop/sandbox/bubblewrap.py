@@ -47,6 +47,7 @@ class BubblewrapPlace:
     """A set of namespaces, held by one process."""
 
     scratch = "/tmp"
+    has_own_disk = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
@@ -60,6 +61,7 @@ class BubblewrapPlace:
         self.has_own_pids = self.user is None
         if not self.has_own_pids:
             enter_namespaces(self.holder, CLONE_NEWPID)
+        self.changes = f"/proc/{self._holder_pid}/root{self.scratch}"
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self._kernel = ground.kernel
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,17 +61,38 @@ class Cgroup:
 
     def remove(self) -> None:
         """Remove the groups; their processes must have been killed."""
-        deadline = time.monotonic() + _REMOVE_LIMIT_S
         for path in dict.fromkeys(self.dirs.values()):
-            while path.exists():
-                try:
-                    path.rmdir()
-                except OSError:
-                    # The last processes are dead but not yet out of the kernel's lists.
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.005)
+            remove_group(path)
         self.dirs.clear()
+
+    def read_memory(self) -> tuple[int, int] | None:
+        """Return bytes now and at most so far; None where the kernel does not count them."""
+        path = self.dirs.get("memory")
+        names = ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
+        if path is None:
+            return None
+        try:
+            now, most = (
+                int(read_file(path / name))
+                for name in (names if self.version == 1 else ("memory.current", "memory.peak"))
+            )
+        except FileNotFoundError:
+            # Before Linux 5.19 version 2 kept no peak.
+            return None
+        return now, most
+
+
+def remove_group(path: Path) -> None:
+    """Remove a group whose processes were killed; one that does not get empty stays."""
+    deadline = time.monotonic() + _REMOVE_LIMIT_S
+    while path.exists():
+        try:
+            path.rmdir()
+        except OSError:
+            # The last processes are dead but not yet out of the kernel's lists.
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.005)
 
 
 def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgroup:
@@ -102,22 +124,31 @@ def find_controllers(
     below its own may use.
     """
     listing = "cgroup.subtree_control" if is_for_children else "cgroup.controllers"
+    found: dict[str, Controller] = {}
+    for version, names, own_dir in _find_hierarchies(membership, mounts):
+        for name in names if version == 1 else _read_names(own_dir / listing):
+            if name in _NAMES:
+                found.setdefault(name, Controller(name, version, own_dir))
+    return list(found.values())
+
+
+def find_freezers() -> list[tuple[int, Path]]:
+    """Return where groups that freeze may be made: version and this process's own, the best first."""
+    found = _find_hierarchies(None, None)
+    return sorted((version, path) for version, names, path in found if version == 2 or "freezer" in names)
+
+
+def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tuple[int, list[str], Path]]:
+    """Yield version, names (of version 1) and a process's own directory, of each mounted hierarchy."""
     membership = _read_or_empty("/proc/self/cgroup") if membership is None else membership
     mounts = _read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
     places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]
-    found: dict[str, Controller] = {}
     for line in membership.splitlines():
-        _, names, inside = line.split(":", 2)
-        for name in _NAMES:
-            version = 1 if names else 2
-            for kind, root, where, options in places:
-                is_its = name in options if version == 1 else kind == "cgroup2"
-                if kind != ("cgroup" if version == 1 else "cgroup2") or not is_its:
-                    continue
-                own_dir = where / os.path.relpath(inside, root)
-                if name in (names.split(",") if names else _read_names(own_dir / listing)):
-                    found.setdefault(name, Controller(name, version, own_dir))
-    return list(found.values())
+        _, joined, inside = line.split(":", 2)
+        names = joined.split(",") if joined else []
+        for kind, root, where, options in places:
+            if kind == ("cgroup" if names else "cgroup2") and set(names) <= set(options):
+                yield 1 if names else 2, names, where / os.path.relpath(inside, root)
 
 
 def _read_or_empty(path: str) -> str:

@@ -12,9 +12,15 @@ import os
 import socket
 from typing import Any
 
-from strop.errors import CorruptRecord, SandboxLost
+from strop.errors import CorruptRecord, SandboxError, SandboxLost
 from strop.sandbox.channel import Channel
 
+_NEXT_STEPS = {
+    "paused": "resume it first",
+    "busy": "try again; a process may wait for a disk",
+    "refused": "wait until something listens there",
+    "missing": "wait until something listens there",
+}
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -136,6 +142,15 @@ class Client:
                 os.close(header["descriptor"])
         elif "lost" in header:
             answer.set_exception(self.lost(header["lost"], header["why"]))
+        elif "failed" in header:
+            answer.set_exception(
+                SandboxError(
+                    f"the {self._backend} sandbox could not do it: {header['why']}",
+                    allowed="what it is able to do in the state that it is in",
+                    next_step=_NEXT_STEPS.get(header["failed"], "look at its message"),
+                    kind=header["failed"],
+                )
+            )
         else:
             answer.set_result((header, body))
 

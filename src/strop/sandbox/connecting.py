@@ -49,6 +49,7 @@ class Connecting:
     def __init__(self, request_id: int, address: int | str, host: Host) -> None:
         """Raises: OSError if the host gives no process."""
         self._request_id = request_id
+        self._address = address
         self._host = host
         self._answer, theirs = socket.socketpair()
         with theirs:
@@ -65,7 +66,13 @@ class Connecting:
             return
         number, _, why = said.decode(errors="replace").partition(" ")
         kind = _KINDS.get(int(number or errno.EIO), "io")
-        self._host.send({"id": self._request_id, "failed": kind, "why": why or "it ended without a word"})
+        self._host.send(
+            {
+                "id": self._request_id,
+                "failed": kind,
+                "why": f"no connection to {self._address!r}: {why or kind}",
+            }
+        )
 
 
 def _connect_and_exit(place: Place, address: int | str, answer: socket.socket) -> NoReturn:

@@ -209,6 +209,38 @@ class JobOutput:
     stderr_omitted: int
 
 
+class FrozenBy(StrEnum):
+    """What keeps a paused sandbox's programs from running."""
+
+    CGROUP = "cgroup"
+    """The kernel. Programs do not notice."""
+    SIGNALS = "signals"
+    """Each process was stopped; a shell that waits for one may tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxStats:
+    """What a sandbox uses and has done so far."""
+
+    cpu_s: float
+    """Of all its programs."""
+    memory_bytes: int
+    memory_peak_bytes: int | None
+    """None where the kernel does not count it."""
+    processes: int
+    disk_bytes: int
+    """Of what programs have written and not removed, where their writes are bounded."""
+    disk_files: int
+    oom_kills: int
+    """By the kernel's count."""
+    commands: int
+    """That have ended, those of shells too."""
+    exec_p50_s: float | None
+    """Of the newest commands' durations; None before the first."""
+    exec_p99_s: float | None
+    is_paused: bool
+
+
 class Job(Protocol):
     """A command that runs in a sandbox. Nobody needs to hold it: it ends by itself, or with its sandbox."""
 
@@ -346,6 +378,24 @@ class Sandbox(Protocol):
         Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` together, and
         with kind exists if something is at `host_path`.
         """
+        ...
+
+    async def pause(self) -> FrozenBy:
+        """Return once none of its programs runs; their clocks stand still. No-op if it is paused.
+
+        Until `resume`, what would run something is refused with a SandboxError of kind paused, and what is
+        asked of its jobs waits.
+
+        Raises: SandboxError with kind busy if a process could not be stopped, and all go on; SandboxLost.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let its programs go on. No-op if it is not paused. Raises: SandboxLost."""
+        ...
+
+    async def stats(self) -> SandboxStats:
+        """Return what it uses. Raises: SandboxLost."""
         ...
 
     async def stop(self) -> None:

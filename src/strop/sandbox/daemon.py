@@ -34,6 +34,7 @@ from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
+from strop.sandbox.freezer import clear_freezers
 from strop.sandbox.inside import read_namespaces
 from strop.sandbox.linux import (
     become_subreaper,
@@ -199,6 +200,7 @@ class _Daemon:
     def _clear_after(self, pid: int) -> None:
         """Remove what a supervisor that was killed has left."""
         deadline = time.monotonic() + _END_LIMIT_S
+        remove_freezers = clear_freezers(f"strop-{pid}")
         # Waited for: to podman, a process that nobody has waited for still runs.
         while (strays := kill_strays(os.getpid(), self._supervisors)) and time.monotonic() < deadline:
             for stray in strays:
@@ -206,6 +208,7 @@ class _Daemon:
                     os.waitpid(stray, os.WNOHANG)
             time.sleep(0.001)
         Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
+        remove_freezers()
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
         if self._engine is not None:
             name = container_name(self._ground.runtime_dir, pid)

@@ -16,6 +16,8 @@ from strop.sandbox.linux import read_file
 
 _STATE_FIELD, _PARENT_FIELD, _START_FIELD = 0, 1, 19
 """Of /proc/PID/stat, counted from behind the name."""
+_CPU_FIELDS = slice(11, 15)
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -35,6 +37,30 @@ def signal_descendants(root_pid: int, number: int, spared: Collection[int] = ())
     family = {root_pid, *descendants}
     for pid in descendants:
         _signal_one(pid, number, family)
+
+
+def signal_processes(pids: Collection[int], number: int) -> None:
+    """Send a signal to processes that are below this one; one that is not any more is spared."""
+    family = {os.getpid(), *find_descendants(os.getpid())}
+    for pid in pids:
+        _signal_one(pid, number, family)
+
+
+def find_grandchildren(root_pid: int) -> list[int]:
+    """Return what is below the children of a process, and not they themselves."""
+    return [pid for child in _read_children(root_pid) for pid in find_descendants(child)]
+
+
+def process_states(pids: Collection[int]) -> dict[int, str]:
+    """Return the kernel's letter for what each process does; those that are gone are left out."""
+    found = {pid: _read_stat(pid) for pid in pids}
+    return {pid: stat[_STATE_FIELD] for pid, stat in found.items() if stat}
+
+
+def cpu_s(pids: Collection[int]) -> float:
+    """Return the processor time of processes and of their children that have ended."""
+    stats = (_read_stat(pid) for pid in pids)
+    return sum(int(word) for stat in stats for word in stat[_CPU_FIELDS]) / _TICKS_PER_S
 
 
 def start_times(pids: Collection[int]) -> dict[int, str]:
@@ -84,7 +110,7 @@ def _signal_one(pid: int, number: int, family: set[int]) -> None:
         descriptor = os.pidfd_open(pid)
         try:
             # The descriptor holds on to one process; if that has a parent of ours, it is ours.
-            if _parent_of(pid) in family:
+            if parent_of(pid) in family:
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
@@ -108,7 +134,8 @@ def _list_threads(pid: int) -> list[str]:
         return []
 
 
-def _parent_of(pid: int) -> int | None:
+def parent_of(pid: int) -> int | None:
+    """Return a process's parent; None if it is gone."""
     stat = _read_stat(pid)
     return int(stat[_PARENT_FIELD]) if stat else None
 

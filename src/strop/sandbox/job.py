@@ -70,6 +70,7 @@ class Job:
         self.stdout, self.stderr = Capture(*kept_bytes), Capture(*kept_bytes)
         self.report: dict[str, Any] | None = None
         self.is_lost = False
+        self.is_builtin = False
         self._host = host
         self._is_timed_out = False
         self._is_flooding = False
@@ -181,6 +182,11 @@ class Job:
             self._host.send(header, out + error)
 
     # Its end.
+
+    def shift(self, delay_s: float) -> None:
+        """Take a time in which nothing ran off its clock."""
+        self.started_at += delay_s
+        self.next_at += delay_s
 
     def order(self, order: bytes) -> None:
         """Give its runner an order."""

@@ -26,10 +26,12 @@ from strop.sandbox.contract import (
     MIB,
     ExecKind,
     ExecResult,
+    FrozenBy,
     Guard,
     Isolation,
     IsolationLevel,
     SandboxSpec,
+    SandboxStats,
 )
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.inside import EXIT_KINDS
@@ -124,13 +126,6 @@ class LocalSandbox:
     async def connect(self, address: int | str) -> socket.socket:
         """Return a connection to a server inside; see `Sandbox.connect`."""
         header, _ = await self._client.ask({"op": "connect", "address": address})
-        if "failed" in header:
-            raise SandboxError(
-                f"cannot connect to {address!r} in the sandbox: {header['why']}",
-                allowed="a port, or the path of a Unix socket, that a program inside listens on",
-                next_step="wait until it listens, or look whether it still runs",
-                kind=header["failed"],
-            )
         return socket.socket(fileno=header["descriptor"])
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
@@ -189,6 +184,20 @@ class LocalSandbox:
             else:
                 left_out.append(name)
         return tuple(left_out)
+
+    async def pause(self) -> FrozenBy:
+        """Keep its programs from running; see `Sandbox.pause`."""
+        header, _ = await self._client.ask({"op": "pause"})
+        return FrozenBy(header["frozen_by"])
+
+    async def resume(self) -> None:
+        """Let them go on; see `Sandbox.resume`."""
+        await self._client.ask({"op": "resume"})
+
+    async def stats(self) -> SandboxStats:
+        """Return what it uses; see `Sandbox.stats`."""
+        header, _ = await self._client.ask({"op": "stats"})
+        return SandboxStats(**{name: header[name] for name in SandboxStats.__slots__})
 
     async def stop(self) -> None:
         """End everything in it."""

@@ -80,6 +80,10 @@ class Place(Protocol):
     """The kernel's limit for this user; None if it would count other programs' processes too."""
     cgroup: Cgroup
     watch: Watch
+    changes: str
+    """Where, for this process, the directory is that holds what programs have written."""
+    has_own_disk: bool
+    """Whether `changes` is a file system of its own."""
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 

@@ -58,6 +58,7 @@ class PodmanPlace:
     """A container, held by its process 1."""
 
     scratch = "/tmp"
+    has_own_disk = True
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
@@ -71,6 +72,7 @@ class PodmanPlace:
         self._uid = uid
         self.user: tuple[int, int] | None = (uid, uid)
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
+        self.changes = f"{self._base}/upper"
         self._name = container_name(ground.runtime_dir, os.getpid())
         try:
             pid = self._start()

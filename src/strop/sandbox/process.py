@@ -46,6 +46,7 @@ class ProcessPlace:
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self.user = (uid, uid) if os.geteuid() == 0 else None
         self._has_private_uid = is_private_uid
+        self.changes, self.has_own_disk = self.scratch, self._has_mount
         # Of a user that runs other things: a bound on a fork bomb, which the watch then finds.
         others = 0 if is_private_uid else count_user_tasks(uid)
         self.max_user_processes: int | None = others + limits.max_processes

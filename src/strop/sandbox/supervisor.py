@@ -18,11 +18,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from strop.sandbox.accounts import Accounts
 from strop.sandbox.channel import Channel
 from strop.sandbox.command import Started, as_record, start_command
 from strop.sandbox.connecting import Connecting
-from strop.sandbox.contract import KIB, IsolationLevel
-from strop.sandbox.family import signal_descendants
+from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
+from strop.sandbox.family import find_grandchildren, signal_descendants
+from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.place import LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
@@ -45,11 +47,21 @@ class Supervisor:
         self._jobs: dict[int, Job] = {}
         self._is_ending = False
         self._lost_kind = ""
+        self._accounts = Accounts()
+        self._freezer = Freezer(place.cgroup, f"strop-{os.getpid()}", lambda: find_grandchildren(os.getpid()))
+        self._paused_at: float | None = None
+        self._frozen_by = FrozenBy.CGROUP
         self._begins: dict[str, Callable[[dict[str, Any], bytes], None]] = {
             "start": self._start,
             "connect": self._connect,
         }
-        """Requests to the sandbox."""
+        """Requests that run something in the sandbox."""
+        self._states: dict[str, Callable[[], dict[str, Any]]] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "stats": lambda: self._accounts.describe(place) | {"is_paused": self._paused_at is not None},
+        }
+        """Requests about the sandbox, answered at once."""
         self._steps: dict[str, Callable[[Job, dict[str, Any], bytes], None]] = {
             "cancel": lambda job, header, body: job.order(KILL),
             "end": lambda job, header, body: job.order(ASK),
@@ -104,13 +116,14 @@ class Supervisor:
 
     def _turn(self) -> None:
         soonest_at = min((job.next_at for job in self._jobs.values()), default=math.inf)
-        wait_s = None if math.isinf(soonest_at) else max(0.0, soonest_at - time.monotonic())
+        is_waiting = math.isinf(soonest_at) or self._paused_at is not None
+        wait_s = None if is_waiting else max(0.0, soonest_at - time.monotonic())
         for key, _ in self.selector.select(wait_s):
             if key.fd in self.selector.get_map():
                 key.data()
         now = time.monotonic()
         for job in list(self._jobs.values()):
-            if now >= job.next_at:
+            if now >= job.next_at and self._paused_at is None:
                 job.look_at_clock(now)
 
     # Requests.
@@ -129,8 +142,13 @@ class Supervisor:
             self._is_ending = True
             return
         try:
-            if operation in self._begins:
-                self._begins[operation](header, body)
+            if operation in self._states:
+                self.send({"id": header["id"], **self._states[operation]()})
+            elif operation in self._begins:
+                if self._paused_at is None:
+                    self._begins[operation](header, body)
+                else:
+                    self.send({"id": header["id"], "failed": "paused", "why": "it is paused"})
             elif (job := self._jobs.get(header["job"])) is not None:
                 self._steps[operation](job, header, body)
             elif "id" in header:
@@ -159,6 +177,7 @@ class Supervisor:
         kept_bytes = (head_bytes, limits.output_tail_bytes)
         begin = partial(self._begin, request)
         job = Job(header["id"], begin, self, wall_limit_s=request.wall_limit_s, kept_bytes=kept_bytes)
+        job.is_builtin = bool(request.builtin)
         self._jobs[job.number] = job
         if body:
             job.feed(body)
@@ -175,6 +194,23 @@ class Supervisor:
     def _connect(self, header: dict[str, Any], _: bytes) -> None:
         Connecting(header["id"], header["address"], self)
 
+    def _pause(self) -> dict[str, Any]:
+        if self._paused_at is None:
+            try:
+                self._frozen_by = self._freezer.freeze()
+            except OSError as error:
+                return {"failed": "busy", "why": f"it cannot be paused: {error}"}
+            self._paused_at = time.monotonic()
+        return {"frozen_by": self._frozen_by}
+
+    def _resume(self) -> dict[str, Any]:
+        if self._paused_at is not None:
+            self._freezer.thaw()
+            for job in self._jobs.values():
+                job.shift(time.monotonic() - self._paused_at)
+            self._paused_at = None
+        return {}
+
     def on_end(self, job: Job) -> None:
         """Tell the client of a command that has ended."""
         del self._jobs[job.number]
@@ -183,6 +219,9 @@ class Supervisor:
             # Killed from outside: that is no result of the program, and the closed connection shows it.
             return
         header, output = job.describe_end()
+        self._accounts.add_cpu(header["cpu_s"])
+        if not job.is_builtin:
+            self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
         self.send({"id": job.number, **header}, output)
 
     # The end.
@@ -197,12 +236,14 @@ class Supervisor:
     def _end(self) -> None:
         """Kill everything, report the results that are still awaited, remove the place."""
         self._kill_all()
+        self._paused_at = None
         give_up_at = time.monotonic() + 2 * DETACH_S
         # All processes are dead, so every pipe has an end.
         while self._jobs and time.monotonic() < give_up_at:
             for job in self._jobs.values():
                 job.next_at = min(job.next_at, give_up_at)
             self._turn()
+        self._freezer.close()
         self.place.close()
         if self._lost_kind:
             self.send({"lost": self._lost_kind})
@@ -214,6 +255,10 @@ class Supervisor:
             with suppress(KeyError):
                 self.selector.unregister(self.place.holder)
         self.place.kill()
+        if self._paused_at is not None:
+            # They die before they run again.
+            signal_descendants(os.getpid(), signal.SIGKILL)
+            self._freezer.thaw()
         now = time.monotonic()
         # Where the kernel kills all with process 1, there is nothing to search for.
         look_at = now if self.place.holder is None else now + _NAMESPACE_KILL_S
