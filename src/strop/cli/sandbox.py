@@ -1,13 +1,17 @@
-"""`strop sandbox doctor`: what sandboxes this host allows."""
+"""`strop sandbox`: what sandboxes this host allows, and how well they hold."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strop.cli.arguments import Json
 from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.sandbox.attack import Verdict
 
 sandbox_commands = typer.Typer(help="Sandboxes: where untrusted code runs.", no_args_is_help=True)
 
@@ -46,3 +50,47 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
             output.say(f"{one.name}: {one.refusal}")
     for sentence in found.advice:
         output.say(f"for more: {sentence}")
+
+
+@sandbox_commands.command("attack")
+def attack(
+    context: typer.Context,
+    backend: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Backend. Default: all.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="ATTACK", help="Attack. Default: all.")] = None,
+    json: Json = False,
+) -> None:
+    """Attack the sandboxes of this machine; fails where one holds less than its record promises."""
+    import asyncio
+
+    from strop.sandbox.attack import ATTACKS, attack_sandboxes
+
+    output: Output = context.obj
+    found = asyncio.run(attack_sandboxes(backend or (), only or ()))
+    worse = [(one, verdict) for one in found for verdict in one.verdicts if verdict.is_worse]
+    if json:
+        output.give_json([asdict(one) for one in found])
+    else:
+        by_name = [{verdict.attack: verdict for verdict in one.verdicts} for one in found]
+        rows = [
+            (attack.row, attack.name, *(_cell(of.get(attack.name)) for of in by_name))
+            for attack in ATTACKS
+            if any(attack.name in of for of in by_name)
+        ]
+        output.give_table(("row", "attack", *(one.name for one in found)), rows)
+        for one in found:
+            if one.isolation is None:
+                output.say(f"{one.name}: {one.refusal}")
+            elif one.confirmed is not None:
+                level = f"level {one.isolation.level.word}"
+                output.say(f"{one.name}: reached {level}; its attacks confirm {one.confirmed.word}")
+    for one, verdict in worse:
+        output.say(f"{one.name}, {verdict.attack}: {verdict.code}, where at most {verdict.expected} may be:")
+        output.say(f"  {verdict.what}")
+    if worse:
+        raise typer.Exit(1)
+
+
+def _cell(verdict: Verdict | None) -> str | None:
+    if verdict is None:
+        return None
+    return f"{verdict.code}, not {verdict.expected}" if verdict.is_worse else str(verdict.code)

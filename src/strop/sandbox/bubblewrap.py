@@ -32,6 +32,7 @@ from strop.sandbox.linux import (
     CLONE_NEWPID,
     acting_as,
     enter_namespaces,
+    limit_files,
     read_file,
 )
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
@@ -66,13 +67,23 @@ class BubblewrapPlace:
         self._kernel = ground.kernel
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])
         self._has_own_count = is_private_uid or version >= _KERNEL_WITH_COUNTS
+        self._has_kernel_files = self._limit_files()
         # Process 1 is of the same user.
         self.max_user_processes = limits.max_processes + 1 if self._has_own_count else None
         self.watch = Watch(
             memory_bytes=None if "memory" in self.cgroup.dirs else limits.memory_bytes,
             max_processes=None if self._has_kernel_pids else limits.max_processes,
-            max_scratch_files=limits.max_scratch_files,
+            max_scratch_files=None if self._has_kernel_files else limits.max_scratch_files,
         )
+
+    def _limit_files(self) -> bool:
+        """Let the kernel bound the number of files, where it is new enough; bwrap has no word for it."""
+        try:
+            # One is the directory itself.
+            limit_files(self._holder_pid, {"/tmp": True, "/dev/shm": True}, self.limits.max_scratch_files + 1)
+        except OSError:
+            return False
+        return True
 
     @property
     def _has_kernel_pids(self) -> bool:
@@ -138,7 +149,7 @@ class BubblewrapPlace:
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),
-            disk=Guard.ENFORCED,
+            disk=guard(self._has_kernel_files, is_watched=True),
             files=Guard.ENFORCED,
             network="none" if own["net"] else "host",
             kernel=self._kernel,

@@ -6,8 +6,10 @@ Only what the daemon and its supervisors need; nothing here imports more than th
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,8 +23,10 @@ CLONE_NEWNET = 0x40000000
 ALL_NAMESPACES = (
     CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 )
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
+_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 _MNT_DETACH = 2
+_NS_GET_USERNS = 0xB701
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -40,9 +44,9 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), "unshare")
 
 
-def enter_namespaces(pidfd: int, flags: int) -> None:
-    """Join namespaces of a process. Raises: OSError."""
-    _checked(_libc.setns(pidfd, flags), "setns")
+def enter_namespaces(descriptor: int, flags: int) -> None:
+    """Join namespaces of a process (a pidfd), or one by its own descriptor. Raises: OSError."""
+    _checked(_libc.setns(descriptor, flags), "setns")
 
 
 def own_mounts() -> None:
@@ -64,6 +68,35 @@ def mount_tmpfs(target: str, options: str) -> None:
 def mount_overlay(lower: str, upper: str, work: str, target: str) -> None:
     """Show a tree whose changes go elsewhere. Raises: OSError."""
     _mount("overlay", target, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
+
+
+def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
+    """Bound the number of files in file systems in memory that a process sees; sizes stay as they are.
+
+    `places`: where they are, and whether programs may be executed there. Raises: OSError.
+    """
+    child = os.fork()
+    if child != 0:
+        _, status = os.waitpid(child, 0)
+        number = os.waitstatus_to_exitcode(status)
+        if number:
+            raise OSError(number, f"limit of files: {os.strerror(number)}")
+        return
+    number = errno.EIO
+    try:
+        mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        if os.geteuid() != 0:
+            # Whoever made the user namespace that they belong to is its root.
+            enter_namespaces(fcntl.ioctl(mounts, _NS_GET_USERNS), CLONE_NEWUSER)
+        enter_namespaces(mounts, CLONE_NEWNS)
+        for place, is_executable in places.items():
+            flags = _MS_REMOUNT | _MS_NOSUID | _MS_NODEV | (0 if is_executable else _MS_NOEXEC)
+            _mount("tmpfs", place, "tmpfs", flags, f"nr_inodes={max_files}")
+        number = 0
+    except OSError as error:
+        number = error.errno or number
+    finally:
+        os._exit(number)
 
 
 def detach_mount(target: str) -> None:

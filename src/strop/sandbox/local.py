@@ -52,13 +52,14 @@ class LocalSandbox:
         client: Client,
         isolation: Isolation,
         spec: SandboxSpec,
-        scratch: str,
+        header: Mapping[str, Any],
         python_argv: tuple[str, ...],
     ) -> None:
         self._client = client
         self._env = dict(spec.env)
         self._isolation = isolation
-        self._scratch = scratch
+        self._scratch = str(header["scratch"])
+        self._supervisor_pid = int(header["pid"])
         self._python_argv = python_argv
 
     @property
@@ -79,6 +80,11 @@ class LocalSandbox:
     async def wait_lost(self) -> str:
         """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
         return await self._client.wait_lost()
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process of this host that everything in it is below; it ends last."""
+        return self._supervisor_pid
 
     @property
     def python_argv(self) -> tuple[str, ...]:
@@ -331,7 +337,7 @@ async def _start(
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
-    return LocalSandbox(client, isolation, spec, header["scratch"], python_argv)
+    return LocalSandbox(client, isolation, spec, header, python_argv)
 
 
 def _walk_host(top: Path) -> list[tuple[Path, int]]:

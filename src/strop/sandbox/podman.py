@@ -32,6 +32,7 @@ from strop.sandbox.linux import (
     CLONE_NEWUSER,
     detach_mount,
     enter_namespaces,
+    limit_files,
     mount_overlay,
     mount_tmpfs,
     read_file,
@@ -76,10 +77,12 @@ class PodmanPlace:
         self._name = container_name(ground.runtime_dir, os.getpid())
         try:
             pid = self._start()
+            self.holder = os.pidfd_open(pid)
+            # podman bounds the size alone.
+            limit_files(pid, {"/dev/shm": False}, limits.max_scratch_files + 1)
         except OSError:
             self._clear()
             raise
-        self.holder = os.pidfd_open(pid)
         membership = read_file(f"/proc/{pid}/cgroup")
         found = find_controllers(membership=membership, is_for_children=False)
         self.cgroup = Cgroup(

@@ -107,7 +107,7 @@ class Supervisor:
         if isolation.level < min_level:
             self.refuse("level", f"{isolation.level.word} was reached: {isolation}")
             return
-        self.send({"ready": as_record(isolation), "scratch": self.place.scratch})
+        self.send({"ready": as_record(isolation), "scratch": self.place.scratch, "pid": os.getpid()})
 
     def refuse(self, kind: str, why: str) -> None:
         """Report why there is no sandbox, and end."""

@@ -1,0 +1,129 @@
+"""What there is to find on the host: secrets, files, a process, and doors that stand open.
+
+All of it belongs to the suite, is made for it and removed after it. Each secret is a word that nothing else
+contains, so a word that comes out of a sandbox tells which one was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.sandbox.attack.doors import Door, open_doors
+
+ENVIRONMENT, COMMAND_LINE, DESCRIPTOR = "environment", "command line", "descriptor"
+PRIVATE_FILE, PUBLIC_FILE = "private file", "public file"
+_PLACES = (ENVIRONMENT, COMMAND_LINE, DESCRIPTOR, PRIVATE_FILE, PUBLIC_FILE)
+# Version 2 of the extended attribute, effective, all capabilities permitted.
+_ALL_CAPABILITIES = bytes.fromhex("01000002" + "ffffffff00000000" * 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bait:
+    """What an attack may find outside of its sandbox."""
+
+    folder: Path
+    """Every user of the host may enter it and read all but `private`; this one alone may write."""
+    words: dict[str, str]
+    """The secret that each place holds."""
+    process: asyncio.subprocess.Process
+    """Of this user, with secrets in its environment, command line and descriptors."""
+    doors: dict[str, Door]
+    rights_programs: tuple[Path, ...]
+    """Copies of `sleep` that would make their starter root; none where this user is not root."""
+    before: dict[str, bytes]
+
+    @property
+    def private_file(self) -> Path:
+        """Readable by this user alone."""
+        return self.folder / "private"
+
+    @property
+    def public_file(self) -> Path:
+        """Readable by every user."""
+        return self.folder / "public"
+
+    def leaked(self, output: bytes) -> list[str]:
+        """Return the places whose secret is in what a sandbox gave away."""
+        return [place for place, word in self.words.items() if word.encode() in output]
+
+    def changed_files(self) -> list[str]:
+        """Return the names of files that are not as they were made, of missing and of new ones."""
+        now = _read_all(self.folder)
+        return sorted(
+            name for name in now.keys() | self.before.keys() if now.get(name) != self.before.get(name)
+        )
+
+
+@asynccontextmanager
+async def laid_bait(*, has_own_network: bool) -> AsyncIterator[Bait]:
+    """Lay it out for the block. Must be entered in the network that sandboxes are to be tried in."""
+    words = {place: f"secret{secrets.token_hex(8)}" for place in _PLACES}
+    folder = Path(tempfile.mkdtemp(prefix="strop-bait-"))
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        _write_files(folder, words)
+        yield Bait(
+            folder=folder,
+            words=words,
+            process=await _start_process(words, stack),
+            doors=await stack.enter_async_context(open_doors(folder, has_own_network=has_own_network)),
+            rights_programs=_make_rights_programs(folder),
+            before=_read_all(folder),
+        )
+
+
+def _write_files(folder: Path, words: dict[str, str]) -> None:
+    folder.chmod(0o755)
+    for name, word, mode in (
+        ("private", words[PRIVATE_FILE], 0o600),
+        ("public", words[PUBLIC_FILE], 0o644),
+    ):
+        (folder / name).write_text(f"{word}\n")
+        (folder / name).chmod(mode)
+
+
+async def _start_process(words: dict[str, str], stack: AsyncExitStack) -> asyncio.subprocess.Process:
+    # The name of the file is the secret; it is gone, as one that was only passed on.
+    with tempfile.NamedTemporaryFile(prefix=words[DESCRIPTOR]) as file:
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", f": {words[COMMAND_LINE]}; read nothing"),
+            env={"SECRET": words[ENVIRONMENT], "PATH": "/usr/bin:/bin"},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=file,
+            start_new_session=True,
+        )
+
+    async def end() -> None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+    stack.push_async_callback(end)
+    return process
+
+
+def _make_rights_programs(folder: Path) -> tuple[Path, ...]:
+    """Copy `sleep`, which can do no harm with the rights that it is given."""
+    program = shutil.which("sleep")
+    if program is None or os.geteuid() != 0:
+        return ()
+    set_uid, capable = folder / "sleep-set-uid", folder / "sleep-capable"
+    for copy, mode in ((set_uid, 0o755 | stat.S_ISUID | stat.S_ISGID), (capable, 0o755)):
+        shutil.copyfile(program, copy)
+        copy.chmod(mode)
+    with suppress(OSError):
+        os.setxattr(capable, "security.capability", _ALL_CAPABILITIES)
+    return set_uid, capable
+
+
+def _read_all(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}

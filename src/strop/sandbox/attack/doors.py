@@ -1,0 +1,117 @@
+"""Listeners of the suite's own, by which it sees who came through."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.sandbox.attack.network import INTERFACE, METADATA
+
+_SETTLE_LIMIT_S = 10.0
+_TALK_LIMIT_S = 10.0
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(kw_only=True)
+class Door:
+    """One listener, and what came through it."""
+
+    name: str
+    family: int
+    kind: int
+    address: tuple[str, int] | str
+    heard: list[bytes] = field(default_factory=list)
+
+    @property
+    def words(self) -> list[object]:
+        """What a program needs to know of it, as JSON has it."""
+        return [self.name, int(self.family), int(self.kind), self.address]
+
+    async def heard_of(self, token: str) -> bool:
+        """Return whether a token came through, once all that was sent before has arrived."""
+        own = secrets.token_bytes(8)
+        async with asyncio.timeout(_SETTLE_LIMIT_S):
+            with socket.socket(self.family, self.kind) as knock:
+                knock.connect(self.address)
+                knock.send(own)
+            while True:
+                if own in self.heard:
+                    return any(token.encode() in data for data in self.heard)
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def open_doors(folder: Path, *, has_own_network: bool) -> AsyncIterator[dict[str, Door]]:
+    """Listen for the block at every address that this host has; by name."""
+    doors: dict[str, Door] = {}
+    closing = []
+    for door in _list_doors(folder, has_own_network=has_own_network):
+        with suppress(OSError):
+            closing.append(await _open(door))
+            doors[door.name] = door
+    try:
+        yield doors
+    finally:
+        for one in closing:
+            one.close()
+
+
+def _list_doors(folder: Path, *, has_own_network: bool) -> list[Door]:
+    inet, inet6, unix = socket.AF_INET, socket.AF_INET6, socket.AF_UNIX
+    stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
+    doors = [
+        Door(name="loopback", family=inet, kind=stream, address=("127.0.0.1", 0)),
+        Door(name="loopback of IPv6", family=inet6, kind=stream, address=("::1", 0)),
+        Door(name="abstract socket", family=unix, kind=stream, address=f"\0strop-bait-{os.getpid()}"),
+        Door(name="socket file", family=unix, kind=stream, address=str(folder / "socket")),
+    ]
+    if has_own_network:
+        doors += [
+            Door(name="interface", family=inet, kind=stream, address=(INTERFACE, 0)),
+            Door(name="metadata", family=inet, kind=stream, address=(METADATA, 80)),
+            Door(name="name server", family=inet, kind=datagram, address=(INTERFACE, 53)),
+        ]
+    return doors
+
+
+async def _open(door: Door) -> asyncio.Server | asyncio.DatagramTransport:
+    listener = socket.socket(door.family, door.kind)
+    try:
+        listener.bind(door.address)
+    except OSError:
+        listener.close()
+        raise
+    if isinstance(door.address, tuple):
+        # With the port that was given; the two more values of IPv6 are left out.
+        host, port = listener.getsockname()[:2]
+        door.address = (host, port)
+    elif door.name == "socket file":
+        os.chmod(door.address, 0o777)
+    listener.setblocking(False)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_TALK_LIMIT_S):
+                door.heard.append(await reader.read(_MAX_BYTES))
+        writer.close()
+
+    if door.kind == socket.SOCK_DGRAM:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(door.heard), sock=listener)
+        return transport
+    start = asyncio.start_unix_server if door.family == socket.AF_UNIX else asyncio.start_server
+    return await start(talk, sock=listener)
+
+
+class _Datagrams(asyncio.DatagramProtocol):
+    def __init__(self, heard: list[bytes]) -> None:
+        self._heard = heard
+
+    def datagram_received(self, data: bytes, address: object) -> None:
+        self._heard.append(data)

@@ -1,0 +1,112 @@
+"""What a sandbox that was stopped has left on the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from strop.sandbox.cgroup import find_controllers
+from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.linux import read_file
+
+_GRACE_S = 1.0
+"""What the kernel still lists so long after the end is a leak."""
+_SOCKETS = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
+_USER_COLUMN = 7
+_IPC = ("shm", "sem", "msg")
+
+
+async def find_leftovers(supervisor_pid: int, uid: int | None, token: str) -> list[str]:
+    """Return processes, mounts, ports, control groups, directories and shared memory of a stopped sandbox.
+
+    `uid`: the host's user that its programs were, if nobody else is. `token`: a word of their command lines.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        left = _look(supervisor_pid, uid, token)
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(0.01)
+
+
+def _look(supervisor_pid: int, uid: int | None, token: str) -> list[str]:
+    return [
+        *_processes(supervisor_pid, uid, token),
+        *_mounts(supervisor_pid),
+        *(_sockets(uid) if uid is not None else ()),
+        *(_shared_memory(uid) if uid is not None else ()),
+        *(f"control group {group}" for group in _groups(supervisor_pid)),
+        *(f"directory {path}" for path in _directories(supervisor_pid)),
+        *(f"file {path}" for path in planted_files(token)),
+    ]
+
+
+def planted_files(token: str) -> list[Path]:
+    """Return files with a word in their name, in the directories that every user may write to."""
+    return [path for base in SCRATCH_BASES if os.path.isdir(base) for path in Path(base).glob(f"*{token}*")]
+
+
+def _processes(supervisor_pid: int, uid: int | None, token: str) -> Iterator[str]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            words = Path("/proc", name, "cmdline").read_bytes()
+            is_its = int(name) == supervisor_pid or os.stat(f"/proc/{name}").st_uid == uid
+            if is_its or token.encode() in words:
+                yield f"process {name}: {words.replace(bytes(1), b' ').decode(errors='replace')[:80]}"
+
+
+def _mounts(supervisor_pid: int) -> Iterator[str]:
+    """Return mounts below its directory that this process sees, or the one that makes sandboxes."""
+    seen = set()
+    for pid in ("self", *_children()):
+        with suppress(OSError):
+            seen |= {line.split()[4] for line in read_file(f"/proc/{pid}/mountinfo").splitlines()}
+    for place in sorted(seen):
+        if "/strop-sandbox-" in place and str(supervisor_pid) in place.split("/"):
+            yield f"mount {place}"
+
+
+def _children() -> list[str]:
+    pid = os.getpid()
+    return [
+        child
+        for thread in os.listdir(f"/proc/{pid}/task")
+        for child in read_file(f"/proc/{pid}/task/{thread}/children").split()
+    ]
+
+
+def _sockets(uid: int) -> Iterator[str]:
+    for kind in _SOCKETS:
+        with suppress(OSError):
+            for line in read_file(f"/proc/net/{kind}").splitlines()[1:]:
+                if line.split()[_USER_COLUMN] == str(uid):
+                    yield f"socket {kind} {line.split()[1]}"
+
+
+def _shared_memory(uid: int) -> Iterator[str]:
+    for kind in _IPC:
+        with suppress(OSError):
+            header, *lines = read_file(f"/proc/sysvipc/{kind}").splitlines()
+            column = header.split().index("uid")
+            for line in lines:
+                if line.split()[column] == str(uid):
+                    yield f"{kind} {line.split()[1]}"
+
+
+def _groups(supervisor_pid: int) -> list[Path]:
+    places = {one.own_dir / f"strop-{supervisor_pid}" for one in find_controllers()}
+    return sorted(path for path in places if path.exists())
+
+
+def _directories(supervisor_pid: int) -> list[Path]:
+    found: list[Path] = []
+    # The process that makes sandboxes may have put its own file system there.
+    for root in ("/", *(f"/proc/{pid}/root" for pid in _children())):
+        for base in SCRATCH_BASES:
+            with suppress(OSError):
+                found += Path(root, base.lstrip("/")).glob(f"strop-sandbox-*/{supervisor_pid}")
+    return found

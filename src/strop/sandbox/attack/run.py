@@ -1,0 +1,163 @@
+"""The suite: every attack on every backend, in the suite's own network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from strop.errors import ConfigError, SandboxError, SandboxRefused, given_of
+from strop.sandbox.attack import taking
+from strop.sandbox.attack.bait import Bait, laid_bait
+from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
+from strop.sandbox.attack.leaks import find_leftovers
+from strop.sandbox.attack.network import own_network
+from strop.sandbox.attack.stage import Control, Stage, control_beside
+from strop.sandbox.choose import BACKENDS, make_backend
+from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
+from strop.sandbox.daemon_handle import daemon_of
+
+ATTACKS: tuple[Attack, ...] = (*taking.ATTACKS,)
+_LIMIT_S = 90.0
+"""Of one attack, with the start and end of its sandbox."""
+_AT_ONCE = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What came of one attack on one backend."""
+
+    attack: str
+    row: int
+    code: Code
+    expected: Code
+    """The worst code that the record of its sandbox allows."""
+    why: str
+    """What the record says that allows more than containment; empty where nothing does."""
+    what: str
+    seconds: float
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the record promises more."""
+        return self.code > self.expected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendVerdict:
+    """What came of all attacks on one backend."""
+
+    name: str
+    isolation: Isolation | None
+    """None where it makes no sandbox."""
+    refusal: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    confirmed: IsolationLevel | None = None
+    """The highest level whose attacks ended as it promises; None if not all attacks were made."""
+
+
+async def attack_sandboxes(
+    backends: Collection[str] = (), only: Collection[str] = ()
+) -> tuple[BackendVerdict, ...]:
+    """Attack sandboxes of this host, by default all backends with all attacks.
+
+    Ends all sandboxes that this process has, at its beginning and its end: those that are attacked are made
+    in a network of the suite's own, where this process may have one.
+
+    Raises: ConfigError for a backend or an attack that there is not.
+    """
+    names = [name for name in BACKENDS if name in backends or not backends]
+    _require_known("sandbox backend", backends, BACKENDS)
+    _require_known("attack", only, [attack.name for attack in ATTACKS])
+    chosen = [attack for attack in ATTACKS if attack.name in only or not only]
+    daemon = daemon_of(os.getpid())
+    daemon.close()
+    try:
+        with own_network() as has_own_network:
+            async with laid_bait(has_own_network=has_own_network) as bait:
+                free = asyncio.Semaphore(_AT_ONCE)
+                works = [_attack_backend(name, chosen, bait, free) for name in names]
+                return tuple(await asyncio.gather(*works))
+    finally:
+        daemon.close()
+
+
+def _require_known(what: str, given: Collection[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{what} {name!r}", allowed=", ".join(known), next_step="name one of them, or leave it out"
+            )
+
+
+async def _attack_backend(
+    name: str, attacks: Sequence[Attack], bait: Bait, free: asyncio.Semaphore
+) -> BackendVerdict:
+    spec = SandboxSpec(min_level=IsolationLevel.NONE)
+    async with AsyncExitStack() as stack:
+        try:
+            sandbox = await stack.enter_async_context(await make_backend(name).create(spec))
+        except SandboxRefused as refusal:
+            return BackendVerdict(name=name, isolation=None, refusal=str(refusal))
+        except SandboxError as error:
+            return BackendVerdict(name=name, isolation=None, refusal=given_of(error))
+        control = await stack.enter_async_context(control_beside(sandbox))
+
+        async def make(attack: Attack) -> Verdict:
+            async with free:
+                return await _attack(name, attack, control, bait)
+
+        verdicts = tuple(await asyncio.gather(*map(make, attacks)))
+        isolation = sandbox.isolation
+    is_whole = len(attacks) == len(ATTACKS)
+    codes = [(verdict.row, verdict.code) for verdict in verdicts]
+    confirmed = confirmed_level(isolation.level, codes) if is_whole else None
+    return BackendVerdict(name=name, isolation=isolation, verdicts=verdicts, confirmed=confirmed)
+
+
+async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) -> Verdict:
+    """Make one attack on a fresh sandbox, then look for what it has disturbed and left."""
+    begun = time.perf_counter()
+    spec = SandboxSpec(limits=attack.limits, min_level=IsolationLevel.NONE)
+    expected = attack.expects.worst(control.sandbox.isolation)
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            sandbox = await make_backend(backend).create(spec)
+            async with sandbox:
+                expected = attack.expects.worst(sandbox.isolation)
+                # The process that waits for the first command is not to be taken for one of the attack.
+                await sandbox.exec(["/bin/true"], wall_limit_s=_LIMIT_S)
+                stage = Stage(sandbox, control, bait)
+                if attack.spares_user or sandbox.isolation.pidns or is_other_user(sandbox.isolation):
+                    found = await attack.work(stage)
+                else:
+                    found = Seen(code=Code.EXPOSED, what="not made: it would end this user's processes")
+        uid = sandbox.isolation.host_uid if is_other_user(sandbox.isolation) else None
+        wrong = await find_leftovers(sandbox.supervisor_pid, uid, stage.token)
+        wrong += [f"the host's file {name} was changed" for name in bait.changed_files()]
+        wrong += [said] if (said := await control.disturbance()) else []
+    except TimeoutError:
+        found, wrong = Seen(code=Code.EXPOSED, what=""), [f"no end within {_LIMIT_S:.0f} s"]
+    except SandboxError as error:
+        found, wrong = Seen(code=Code.EXPOSED, what=""), [f"the sandbox failed: {error}"]
+    if wrong:
+        found = Seen(code=Code.EXPOSED, what="; ".join([*wrong, found.what]).rstrip("; "))
+    return Verdict(
+        attack=attack.name,
+        row=attack.row,
+        code=found.code,
+        expected=expected,
+        why=_allowance(attack, expected, control.sandbox.isolation),
+        what=found.what,
+        seconds=round(time.perf_counter() - begun, 3),
+    )
+
+
+def _allowance(attack: Attack, expected: Code, isolation: Isolation) -> str:
+    if expected <= Code.CONTAINED:
+        return ""
+    value = getattr(isolation, attack.expects.field) if attack.expects.field else expected
+    return f"{attack.expects.field or 'code'}: {str(value).lower()}"
