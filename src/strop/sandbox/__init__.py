@@ -14,8 +14,6 @@ from strop.sandbox.contract import (
     Guard,
     Isolation,
     IsolationLevel,
-    Job,
-    JobOutput,
     Limits,
     Mount,
     Sandbox,
@@ -23,6 +21,7 @@ from strop.sandbox.contract import (
     SandboxSpec,
     SandboxStats,
 )
+from strop.sandbox.following import Job, JobOutput, Shell, ShellResult
 
 __all__ = [
     "ExecKind",
@@ -39,6 +38,8 @@ __all__ = [
     "SandboxBackend",
     "SandboxSpec",
     "SandboxStats",
+    "Shell",
+    "ShellResult",
     "choose_backend",
     "make_backend",
 ]

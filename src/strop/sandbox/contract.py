@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from strop.sandbox.following import Job, Shell
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -198,17 +201,6 @@ class ExecResult:
         return self.stderr_total - len(self.stderr)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobOutput:
-    """Output of a running command, behind what was read before."""
-
-    stdout: bytes
-    stderr: bytes
-    stdout_omitted: int
-    """Bytes left out in front of `stdout`: they came faster than they were read."""
-    stderr_omitted: int
-
-
 class FrozenBy(StrEnum):
     """What keeps a paused sandbox's programs from running."""
 
@@ -239,52 +231,6 @@ class SandboxStats:
     """Of the newest commands' durations; None before the first."""
     exec_p99_s: float | None
     is_paused: bool
-
-
-class Job(Protocol):
-    """A command that runs in a sandbox. Nobody needs to hold it: it ends by itself, or with its sandbox."""
-
-    async def read(self) -> JobOutput | None:
-        """Return what was written since the last read, as soon as there is something; None after the end.
-
-        A command is never held up: what is kept unread is bounded like an `ExecResult`, the first
-        `Limits.output_head_bytes` and the newest `Limits.output_tail_bytes` of each stream, and what a
-        slow reader misses is counted. A line may be cut anywhere.
-
-        Raises: SandboxLost.
-        """
-        ...
-
-    async def write(self, data: bytes) -> bool:
-        """Write to its standard input, and return when it is written; False if nobody reads it any more.
-
-        Raises: SandboxLost.
-        """
-        ...
-
-    async def close_stdin(self) -> None:
-        """Let its standard input end, behind what was written."""
-        ...
-
-    async def signal(self, number: int) -> None:
-        """Send a signal, 1 to 64, to the program and those of its process group, as a terminal would."""
-        ...
-
-    async def stop(self) -> ExecResult:
-        """End it and every process below it: SIGTERM, half a second later SIGKILL. May be called twice.
-
-        Raises: SandboxLost.
-        """
-        ...
-
-    async def wait(self) -> ExecResult:
-        """Return its result once it and every process below it have ended. May be called twice.
-
-        A process that goes on behind the program is killed; what comes out of its pipes is awaited 200 ms.
-
-        Raises: SandboxLost.
-        """
-        ...
 
 
 class Sandbox(Protocol):
@@ -333,6 +279,13 @@ class Sandbox(Protocol):
         its whole life.
 
         Raises: SandboxLost.
+        """
+        ...
+
+    async def open_shell(self, *, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Shell:
+        """Return a shell that stays open: bash where the sandbox has one, else /bin/sh.
+
+        Raises: SandboxError with kind shell if there is none that answers; SandboxLost.
         """
         ...
 

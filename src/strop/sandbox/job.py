@@ -19,7 +19,7 @@ from strop.sandbox.capture import Capture
 from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.place import Place
-from strop.sandbox.runner import ASK, KILL
+from strop.sandbox.runner import ASK, KILL, TOLD
 
 DETACH_S = 0.2
 """How long output is awaited from a pipe that a process still holds after a command."""
@@ -47,9 +47,16 @@ class Host(Protocol):
         """Take the end of a job."""
         ...
 
+    def on_run_end(self, header: dict[str, Any]) -> None:
+        """Take the end of a command of a shell."""
+        ...
+
 
 class Job:
     """A command that was started."""
+
+    is_counted = True
+    """Whether its end is that of a command which somebody asked for."""
 
     def __init__(
         self,
@@ -70,7 +77,6 @@ class Job:
         self.stdout, self.stderr = Capture(*kept_bytes), Capture(*kept_bytes)
         self.report: dict[str, Any] | None = None
         self.is_lost = False
-        self.is_builtin = False
         self._host = host
         self._is_timed_out = False
         self._is_flooding = False
@@ -214,10 +220,14 @@ class Job:
             text = self.started.control.recv(CHUNK_BYTES)
         except ConnectionResetError:
             text = b""
+        if text and not text.strip(TOLD):
+            for _ in text:
+                self.on_told()
+            return
         self._host.selector.unregister(self.started.control)
         self.started.control.close()
         if text:
-            self.report = json.loads(text)
+            self.report = json.loads(text.lstrip(TOLD))
         else:
             # It was killed from inside; its descendants can no longer be told from the others.
             self.is_lost = True
@@ -234,6 +244,12 @@ class Job:
             self._host.selector.unregister(self.started.control)
             self.started.control.close()
         self._host.on_end(self)
+
+    def drop(self) -> None:
+        """End what it evaluates, if it is a shell."""
+
+    def on_told(self) -> None:
+        """Note that the runner has carried out an order."""
 
     def _close_rest(self) -> None:
         """Close what a command of another kind has beside."""

@@ -36,6 +36,7 @@ from strop.sandbox.contract import (
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.inside import EXIT_KINDS
 from strop.sandbox.local_job import LocalJob, as_result
+from strop.sandbox.local_shell import LocalShell, open_shell
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
@@ -128,6 +129,10 @@ class LocalSandbox:
         request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s, "has_stdin": has_stdin}
         full = {"op": "start", **request, "env": {**self._env, **(env or {})}}
         return LocalJob(self._client, *self._client.begin(full))
+
+    async def open_shell(self, *, env: Mapping[str, str] | None = None, cwd: str | None = None) -> LocalShell:
+        """Return a shell that stays open; see `Sandbox.open_shell`."""
+        return await open_shell(self._client, {**self._env, **(env or {})}, cwd)
 
     async def connect(self, address: int | str) -> socket.socket:
         """Return a connection to a server inside; see `Sandbox.connect`."""

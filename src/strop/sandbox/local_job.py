@@ -7,7 +7,8 @@ from typing import Any
 
 from strop.sandbox.capture import unread
 from strop.sandbox.client import Answer, Client
-from strop.sandbox.contract import ExecKind, ExecResult, JobOutput
+from strop.sandbox.contract import ExecKind, ExecResult
+from strop.sandbox.following import JobOutput
 
 
 class LocalJob:
@@ -80,18 +81,23 @@ class LocalJob:
 
 def as_result(header: dict[str, Any], output: bytes) -> ExecResult:
     """Return the result that a supervisor's last word on a command tells."""
+    return ExecResult(**result_fields(header, output))
+
+
+def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
+    """Return the fields of an `ExecResult`, by name."""
     num_bytes = header["stdout_bytes"]
     kind = ExecKind(header["kind"])
     why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""
-    return ExecResult(
-        kind=kind,
-        exit_code=header["exit_code"],
-        signal=header["signal"],
-        stdout=output[:num_bytes],
-        stderr=output[num_bytes:] + why,
-        stdout_total=header["stdout_total"],
-        stderr_total=header["stderr_total"] + len(why),
-        oom_kills=header["oom_kills"],
-        duration_s=header["duration_s"],
-        cpu_s=header["cpu_s"],
-    )
+    return {
+        "kind": kind,
+        "exit_code": header["exit_code"],
+        "signal": header["signal"],
+        "stdout": output[:num_bytes],
+        "stderr": output[num_bytes:] + why,
+        "stdout_total": header["stdout_total"],
+        "stderr_total": header["stderr_total"] + len(why),
+        "oom_kills": header["oom_kills"],
+        "duration_s": header["duration_s"],
+        "cpu_s": header["cpu_s"],
+    }

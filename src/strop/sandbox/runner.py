@@ -24,7 +24,9 @@ from strop.sandbox.family import (
     kill_biggest,
     memory_bytes,
     num_threads,
+    process_states,
     signal_descendants,
+    signal_processes,
     start_times,
 )
 from strop.sandbox.linux import become_subreaper, hide_from_tracers
@@ -33,7 +35,9 @@ from strop.sandbox.program import Program
 ASK, KILL = b"T", b"K"
 """Orders to a runner: end the command politely and then by force, or at once by force."""
 MARK, ASK_NEW, KILL_NEW = b"M", b"t", b"k"
-"""Remember what runs below the program; end, politely or by force, what has been started below it since."""
+"""Remember what runs beside the program; end, politely or by force, all that has been started since."""
+TOLD = b"\n"
+"""What a runner says when an order `MARK` or `KILL_NEW` is carried out, and nothing to kill is left."""
 _SIGNAL_BIT = 0x80
 TERM_GRACE_S = 0.5
 _WATCH_PERIOD_S = 0.05
@@ -79,6 +83,8 @@ class _Runner:
         self._program_pid = 0
         self._marked: dict[int, str] = {}
         """Processes that `ASK_NEW` and `KILL_NEW` spare, and when each was started."""
+        self._num_clearings = 0
+        """Orders `KILL_NEW` that are being carried out."""
 
     def run(self) -> None:
         """Start the program, wait for it and for all that it started, report."""
@@ -119,7 +125,10 @@ class _Runner:
                 # Those that are frozen end when they are thawed, which may be hours from now.
                 wait_s = self._kill_period_s
                 self._kill_period_s = min(2 * wait_s, _MAX_KILL_PERIOD_S)
+            elif self._num_clearings and self._signal_new(signal.SIGKILL):
+                wait_s = _KILL_PERIOD_S
             else:
+                self._tell_of_clearings()
                 if now >= next_watch_at:
                     self._look()
                     next_watch_at = now + _WATCH_PERIOD_S
@@ -144,15 +153,31 @@ class _Runner:
             elif order == KILL:
                 self._kill_at = time.monotonic()
             elif order == MARK:
-                self._marked = start_times(find_descendants(self._program_pid))
-            elif order in (ASK_NEW, KILL_NEW):
-                now = start_times(list(self._marked))
-                spared = {pid for pid, start in self._marked.items() if now.get(pid) == start}
-                number = signal.SIGTERM if order == ASK_NEW else signal.SIGKILL
-                signal_descendants(self._program_pid, number, spared)
+                self._marked = start_times(find_descendants(self._pid))
+                self._control.sendall(TOLD)
+            elif order == ASK_NEW:
+                self._signal_new(signal.SIGTERM)
+            elif order == KILL_NEW:
+                self._num_clearings += 1
             elif self._status is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._program_pid, number & ~_SIGNAL_BIT)
+
+    def _signal_new(self, number: signal.Signals) -> bool:
+        """Send a signal to all that was started since the mark; return whether there was anything."""
+        present = start_times(self._marked)
+        spared = {pid for pid, start in self._marked.items() if present.get(pid) == start}
+        found = find_descendants(self._pid, spared - {self._program_pid})
+        states = process_states([pid for pid in found if pid != self._program_pid])
+        # The dead are their parent's to collect.
+        new = [pid for pid, state in states.items() if state not in "ZX"]
+        signal_processes(new, number)
+        return bool(new)
+
+    def _tell_of_clearings(self) -> None:
+        if self._num_clearings:
+            self._control.sendall(TOLD * self._num_clearings)
+            self._num_clearings = 0
 
     def _reap(self) -> bool:
         """Collect the dead; return whether any process is left."""

@@ -29,6 +29,7 @@ from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.place import LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
 from strop.sandbox.runner import ASK, KILL, signal_order
+from strop.sandbox.shell import Shell
 
 _NAMESPACE_KILL_S = 0.05
 
@@ -53,6 +54,8 @@ class Supervisor:
         self._frozen_by = FrozenBy.CGROUP
         self._begins: dict[str, Callable[[dict[str, Any], bytes], None]] = {
             "start": self._start,
+            "open_shell": self._open_shell,
+            "run": self._run,
             "connect": self._connect,
         }
         """Requests that run something in the sandbox."""
@@ -66,6 +69,7 @@ class Supervisor:
             "cancel": lambda job, header, body: job.order(KILL),
             "end": lambda job, header, body: job.order(ASK),
             "signal": lambda job, header, body: job.order(signal_order(header["number"])),
+            "drop": lambda job, header, body: job.drop(),
             "input": lambda job, header, body: job.feed(body, header["id"]),
             "input_end": lambda job, header, body: job.close_stdin(),
             "output": lambda job, header, body: job.await_output(header["id"], *header["positions"]),
@@ -177,12 +181,24 @@ class Supervisor:
         kept_bytes = (head_bytes, limits.output_tail_bytes)
         begin = partial(self._begin, request)
         job = Job(header["id"], begin, self, wall_limit_s=request.wall_limit_s, kept_bytes=kept_bytes)
-        job.is_builtin = bool(request.builtin)
+        job.is_counted = not request.builtin
         self._jobs[job.number] = job
         if body:
             job.feed(body)
         if not header.get("has_stdin", False):
             job.close_stdin()
+
+    def _open_shell(self, header: dict[str, Any], _: bytes) -> None:
+        request = Request(
+            argv=header["argv"],
+            env={**clean_env(self.place.scratch), **header["env"]},
+            cwd=header["cwd"] or self.place.scratch,
+            wall_limit_s=math.inf,
+        )
+        limits = self.place.limits
+        begin = partial(start_command, self.place, request, has_status=True)
+        kept_bytes = (limits.output_head_bytes, limits.output_tail_bytes)
+        self._jobs[header["id"]] = Shell(header["id"], begin, self, kept_bytes=kept_bytes)
 
     def _begin(self, request: Request) -> Started:
         started, self._first = self._first, None
@@ -190,6 +206,13 @@ class Supervisor:
             return start_command(self.place, request)
         started.order(request)
         return started
+
+    def _run(self, header: dict[str, Any], command: bytes) -> None:
+        shell = self._jobs.get(header["shell"])
+        if isinstance(shell, Shell):
+            shell.run(header["id"], command, header["wall_limit_s"])
+        else:
+            self.send({"id": header["id"], "failed": "ended", "why": "the shell has ended"})
 
     def _connect(self, header: dict[str, Any], _: bytes) -> None:
         Connecting(header["id"], header["address"], self)
@@ -211,6 +234,10 @@ class Supervisor:
             self._paused_at = None
         return {}
 
+    def on_run_end(self, header: dict[str, Any]) -> None:
+        """Count a command that has ended."""
+        self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
+
     def on_end(self, job: Job) -> None:
         """Tell the client of a command that has ended."""
         del self._jobs[job.number]
@@ -220,8 +247,8 @@ class Supervisor:
             return
         header, output = job.describe_end()
         self._accounts.add_cpu(header["cpu_s"])
-        if not job.is_builtin:
-            self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
+        if job.is_counted:
+            self.on_run_end(header)
         self.send({"id": job.number, **header}, output)
 
     # The end.

@@ -1,0 +1,248 @@
+"""A shell that stays open, from its supervisor's side: commands go in one by one, and their ends are told.
+
+The shell is an interactive one without a terminal, since only such a one survives an interrupt and an
+error in what it evaluates. It reads from a pipe one line that evaluates the command, with an empty standard
+input, and then one line that writes the exit status and the processor times to a descriptor which programs
+do not inherit. The second line is written when the shell has read the first: some shells forget what they
+have read ahead when a command fails.
+
+What a command evaluates in the shell itself, the shell does: it can look for that descriptor and say a wrong
+status of itself, or close it, which ends at the wall limit with the shell. It cannot reach further.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import selectors
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from strop.sandbox.capture import Capture
+from strop.sandbox.command import Started
+from strop.sandbox.contract import ExecKind
+from strop.sandbox.job import CHUNK_BYTES, Host, Job
+from strop.sandbox.program import STATUS_FD
+from strop.sandbox.runner import ASK_NEW, KILL, KILL_NEW, MARK, TERM_GRACE_S, signal_order
+
+_INTERRUPT = signal_order(signal.SIGINT)
+_LOOK_PERIOD_S = 0.001
+_INSIST_PERIOD_S = 0.1
+_GIVE_UP_S = 1.0
+"""After this and a grace, a shell that was told to drop its command is killed."""
+_STATUS = re.compile(rb"(\d+)\n" + rb"(\d+)m([\d.]+)s (\d+)m([\d.]+)s\n" * 2)
+_NUM_LINES = 3
+# The empty line: after an unfinished quotation bash takes the next line's first word for an argument.
+_ASK_STATUS = f"\n{{ \\command printf '%s\\n' \"$?\"; \\command times; }} >&{STATUS_FD}\n".encode()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    request_id: int
+    command: bytes
+    is_given: bool = False
+    """Whether the shell has it: from then on what it starts is the command's."""
+    started_at: float
+    deadline: float
+    oom_kills_before: int
+    cpu_s_before: float
+    look_s: float = _LOOK_PERIOD_S
+    """How soon to look again whether the shell has read its command."""
+    has_asked: bool = False
+    """Whether the line is written that makes the shell tell how the command ended."""
+    status: int | None = None
+    give_up_at: float | None = None
+    """Set once the command was told to end."""
+    num_awaited: int = 0
+    """Orders to kill what it started that the runner has not carried out yet."""
+
+
+class Shell(Job):
+    """A shell that was started."""
+
+    is_counted = False
+
+    def __init__(
+        self, number: int, start: Callable[[], Started], host: Host, *, kept_bytes: tuple[int, int]
+    ) -> None:
+        super().__init__(number, start, host, wall_limit_s=float("inf"), kept_bytes=kept_bytes)
+        self._kept_bytes = kept_bytes
+        self._run: _Run | None = None
+        self._said = b""
+        self._cpu_s = 0.0
+        os.set_blocking(self.started.status, False)
+        host.selector.register(self.started.status, selectors.EVENT_READ, self._on_status)
+
+    def run(self, request_id: int, command: bytes, wall_limit_s: float) -> None:
+        """Let it evaluate a command. One at a time."""
+        now = time.monotonic()
+        oom_kills = self._host.place.cgroup.count_oom_kills()
+        self._run = _Run(
+            request_id=request_id,
+            command=command,
+            started_at=now,
+            deadline=now + wall_limit_s,
+            oom_kills_before=oom_kills,
+            cpu_s_before=self._cpu_s,
+        )
+        self._is_timed_out = self._is_flooding = False
+        self.order(MARK)
+        self.next_at = now + wall_limit_s
+
+    def drop(self) -> None:
+        """End the command that it evaluates, as at its wall limit."""
+        if self._run is not None:
+            self._run.deadline = self.next_at = time.monotonic()
+
+    def shift(self, delay_s: float) -> None:
+        """Take a time in which nothing ran off its clock."""
+        super().shift(delay_s)
+        if (run := self._run) is not None:
+            run.started_at += delay_s
+            run.deadline += delay_s
+
+    def look_at_clock(self, now: float) -> None:
+        """Act on its next time, which has come."""
+        run = self._run
+        if self.report is not None or self.is_lost or run is None:
+            super().look_at_clock(now)
+            return
+        if run.is_given and not run.has_asked and self._has_read_all():
+            run.has_asked = True
+            self.feed(_ASK_STATUS)
+        if run.give_up_at is None and now >= run.deadline:
+            self._is_timed_out = True
+            self._drop(run, now)
+        elif run.give_up_at is not None and now >= run.give_up_at:
+            self.order(KILL)
+            self.next_at = float("inf")
+            return
+        elif run.give_up_at is not None and now >= run.give_up_at - _GIVE_UP_S:
+            self._insist(run)
+        self.next_at = self._next_look(run, now)
+
+    def _next_look(self, run: _Run, now: float) -> float:
+        if run.give_up_at is None:
+            if run.has_asked:
+                return run.deadline
+            run.look_s = min(2 * run.look_s, _INSIST_PERIOD_S)
+            return min(run.deadline, now + run.look_s)
+        return max(now + _INSIST_PERIOD_S, run.give_up_at - _GIVE_UP_S)
+
+    def _has_read_all(self) -> bool:
+        if self._input or not self._is_input_open:
+            return False
+        left = fcntl.ioctl(self.started.stdin, termios.FIONREAD, bytes(4))
+        return bool(struct.unpack("i", left)[0] == 0)
+
+    def _drop(self, run: _Run, now: float) -> None:
+        """Interrupt the shell and end what the command started; `look_at_clock` insists."""
+        run.give_up_at = now + TERM_GRACE_S + _GIVE_UP_S
+        self.order(_INTERRUPT + ASK_NEW)
+
+    def _insist(self, run: _Run) -> None:
+        run.num_awaited += 1
+        self.order((b"" if run.status is not None else _INTERRUPT) + KILL_NEW)
+
+    def _stop_flood(self) -> None:
+        if self._run is None or self._run.give_up_at is not None:
+            self.order(KILL)
+            return
+        now = time.monotonic()
+        self._drop(self._run, now)
+        self.next_at = self._next_look(self._run, now)
+
+    def _on_status(self) -> None:
+        try:
+            said = os.read(self.started.status, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self._said += said
+        found = _STATUS.fullmatch(self._said)
+        run = self._run
+        if found is None:
+            if not said:
+                # The shell has become another program, whose end will be its own.
+                self._close_status()
+            elif self._said.count(b"\n") >= _NUM_LINES or len(self._said) > CHUNK_BYTES:
+                # Something else was written to it: there is no way to go on.
+                self._close_status()
+                self.order(KILL)
+            return
+        self._said = b""
+        times = [float(word) for word in found.groups()[1:]]
+        self._cpu_s = sum(
+            60 * minutes + seconds for minutes, seconds in zip(times[::2], times[1::2], strict=True)
+        )
+        if run is None:
+            return
+        run.status = int(found[1])
+        if run.give_up_at is None:
+            self._end_run(run)
+        else:
+            self._insist(run)
+
+    def on_told(self) -> None:
+        """Go on: the runner knows what runs already, or has killed what it was told to."""
+        run = self._run
+        if run is not None and not run.is_given:
+            run.is_given = True
+            quoted = run.command.replace(b"'", b"'\\''")
+            self.feed(b"\\eval '%b' </dev/null %d>&-\n" % (quoted, STATUS_FD))
+            self.next_at = time.monotonic()
+        elif run is not None:
+            run.num_awaited -= 1
+            if run.status is not None and run.num_awaited <= 0:
+                self._end_run(run)
+
+    def _end_run(self, run: _Run) -> None:
+        # What the command itself has written is in the pipes, which hold no more than is read at once.
+        for react in list(self._streams.values()):
+            react()
+        oom_kills = self._host.place.cgroup.count_oom_kills() - run.oom_kills_before
+        reasons = (
+            (self._is_timed_out, ExecKind.TIMED_OUT),
+            (oom_kills > 0, ExecKind.OOM),
+            (self._is_flooding, ExecKind.OUTPUT_FLOOD),
+            (True, ExecKind.EXITED),
+        )
+        fields, output = self.describe_output()
+        header = {
+            **fields,
+            "kind": next(kind for applies, kind in reasons if applies),
+            "exit_code": run.status,
+            "signal": None,
+            "oom_kills": oom_kills,
+            "duration_s": time.monotonic() - run.started_at,
+            "cpu_s": max(0.0, self._cpu_s - run.cpu_s_before),
+            "why": "",
+        }
+        self._answer_run(run, header, output, has_shell=True)
+
+    def _answer_run(self, run: _Run, header: dict[str, Any], output: bytes, *, has_shell: bool) -> None:
+        self._run = None
+        self.next_at = float("inf")
+        self.stdout, self.stderr = Capture(*self._kept_bytes), Capture(*self._kept_bytes)
+        self._host.on_run_end(header)
+        self._host.send({"id": run.request_id, **header, "has_shell": has_shell}, output)
+
+    def _close_status(self) -> None:
+        if self.started.status >= 0:
+            self._close(self.started.status)
+            self.started.status = -1
+
+    def _close_rest(self) -> None:
+        self._close_status()
+        if self._run is not None and (self.report is not None or self.is_lost):
+            # It has ended in the middle of a command; its end is the command's.
+            run = self._run
+            header, output = self.describe_end()
+            header["duration_s"] = time.monotonic() - run.started_at
+            header["cpu_s"] = max(0.0, header["cpu_s"] - run.cpu_s_before)
+            self._answer_run(run, header, output, has_shell=False)
