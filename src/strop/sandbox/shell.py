@@ -36,10 +36,10 @@ _LOOK_PERIOD_S = 0.001
 _INSIST_PERIOD_S = 0.1
 _GIVE_UP_S = 1.0
 """After this and a grace, a shell that was told to drop its command is killed."""
-_STATUS = re.compile(rb"(\d+)\n" + rb"(\d+)m([\d.]+)s (\d+)m([\d.]+)s\n" * 2)
+_STATUS = re.compile(rb"(\d+) (\d+)\n" + rb"(\d+)m([\d.]+)s (\d+)m([\d.]+)s\n" * 2)
 _NUM_LINES = 3
 # The empty line: after an unfinished quotation bash takes the next line's first word for an argument.
-_ASK_STATUS = f"\n{{ \\command printf '%s\\n' \"$?\"; \\command times; }} >&{STATUS_FD}\n".encode()
+_ASK_STATUS = b"\n{ \\command printf '%%s %d\\n' \"$?\"; \\command times; } >&%d\n"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +59,8 @@ class _Run:
     status: int | None = None
     give_up_at: float | None = None
     """Set once the command was told to end."""
+    insist_at: float = float("inf")
+    """When it is told so again, with force."""
     num_awaited: int = 0
     """Orders to kill what it started that the runner has not carried out yet."""
 
@@ -115,7 +117,7 @@ class Shell(Job):
             return
         if run.is_given and not run.has_asked and self._has_read_all():
             run.has_asked = True
-            self.feed(_ASK_STATUS)
+            self.feed(_ASK_STATUS % (run.request_id, STATUS_FD))
         if run.give_up_at is None and now >= run.deadline:
             self._is_timed_out = True
             self._drop(run, now)
@@ -123,7 +125,8 @@ class Shell(Job):
             self.order(KILL)
             self.next_at = float("inf")
             return
-        elif run.give_up_at is not None and now >= run.give_up_at - _GIVE_UP_S:
+        elif run.give_up_at is not None and now >= run.insist_at:
+            run.insist_at = now + _INSIST_PERIOD_S
             self._insist(run)
         self.next_at = self._next_look(run, now)
 
@@ -133,7 +136,9 @@ class Shell(Job):
                 return run.deadline
             run.look_s = min(2 * run.look_s, _INSIST_PERIOD_S)
             return min(run.deadline, now + run.look_s)
-        return max(now + _INSIST_PERIOD_S, run.give_up_at - _GIVE_UP_S)
+        if not run.has_asked:
+            return now + _LOOK_PERIOD_S
+        return run.insist_at
 
     def _has_read_all(self) -> bool:
         if self._input or not self._is_input_open:
@@ -143,10 +148,13 @@ class Shell(Job):
 
     def _drop(self, run: _Run, now: float) -> None:
         """Interrupt the shell and end what the command started; `look_at_clock` insists."""
-        run.give_up_at = now + TERM_GRACE_S + _GIVE_UP_S
+        run.insist_at = now + TERM_GRACE_S
+        run.give_up_at = run.insist_at + _GIVE_UP_S
         self.order(_INTERRUPT + ASK_NEW)
 
     def _insist(self, run: _Run) -> None:
+        # The interrupt before may have come while it told; what it tells twice has the same number.
+        run.has_asked = run.has_asked and not (run.status is None and self._has_read_all())
         run.num_awaited += 1
         self.order((b"" if run.status is not None else _INTERRUPT) + KILL_NEW)
 
@@ -164,25 +172,24 @@ class Shell(Job):
         except BlockingIOError:
             return
         self._said += said
-        found = _STATUS.fullmatch(self._said)
+        while (found := _STATUS.match(self._said)) is not None:
+            self._said = self._said[found.end() :]
+            self._take_status(int(found[1]), int(found[2]), [float(word) for word in found.groups()[2:]])
+        if not said:
+            # The shell has become another program, whose end will be its own.
+            self._close_status()
+        elif self._said.count(b"\n") >= _NUM_LINES or len(self._said) > CHUNK_BYTES:
+            # Something else was written to it: there is no way to go on.
+            self._close_status()
+            self.order(KILL)
+
+    def _take_status(self, status: int, request_id: int, times: list[float]) -> None:
+        minutes, seconds = sum(times[::2]), sum(times[1::2])
+        self._cpu_s = 60 * minutes + seconds
         run = self._run
-        if found is None:
-            if not said:
-                # The shell has become another program, whose end will be its own.
-                self._close_status()
-            elif self._said.count(b"\n") >= _NUM_LINES or len(self._said) > CHUNK_BYTES:
-                # Something else was written to it: there is no way to go on.
-                self._close_status()
-                self.order(KILL)
+        if run is None or run.request_id != request_id or run.status is not None:
             return
-        self._said = b""
-        times = [float(word) for word in found.groups()[1:]]
-        self._cpu_s = sum(
-            60 * minutes + seconds for minutes, seconds in zip(times[::2], times[1::2], strict=True)
-        )
-        if run is None:
-            return
-        run.status = int(found[1])
+        run.status = status
         if run.give_up_at is None:
             self._end_run(run)
         else:
