@@ -64,6 +64,7 @@ def test_a_poll_is_held_and_a_command_can_be_stopped() -> None:
         assert [one["stdout"] for one in page["items"]] == ["done\n"]
         assert time.monotonic() - began >= 0.4
         assert page["next_page_id"] is None
+        assert page["items"][0]["exit_code"] == 0
         more = {**query, "order__gt": page["items"][-1]["order"]}
         long = (await client.post("/api/bash/start_bash_command", json={"command": "sleep 60"})).json()
         for _ in range(2):
@@ -174,5 +175,25 @@ def test_many_commands_at_once_and_a_large_body() -> None:
             "/api/bash/start_bash_command", content=b"{}", headers={"content-length": "2"}
         )
         assert answer.status_code == 422
+
+    in_workspace(work)
+
+
+def test_output_is_there_while_a_command_runs() -> None:
+    async def work(workspace: Workspace, orders: Orders) -> None:
+        client = workspace.client
+        text = "printf 'first \\303'; sleep 0.3; printf '\\244\\n'; exec sleep 60"
+        started = (await client.post("/api/bash/start_bash_command", json={"command": text})).json()
+        query: dict[str, str | int] = {"command_id__eq": started["id"], "sort_order": "TIMESTAMP"}
+        texts: list[str] = []
+        while len(texts) < 2:
+            page = (await client.get("/api/bash/bash_events/search", params=query)).json()
+            texts += [one["stdout"] for one in page["items"]]
+            query["order__gt"] = len(texts) - 1
+        # A letter that came in two pieces is one.
+        assert texts == ["first ", "\u00e4\n"]
+        await client.post(f"/api/bash/bash_commands/{started['id']}/stop")
+        page = (await client.get("/api/bash/bash_events/search", params=query)).json()
+        assert [one["exit_code"] for one in page["items"]] == [-15]
 
     in_workspace(work)

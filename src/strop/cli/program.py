@@ -19,6 +19,7 @@ from strop.cli.output import Output
 from strop.cli.plan import explain, plan
 from strop.cli.rescore import rescore
 from strop.cli.runs import compare, list_runs, view
+from strop.cli.runtime import runtime_commands
 from strop.cli.sandbox import sandbox_commands
 from strop.cli.store import store_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
@@ -63,6 +64,7 @@ app.add_typer(task_commands, name="tasks")
 app.add_typer(store_commands, name="store")
 app.add_typer(import_commands, name="import")
 app.add_typer(sandbox_commands, name="sandbox")
+app.add_typer(runtime_commands, name="runtime")
 app.add_typer(slurm_commands, name="slurm")
 app.add_typer(sagemaker_commands, name="sagemaker")
 

@@ -8,15 +8,16 @@ client one round trip and not a tenth of a second.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from strop.errors import SandboxLost
-from strop.sandbox.contract import MIB, ExecKind, ExecResult, Sandbox
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, Job, Sandbox
 
 EVENT_CHARACTERS = MIB
 """Most text of one event, as the agent server splits it."""
@@ -24,25 +25,112 @@ MAX_PAGE = 100
 _MAX_HOLD_S = 1.0
 _ANSWER_EARLY_S = 0.1
 """The client gives up at the same moment by its own clock, and would then say less."""
+_QUICK_S = 0.05
+"""Most commands have ended by then, and their output is taken whole."""
+_SETTLE_S = 0.05
+_MAX_TAKEN_BYTES = 16 * MIB
 _MAX_KEPT = 200
 _MAX_KEPT_CHARACTERS = 64 * MIB
 
 
-@dataclass(kw_only=True, slots=True)
+class _Text:
+    """One stream of a command, decoded as it comes, what is too much left out of its middle."""
+
+    def __init__(self) -> None:
+        self.uncut = ""
+        """Not yet in an event."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_taken = 0
+
+    def add(self, data: bytes, omitted: int) -> None:
+        """Take bytes, in front of which some were left out."""
+        if omitted and len(data) > omitted and self._num_taken == 0:
+            # The result of a whole command: head and tail are equally long.
+            half = len(data) // 2
+            self._take(data[:half])
+            self._mark(omitted)
+            self._take(data[half:])
+            return
+        if omitted:
+            self._mark(omitted)
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        left = _MAX_TAKEN_BYTES - self._num_taken
+        self._num_taken += len(data)
+        if left > 0:
+            self.uncut += self._decoder.decode(data[:left])
+            if len(data) > left:
+                self.uncut += f"\n[... more than {_MAX_TAKEN_BYTES} bytes are not kept ...]\n"
+
+    def _mark(self, omitted: int) -> None:
+        self.uncut += f"\n[... {omitted} bytes left out ...]\n"
+
+    def end(self) -> None:
+        """Take the end of the stream."""
+        self.uncut += self._decoder.decode(b"", final=True)
+
+    def cut(self) -> str | None:
+        """Return what fits into one event, None where there is nothing."""
+        piece, self.uncut = self.uncut[:EVENT_CHARACTERS], self.uncut[EVENT_CHARACTERS:]
+        return piece or None
+
+
 class Command:
     """A command and what it has written."""
 
-    record: dict[str, Any]
-    """As its start was answered."""
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    is_stopped: bool = False
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+        """As its start was answered."""
+        self.outputs: list[dict[str, Any]] = []
+        self.ended = asyncio.Event()
+        self.has_news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.job: Job | None = None
+        self.is_stopped = False
+        self._stdout, self._stderr = _Text(), _Text()
 
     @property
     def num_characters(self) -> int:
         """Of all its events."""
         return sum(len(one["stdout"] or "") + len(one["stderr"] or "") for one in self.outputs)
+
+    def add(self, stdout: bytes, stderr: bytes, omitted: tuple[int, int]) -> None:
+        """Take output, in front of which some bytes were left out."""
+        self._stdout.add(stdout, omitted[0])
+        self._stderr.add(stderr, omitted[1])
+
+    def cut(self, *, exit_code: int | None) -> None:
+        """Make events of what has come; with an exit code, the last one has it."""
+        while self._stdout.uncut or self._stderr.uncut or exit_code is not None:
+            out, err = self._stdout.cut(), self._stderr.cut()
+            is_last = not self._stdout.uncut and not self._stderr.uncut
+            event = {
+                "id": uuid.uuid4().hex,
+                "timestamp": _now(),
+                "command_id": self.record["id"],
+                "order": len(self.outputs),
+                "exit_code": exit_code if is_last else None,
+                "stdout": out,
+                "stderr": err,
+                "kind": "BashOutput",
+            }
+            self.outputs.append(event)
+            if is_last:
+                break
+        if not self.ended.is_set():
+            self.has_news.clear()
+
+    def finish(self, exit_code: int, why: str) -> None:
+        """Take its end."""
+        self._stdout.end()
+        self._stderr.end()
+        if why:
+            has_line = self._stderr.uncut and not self._stderr.uncut.endswith("\n")
+            self._stderr.uncut += ("\n" if has_line else "") + why
+        self.ended.set()
+        self.has_news.set()
+        self.cut(exit_code=exit_code)
 
 
 class Commands:
@@ -60,7 +148,7 @@ class Commands:
     def start(self, text: str, timeout_s: int, cwd: str | None) -> Command:
         """Start a shell command."""
         command = Command(
-            record={
+            {
                 "id": uuid.uuid4().hex,
                 "timestamp": _now(),
                 "command": text,
@@ -86,22 +174,27 @@ class Commands:
 
     async def stop(self, command: Command) -> None:
         """End a command and all that it started."""
-        if command.task is not None and not command.ended.is_set():
-            command.is_stopped = True
-            command.task.cancel()
-            await command.ended.wait()
+        if command.ended.is_set():
+            return
+        command.is_stopped = True
+        if command.job is not None:
+            await command.job.stop()
+        await command.ended.wait()
 
     async def wait_for_news(self, command: Command, after_order: int) -> None:
         """Return when a command has an event beyond one, or has ended, or the client should hear of us."""
         # 0 and less are taken for 1, as the command's own limit is.
         limit_s = min(_MAX_HOLD_S, max(1, command.record["timeout"]) / 2)
-        if any(one["order"] > after_order for one in command.outputs):
-            return
-        try:
-            async with asyncio.timeout(limit_s):
-                await command.ended.wait()
-        except TimeoutError:
-            return
+        if not any(one["order"] > after_order for one in command.outputs):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await command.has_news.wait()
+            with suppress(TimeoutError):
+                # Most write last what they say: without the end, the client would sleep before it asks again.
+                async with asyncio.timeout(_SETTLE_S):
+                    await command.ended.wait()
+        # What has come so far is one event, however many pieces it came in.
+        command.cut(exit_code=None)
 
     def clear(self) -> int:
         """Forget what ended commands wrote; return how many events that were."""
@@ -120,18 +213,32 @@ class Commands:
     async def _run(self, command: Command) -> None:
         record = command.record
         limit_s = max(1, record["timeout"]) - _ANSWER_EARLY_S
-        cwd = record["cwd"] or self._working_dir
+        exit_code, why = -1, ""
         try:
-            result = await self._sandbox.exec(
-                ["/bin/sh", "-c", record["command"]], wall_limit_s=limit_s, env=self._env, cwd=cwd
+            job = await self._sandbox.start(
+                ["/bin/sh", "-c", record["command"]],
+                wall_limit_s=limit_s,
+                env=self._env,
+                cwd=record["cwd"] or self._working_dir,
             )
-            _add_result(command, result)
+            command.job = job
+            if command.is_stopped:
+                await job.stop()
+            end = asyncio.ensure_future(job.wait())
+            await asyncio.wait({end}, timeout=_QUICK_S)
+            if end.done():
+                result = end.result()
+                command.add(result.stdout, result.stderr, (result.stdout_omitted, result.stderr_omitted))
+            else:
+                await _follow(command, job)
+                result = await end
+            exit_code, why = _code_of(result), _explain(command, result)
         except SandboxLost as lost:
-            _add_output(command, None, f"the sandbox is lost ({lost.kind})", exit_code=-1)
+            why = f"the sandbox is lost ({lost.kind})"
         except asyncio.CancelledError:
-            _add_output(command, None, "stopped" if command.is_stopped else "the sandbox ends", exit_code=-15)
+            why = "the sandbox ends"
         finally:
-            command.ended.set()
+            command.finish(exit_code, why)
 
     def _forget_old(self) -> None:
         kept = sum(one.num_characters for one in self._commands.values())
@@ -150,26 +257,25 @@ def join_outputs(command: Command) -> dict[str, Any]:
     return {**command.outputs[-1], "stdout": stdout or None, "stderr": stderr or None}
 
 
-def _add_result(command: Command, result: ExecResult) -> None:
-    out = _text_of(result.stdout, result.stdout_omitted)
-    err = _text_of(result.stderr, result.stderr_omitted)
-    why = {
+async def _follow(command: Command, job: Job) -> None:
+    """Take a command's output as it comes."""
+    while (output := await job.read()) is not None:
+        command.add(output.stdout, output.stderr, (output.stdout_omitted, output.stderr_omitted))
+        command.has_news.set()
+
+
+def _explain(command: Command, result: ExecResult) -> str:
+    """Say why a command ended, where it did not end by itself."""
+    if result.kind is ExecKind.OOM and result.exit_code == 0:
+        # What was killed for memory may have ended well all the same.
+        return ""
+    return {
         ExecKind.TIMED_OUT: f"Command timed out after {max(1, command.record['timeout'])} seconds",
         ExecKind.OOM: "killed: the sandbox has no memory left",
         ExecKind.OUTPUT_FLOOD: "killed: it wrote more than a command may",
         ExecKind.OVER_LIMIT: "killed: it went beyond a limit of the sandbox",
         ExecKind.FROM_INSIDE: "a program of the sandbox ended the sandbox",
-    }.get(result.kind)
-    # What was killed for memory may have ended well all the same.
-    if why is not None and not (result.kind is ExecKind.OOM and result.exit_code == 0):
-        err += ("\n" if err and not err.endswith("\n") else "") + why
-    pieces = max(1, _count_pieces(out), _count_pieces(err))
-    for number in range(pieces):
-        part = slice(number * EVENT_CHARACTERS, (number + 1) * EVENT_CHARACTERS)
-        is_last = number == pieces - 1
-        _add_output(
-            command, out[part] or None, err[part] or None, exit_code=_code_of(result) if is_last else None
-        )
+    }.get(result.kind, "")
 
 
 def _code_of(result: ExecResult) -> int:
@@ -178,34 +284,6 @@ def _code_of(result: ExecResult) -> int:
     if result.signal is not None:
         return -result.signal
     return -1 if result.exit_code is None else result.exit_code
-
-
-def _text_of(data: bytes, omitted: int) -> str:
-    if not omitted:
-        return data.decode(errors="replace")
-    # Head and tail are equally long.
-    half = len(data) // 2
-    mark = f"\n[... {omitted} bytes left out ...]\n"
-    return data[:half].decode(errors="replace") + mark + data[half:].decode(errors="replace")
-
-
-def _count_pieces(text: str) -> int:
-    return -(-len(text) // EVENT_CHARACTERS)
-
-
-def _add_output(command: Command, stdout: str | None, stderr: str | None, *, exit_code: int | None) -> None:
-    command.outputs.append(
-        {
-            "id": uuid.uuid4().hex,
-            "timestamp": _now(),
-            "command_id": command.record["id"],
-            "order": len(command.outputs),
-            "exit_code": exit_code,
-            "stdout": stdout,
-            "stderr": stderr,
-            "kind": "BashOutput",
-        }
-    )
 
 
 def _now() -> str:

@@ -83,14 +83,16 @@ class Plane(Protocol):
 class OwnPlane:
     """strop's own workspace."""
 
-    def __init__(self, sandbox: LocalSandbox, order: NodeOrder, note_use: Callable[[], None]) -> None:
+    def __init__(
+        self, sandbox: LocalSandbox, order: NodeOrder, working_dir: str, note_use: Callable[[], None]
+    ) -> None:
         self._sandbox = sandbox
         self._note_use = note_use
         self._workspace = Workspace(
             sandbox,
             key=order.session_api_key,
             env=order.request.environment,
-            working_dir=order.request.working_dir,
+            working_dir=working_dir,
         )
 
     async def dial(self) -> Stream | Serve:

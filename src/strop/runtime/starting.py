@@ -10,6 +10,7 @@ from strop.runtime.contract import FailureKind, NodeOrder
 from strop.runtime.held import Made
 from strop.runtime.making import Maker, MakeSettings
 from strop.runtime.planes import DataPlane, OwnPlane, Plane, SandboxFailed, has_program, is_agent_server
+from strop.runtime.server_plane import ServerPlane, find_working_dir, injected_argv, injected_mounts
 from strop.sandbox.local import LocalSandbox
 
 
@@ -33,7 +34,8 @@ class NodeMaking:
                 f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
                 " node serves itself (data plane `own`)",
             )
-        kind = self._maker.kind_of(order.request, order.slot)
+        mounts = injected_mounts() if self._is_injected(order) else ()
+        kind = self._maker.kind_of(order.request, order.slot, mounts)
         sandbox = await self._maker.make(kind)
         try:
             plane = await self._serve(order, sandbox, note_use)
@@ -50,8 +52,15 @@ class NodeMaking:
             is_there = not is_agent_server(request) or await has_program(sandbox, request)
             policy = DataPlane.IMAGE if is_there else DataPlane.OWN
         if policy is DataPlane.OWN:
-            return OwnPlane(sandbox, order, note_use)
-        raise SandboxFailed(FailureKind.IMAGE_ERROR, f"{request.command[0]} is not in the image")
+            cwd = await find_working_dir(sandbox, request)
+            return OwnPlane(sandbox, order, cwd, note_use)
+        argv, env = list(request.command), dict[str, str]()
+        if self._is_injected(order):
+            argv, env = injected_argv(request, sandbox.find_mount)
+        return await ServerPlane.start(sandbox, order, argv, env)
+
+    def _is_injected(self, order: NodeOrder) -> bool:
+        return self._policy is DataPlane.INJECT and is_agent_server(order.request)
 
     def metrics(self) -> dict[str, float]:
         """Return what has been counted."""

@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,7 @@ class BubblewrapPlace:
 
     scratch = "/tmp"
     has_own_disk = True
+    moved_mounts: Mapping[str, str] = {}
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits

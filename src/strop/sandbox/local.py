@@ -61,6 +61,8 @@ class LocalSandbox:
         self._isolation = isolation
         self._scratch = str(header["scratch"])
         self._supervisor_pid = int(header["pid"])
+        self._mounts = {os.path.realpath(one.host_path): one.inside_path for one in spec.mounts}
+        self._mounts.update(header["moved_mounts"])
         self._python_argv = python_argv
 
     @property
@@ -72,6 +74,10 @@ class LocalSandbox:
     def scratch(self) -> str:
         """The private directory as a program sees it."""
         return self._scratch
+
+    def find_mount(self, host_path: str) -> str:
+        """Return where a mounted path is inside. Raises: LookupError if it was not mounted."""
+        return self._mounts[os.path.realpath(host_path)]
 
     @property
     def is_lost(self) -> bool:
@@ -314,7 +320,7 @@ async def _start(
         "limits": asdict(spec.limits),
         "min_level": int(spec.min_level),
         "network": spec.network,
-        "binds": _binds(spec) if program else [],
+        "binds": _binds(spec, has_python=bool(program)),
         "program": program,
         "image": spec.image or "",
         "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
@@ -365,10 +371,12 @@ def refuse_mounts(spec: SandboxSpec) -> None:
 
     Raises: SandboxRefused with kind mounts.
     """
-    if spec.mounts:
+    moved = [one for one in spec.mounts if not one.read_only or one.inside_path != one.host_path]
+    if moved:
         raise SandboxRefused(
-            f"backend process was asked for {len(spec.mounts)} mounts",
-            allowed="none: a program sees the host's files where they are",
+            f"backend process was asked to mount {moved[0].host_path!r} at {moved[0].inside_path!r}"
+            + (", to write to it" if not moved[0].read_only else ""),
+            allowed="files that a program reads where they are, or where `find_mount` says",
             next_step="use backend bubblewrap, or write the files into the sandbox",
             kind="mounts",
         )
@@ -390,10 +398,10 @@ def find_program(name: str, package: str) -> str:
     return path
 
 
-def _binds(spec: SandboxSpec) -> list[tuple[str, str, bool]]:
-    """Return host path, path inside and read-only of all mounts, this Python's own among them."""
+def _binds(spec: SandboxSpec, *, has_python: bool) -> list[tuple[str, str, bool]]:
+    """Return host path, path inside and read-only of all mounts, with `has_python` this Python's own too."""
     prefix = os.path.realpath(sys.base_prefix)
     is_there = prefix == "/usr" or prefix.startswith("/usr/")
-    python = [] if is_there else [(prefix, prefix, True)]
+    python = [] if is_there or not has_python else [(prefix, prefix, True)]
     mounts = [(os.path.realpath(one.host_path), one.inside_path, one.read_only) for one in spec.mounts]
     return python + mounts

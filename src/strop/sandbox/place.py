@@ -87,6 +87,11 @@ class Place(Protocol):
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 
+    @property
+    def moved_mounts(self) -> Mapping[str, str]:
+        """Mounted host paths that are found elsewhere than the order says, and where."""
+        ...
+
     def enter(self) -> None:
         """Move this process into the place. Raises: OSError."""
         ...

@@ -60,6 +60,7 @@ class PodmanPlace:
 
     scratch = "/tmp"
     has_own_disk = True
+    moved_mounts: Mapping[str, str] = {}
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:

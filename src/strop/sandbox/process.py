@@ -33,6 +33,7 @@ class ProcessPlace:
         self._namespaces = ground.namespaces
         self._kernel = ground.kernel
         self.scratch = str(Path(ground.runtime_dir, str(os.getpid())))
+        self.moved_mounts = {host: ground.staged[host] for host, _, _ in order.binds if host in ground.staged}
         self._has_mount = False
         os.mkdir(self.scratch, 0o700)
         if ground.can_mount:

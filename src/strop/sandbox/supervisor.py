@@ -111,7 +111,8 @@ class Supervisor:
         if isolation.level < min_level:
             self.refuse("level", f"{isolation.level.word} was reached: {isolation}")
             return
-        self.send({"ready": as_record(isolation), "scratch": self.place.scratch, "pid": os.getpid()})
+        header = {"ready": as_record(isolation), "scratch": self.place.scratch, "pid": os.getpid()}
+        self.send({**header, "moved_mounts": dict(self.place.moved_mounts)})
 
     def refuse(self, kind: str, why: str) -> None:
         """Report why there is no sandbox, and end."""

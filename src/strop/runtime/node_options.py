@@ -1,0 +1,129 @@
+"""A node agent as a process: its options, the backends that work here, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import ConfigError, SandboxRefused, given_of
+from strop.runtime.making import MakeSettings
+from strop.runtime.node import Node, NodeSettings
+from strop.runtime.planes import DataPlane
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+from strop.sandbox.choose import BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeOptions:
+    """As they are typed."""
+
+    controller: str
+    key_file: Path
+    host: str = "127.0.0.1"
+    backends: tuple[str, ...] = ()
+    """Empty: all that can make a sandbox here."""
+    data_plane: str = "auto"
+    network: str = "none"
+    warm: tuple[str, ...] = ()
+
+
+async def serve_node(options: NodeOptions, *, say: Callable[[str], None]) -> None:
+    """Run a node agent until SIGTERM or SIGINT, or until its controller is gone.
+
+    Raises: ConfigError for options that cannot be; SandboxRefused if no backend works here; CheckRefused if
+        the address cannot be listened on.
+    """
+    settings = await _understand(options, say)
+    node = Node(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.end)
+    say(f"node {node.node_id} makes sandboxes by {', '.join(settings.make.backends)}")
+    await node.run()
+
+
+async def _understand(options: NodeOptions, say: Callable[[str], None]) -> NodeSettings:
+    if options.data_plane not in list(DataPlane):
+        raise ConfigError(
+            f"data plane {options.data_plane!r}", allowed=", ".join(DataPlane), next_step="name one of them"
+        )
+    if options.network not in ("none", "host"):
+        raise ConfigError(f"network {options.network!r}", allowed="none, host", next_step="name one of them")
+    if not options.controller.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"controller {options.controller!r}",
+            allowed="a URL as the controller says it, such as http://10.0.0.1:8000",
+            next_step="give it with http:// and its port",
+        )
+    make = MakeSettings(
+        backends=await find_backends(options.backends, say),
+        network=options.network,
+        warm=_parse_warm(options.warm),
+    )
+    return NodeSettings(
+        controller=options.controller.rstrip("/"),
+        key=read_key(options.key_file),
+        make=make,
+        data_plane=DataPlane(options.data_plane),
+        host=options.host,
+    )
+
+
+async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the backends that make a sandbox here, those that have images first.
+
+    Each is tried by one real start.
+    Raises: SandboxRefused if a wanted one does not, or none at all; ConfigError for a name that there is not.
+    """
+    found, refusals = [], []
+    for name in wanted or BACKENDS:
+        try:
+            async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
+                found.append(name)
+        except SandboxRefused as refusal:
+            if wanted:
+                raise
+            refusals.append(refusal)
+            say(f"no sandboxes by {name}: {given_of(refusal)}")
+    if not found:
+        raise refusals[0]
+    return tuple(found)
+
+
+def read_key(path: Path) -> str:
+    """Return the newest key of a file: the last word of its last line, which may begin with its owner.
+
+    Raises: ConfigError if it cannot be read, others can read it, or it has none.
+    """
+    try:
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad_key(path, f"cannot be read ({error})") from error
+    if mode & 0o077:
+        raise _bad_key(path, f"has mode {mode:04o}, so others can read it")
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise _bad_key(path, "has no key")
+    return lines[-1][-1]
+
+
+def _bad_key(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"key file {path} {what}",
+        allowed="a file of mode 0600 with a key in its last line",
+        next_step="name the file that the controller has made",
+    )
+
+
+def _parse_warm(words: tuple[str, ...]) -> Mapping[str, int]:
+    warm = {}
+    for word in words:
+        image, _, number = word.rpartition("=")
+        if not image or not number.isdecimal():
+            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
+        warm[image] = int(number)
+    return warm

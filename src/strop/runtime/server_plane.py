@@ -1,0 +1,180 @@
+"""A server inside a sandbox: started with the client's command, reached from outside by its port.
+
+The server is the image's own, or a real agent server that is mounted read-only beside its Python. Each
+connection to the sandbox's address is one that is opened inside, so the sandbox needs no network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from strop.errors import ConfigError, SandboxError, SandboxLost, given_of
+from strop.runtime.contract import INSIDE_PORT, FailureKind, NodeOrder, StartRequest
+from strop.runtime.openhands import OPENHANDS
+from strop.runtime.planes import SandboxFailed, lost_as_failure
+from strop.runtime.ports import CHUNK_BYTES, Serve, Stream
+from strop.sandbox.contract import ExecKind, ExecResult, Job, Mount
+from strop.sandbox.local import LocalSandbox
+
+_LOG_BYTES = 16 << 10
+_SHOWN_LINES = 40
+
+
+class ServerPlane:
+    """A server that runs in a sandbox."""
+
+    num_commands = 0
+    first_command_at: float | None = None
+
+    def __init__(self, sandbox: LocalSandbox, job: Job, port: int) -> None:
+        self._sandbox = sandbox
+        self._port = port
+        self._log = b""
+        self._end = asyncio.create_task(job.wait())
+        # Asked for by whoever waits for the end, or by nobody.
+        self._end.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._reading = asyncio.create_task(self._read_log(job))
+
+    @classmethod
+    async def start(
+        cls, sandbox: LocalSandbox, order: NodeOrder, argv: Sequence[str], env: Mapping[str, str]
+    ) -> ServerPlane:
+        """Start a server, with what its start alone needs in its environment."""
+        port = INSIDE_PORT
+        if sandbox.isolation.network == "host":
+            # It shares the node's ports with all others.
+            port = _find_free_port()
+            argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
+        full = {**server_environment(order, sandbox.scratch), **env}
+        cwd = await find_working_dir(sandbox, order.request)
+        return cls(sandbox, await sandbox.start(argv, env=full, cwd=cwd), port)
+
+    async def dial(self) -> Stream | Serve:
+        """Connect to the server's port, inside."""
+        try:
+            connection = await self._sandbox.connect(self._port)
+        except SandboxError as error:
+            raise ConnectionError(given_of(error)) from error
+        connection.setblocking(False)
+        return await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
+
+    async def wait_ended(self) -> SandboxFailed:
+        """Return when the server has ended, or the sandbox is lost."""
+        try:
+            result = await asyncio.shield(self._end)
+        except SandboxLost as lost:
+            return lost_as_failure(lost.kind)
+        with suppress(SandboxLost):
+            await self._reading
+        return _as_failure(result, self.log_tail())
+
+    def log_tail(self) -> str:
+        """Return its last lines, both streams as they came."""
+        lines = self._log.decode(errors="replace").splitlines()
+        return "\n".join(lines[-_SHOWN_LINES:])
+
+    async def close(self) -> None:
+        """Stop reading; the sandbox ends the server."""
+        tasks = (self._end, self._reading)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_log(self, job: Job) -> None:
+        with suppress(SandboxLost):
+            while (output := await job.read()) is not None:
+                self._log = (self._log + output.stdout + output.stderr)[-_LOG_BYTES:]
+
+
+def server_environment(order: NodeOrder, scratch: str) -> dict[str, str]:
+    """Return what a server is started with: what the caller gave, and above it what the service decides."""
+    place = f"{scratch}/.agent-server"
+    return {
+        "OH_ENABLE_VSCODE": "false",
+        "OH_PRELOAD_TOOLS": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        **order.request.environment,
+        "OH_BASH_EVENTS_DIR": f"{place}/bash_events",
+        "OH_CONVERSATIONS_PATH": f"{place}/conversations",
+        # A socket's path has 107 bytes at most.
+        "TMUX_TMPDIR": "/tmp",
+        "OH_SESSION_API_KEYS_0": order.session_api_key,
+        "SESSION_API_KEY": order.session_api_key,
+        # Else the session key would encrypt what is stored.
+        "OH_SECRET_KEY": secrets.token_urlsafe(32),
+    }
+
+
+async def find_working_dir(sandbox: LocalSandbox, request: StartRequest) -> str:
+    """Return where a server or a command starts: where the client says, else the root."""
+    wanted = request.working_dir
+    if wanted == "/":
+        return wanted
+    made = await sandbox.exec(["mkdir", "-p", wanted], wall_limit_s=30.0)
+    return wanted if made.exit_code == 0 else "/"
+
+
+def injected_mounts() -> tuple[Mount, ...]:
+    """Return the real agent server and its Python, as they are mounted into a sandbox.
+
+    Raises: ConfigError if its environment has not been made.
+    """
+    if not OPENHANDS.is_ready():
+        raise ConfigError(
+            f"data plane `inject`, and {OPENHANDS.path} is not complete",
+            allowed="a node on which OpenHands' environment has been made",
+            next_step="run `make openhands-deps` on the node, or choose data plane `own`",
+        )
+    return tuple(
+        Mount(host_path=path, inside_path=path)
+        for path in (str(OPENHANDS.path), str(_base_of(OPENHANDS.python)))
+    )
+
+
+def injected_argv(request: StartRequest, where: Callable[[str], str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the injected server, with the client's arguments, and what its start needs.
+
+    `where` says where a mounted path is inside. The Python is started from its own place, and told where its
+    libraries and packages are, because the links of a virtual environment and what is written into programs
+    lead to paths that may be elsewhere inside.
+    """
+    base = _base_of(OPENHANDS.python)
+    real = OPENHANDS.python.resolve()
+    python = f"{where(str(base))}/{real.relative_to(base)}"
+    folder = next(OPENHANDS.path.glob("lib/python*/site-packages")).relative_to(OPENHANDS.path)
+    packages = f"{where(str(OPENHANDS.path))}/{folder}"
+    words = list(request.command)
+    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    code = (
+        f"import os, site; del os.environ['LD_LIBRARY_PATH']; site.addsitedir({packages!r});"
+        " from openhands.agent_server.__main__ import main; main()"
+    )
+    return [python, "-B", "-c", code, *words[first:]], {"LD_LIBRARY_PATH": f"{where(str(base))}/lib"}
+
+
+def _base_of(python: Path) -> Path:
+    """Return the installation that a virtual environment's interpreter is of."""
+    return python.resolve().parent.parent
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _as_failure(result: ExecResult, log_tail: str) -> SandboxFailed:
+    if result.kind is ExecKind.OOM:
+        kind, cause = FailureKind.TASK_OOM, "its server was killed for memory"
+    elif result.kind is ExecKind.NOT_STARTED:
+        kind = FailureKind.IMAGE_ERROR
+        cause = f"its command cannot be started: {result.stderr.decode(errors='replace').strip()}"
+    else:
+        how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
+        kind, cause = FailureKind.AGENT_ERROR, f"its server ended with {how} ({result.kind.value})"
+    return SandboxFailed(kind, cause, exit_code=result.exit_code, log_tail=log_tail)
