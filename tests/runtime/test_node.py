@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -43,6 +44,35 @@ def test_a_sandbox_is_started_used_and_stopped(backend: str) -> None:
         assert told.timeline["first_command"] >= told.timeline["ready"]
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+
+    on_node(work, (backend,))
+
+
+@on_quick_backends
+def test_a_paused_sandbox_stands_still_behind_its_address(backend: str) -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        async with workspace_at(url) as workspace:
+            body = {"command": "while :; do date +%s%N; sleep 0.01; done > ~/beats", "timeout": 60}
+            await workspace.client.post("/api/bash/start_bash_command", json=body)
+            assert (await workspace.run("sleep 0.2"))[0] == 0
+            for _ in range(2):
+                paused = await orders.ask("POST", "/sandboxes/r1/pause")
+                assert (paused.status_code, paused.json()["state"]) == (200, "paused")
+            answer = await workspace.client.get("/health")
+            assert (answer.status_code, answer.json()) == (503, {"detail": "the sandbox is paused"})
+            await asyncio.sleep(0.5)
+            for _ in range(2):
+                resumed = await orders.ask("POST", "/sandboxes/r1/resume")
+                assert (resumed.status_code, resumed.json()["state"]) == (200, "ready")
+            assert resumed.json()["url"] == url
+            await asyncio.sleep(0.1)
+            beats = [int(word) for word in (await workspace.run("cat ~/beats"))[1].split()]
+            assert max(after - before for before, after in itertools.pairwise(beats)) > 0.4e9
+        await orders.ask("POST", "/sandboxes/r1/pause")
+        assert (await orders.ask("DELETE", "/sandboxes/r1")).json()["state"] == "stopped"
+        assert (await orders.ask("POST", "/sandboxes/r1/resume")).status_code in (404, 409)
 
     on_node(work, (backend,))
 

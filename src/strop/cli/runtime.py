@@ -76,8 +76,8 @@ def prove_conformance(
         typer.Option(
             "--with",
             metavar="NAME=VALUE",
-            help="What single cases need: slow_image (7), no_agent_image (10), oom_image (11), restart, a shell"
-            " command that kills and restarts the service (16), base_image (22).",
+            help="What single cases need: slow_image (7), no_agent_image (10), oom_image (11), restart, a"
+            " shell command that kills and restarts the service (16), base_image (22).",
         ),
     ] = None,
     json: Json = False,
@@ -89,9 +89,8 @@ def prove_conformance(
     from strop.runtime.node_options import read_key
 
     output: Output = context.obj
-    options = ConformanceOptions(
-        image=image, extra=parse_extra(given or ()), many=many, cases=tuple(case or CASES)
-    )
+    extra = parse_extra(given or ())
+    options = ConformanceOptions(image=image, extra=extra, many=many, cases=tuple(case or CASES))
     results = []
     for result in run_conformance(url, read_key(key_file) if key_file else "", options, say=output.say):
         results.append(result)

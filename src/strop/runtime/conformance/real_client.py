@@ -58,12 +58,17 @@ class Watch:
         self.failing: set[str] = set()
         self._lock = threading.Lock()
 
-    def note(self, name: str, status: int, seconds: float, content: bytes = b"") -> None:
-        """Note a call that has been answered; status 0 if it was not."""
-        with self._lock:
-            self.calls.append((*_words_of(name), status, seconds))
-            with contextlib.suppress(ValueError):
-                found = json.loads(content or b"null")
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[dict[str, Any]]:
+        """Note a call when it has been answered; status 0 if it was not."""
+        told: dict[str, Any] = {"status": 0, "content": b""}
+        began = time.monotonic()
+        try:
+            yield told
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self.calls.append((*_words_of(name), told["status"], time.monotonic() - began))
+                found = json.loads(told["content"] or b"null")
                 if isinstance(found, dict) and "runtime_id" in found:
                     self.records.append(found)
 
@@ -78,10 +83,8 @@ class Watch:
 
 def _words_of(name: str) -> tuple[str, str]:
     method, path = name.split(" ", 1)
-    for known in ("/sessions", "/api/bash", "/api/file", "/api/git"):
-        if path.startswith(known):
-            path = known
-    return method, path
+    known = ("/sessions", "/api/bash", "/api/file", "/api/git")
+    return method, next((one for one in known if path.startswith(one)), path)
 
 
 _watches = [Watch()]
@@ -90,30 +93,20 @@ _urlopen = client_module.urlopen
 
 
 def _watched_send(self: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
-    name = f"{request.method} {request.url.path}"
-    watch = _watches[-1]
+    name, watch = f"{request.method} {request.url.path}", _watches[-1]
     if name in watch.failing:
         return httpx.Response(500, json={"detail": "a fault that was put here"}, request=request)
-    began = time.monotonic()
-    try:
+    with watch.timing(name) as told:
         answer = _send(self, request, **options)
-    except httpx.HTTPError:
-        watch.note(name, 0, time.monotonic() - began)
-        raise
-    content = answer.content if str(request.url).startswith(_URL) else b""
-    watch.note(name, answer.status_code, time.monotonic() - began, content)
+        told["status"] = answer.status_code
+        told["content"] = answer.content if str(request.url).startswith(_URL) else b""
     return answer
 
 
 def _watched_urlopen(url: str, **options: Any) -> Any:
-    began = time.monotonic()
-    path = "/" + url.split("/", 3)[-1]
-    try:
+    with _watches[-1].timing("GET /" + url.split("/", 3)[-1]) as told:
         answer = _urlopen(url, **options)
-    except OSError:
-        _watches[-1].note(f"GET {path}", 0, time.monotonic() - began)
-        raise
-    _watches[-1].note(f"GET {path}", answer.status, time.monotonic() - began)
+        told["status"] = answer.status
     return answer
 
 
@@ -164,16 +157,20 @@ def ask(method: str, path: str, body: Any = None) -> httpx.Response:
 
 def require_gone(url: str) -> None:
     """Wait until nobody listens at a stopped sandbox's address."""
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        try:
-            httpx.get(f"{url}/health", timeout=2.0)
-        except httpx.ConnectError:
-            return
-        except httpx.HTTPError:
-            continue
+    for _ in range(100):
+        with contextlib.suppress(httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError):
+            try:
+                httpx.get(f"{url}/health", timeout=2.0)
+            except httpx.ConnectError:
+                return
         time.sleep(0.05)
     raise AssertionError(f"{url} still answers after the stop")
+
+
+def check_up(client: APIRemoteWorkspace) -> None:
+    """Run a command."""
+    result = client.execute_command("echo up", timeout=60.0)
+    check(result.stdout == "up\n", f"no command works: {result}")
 
 
 def facts_of(client: APIRemoteWorkspace) -> tuple[str | None, str | None, str | None]:
@@ -276,9 +273,9 @@ def _resume_fails() -> None:
     with watching(failing=("POST /resume",)) as watch:
         client = build(session_id=session)
     check("POST /start" in watch.names(), f"asked for {watch.names()}")
-    check(client.execute_command("echo up", timeout=10.0).stdout == "up\n", "it does not work")
-    listed = [one for one in ask("GET", "/list").json()["runtimes"] if one["session_id"] == session]
-    check(len(listed) == 1, f"{len(listed)} sandboxes of one session")
+    check_up(client)
+    listed = [one["session_id"] for one in ask("GET", "/list").json()["runtimes"]]
+    check(listed.count(session) == 1, f"{listed.count(session)} sandboxes of one session")
     client.cleanup()
 
 
@@ -286,23 +283,17 @@ def _double_start() -> None:
     session = f"conformance-{uuid.uuid4().hex[:12]}"
     clients = in_threads([lambda: build(session_id=session)] * 2)
     check(facts_of(clients[0]) == facts_of(clients[1]), "two sandboxes of one session")
-    for client in clients:
-        check(client.execute_command("echo up", timeout=10.0).stdout == "up\n", "one does not work")
-    for client in clients:
-        client.cleanup()
+    for work in (check_up, APIRemoteWorkspace.cleanup):
+        for client in clients:
+            work(client)
 
 
 def _slow_start() -> None:
-    image = given("slow_image")
     with watching() as watch:
-        build(server_image=image, image_pull_policy="IfNotPresent").cleanup()
-    seen: list[str] = []
-    for record in watch.records:
-        if seen[-1:] != [record["pod_status"]]:
-            seen.append(record["pod_status"])
-    order = [word for word in ("pending", "running", "ready") if word in seen]
-    check([word for word in seen if word != "not found"] == order, f"states in the order {seen}")
-    check(order[0] == "pending" and order[-1] == "ready", f"states {seen}")
+        build(server_image=given("slow_image"), image_pull_policy="IfNotPresent").cleanup()
+    words = [record["pod_status"] for record in watch.records]
+    seen = [word for word, _ in itertools.groupby(words) if word != "not found"]
+    check(seen in (["pending", "running", "ready"], ["pending", "ready"]), f"states in the order {seen}")
     check(all(call[2] < 500 for call in watch.calls), "a status of 500 or more")
 
 
@@ -318,40 +309,32 @@ def _fast_start_is_cheap() -> None:
 
 def _missing_image() -> None:
     image = _ORDER["missing_image"]
-    session = f"conformance-{uuid.uuid4().hex[:12]}"
-    try:
-        build(session_id=session, server_image=image, image_pull_policy="Never")
-    except ValidationError as error:
-        check(image in str(error), f"the error does not name the image: {str(error)[:300]}")
-    else:
-        raise AssertionError("an image that there is not was started")
-    record = ask("GET", f"/sessions/{session}").json()
-    check(record.get("failure_kind", "image_error") == "image_error", f"kind {record.get('failure_kind')}")
+    said = _error_of("image_error", server_image=image, image_pull_policy="Never")
+    check(image in said, f"the error does not name the image: {said}")
 
 
 def _no_agent_server() -> None:
-    image = given("no_agent_image")
     began = time.monotonic()
-    try:
-        build(server_image=image)
-    except ValidationError as error:
-        check("Pod logs" in str(error), f"no log lines: {str(error)[:300]}")
-    else:
-        raise AssertionError("it started")
+    said = _error_of("image_error", server_image=given("no_agent_image"))
+    check("Pod logs" in said, f"no log lines: {said}")
     check(time.monotonic() - began < 10.0, f"it took {time.monotonic() - began:.1f} s")
 
 
 def _out_of_memory() -> None:
-    image = given("oom_image")
+    said = _error_of("task_oom", server_image=given("oom_image"))
+    check("possibly OOM" in said, f"the error is {said}")
+
+
+def _error_of(kind: str, **changes: Any) -> str:
+    """Return what a client says whose sandbox must fail, and see that the server says the kind."""
     session = f"conformance-{uuid.uuid4().hex[:12]}"
     try:
-        build(session_id=session, server_image=image)
+        build(session_id=session, **changes)
     except ValidationError as error:
-        check("possibly OOM" in str(error), f"the error is {str(error)[:300]}")
-    else:
-        raise AssertionError("it started")
-    record = ask("GET", f"/sessions/{session}").json()
-    check(record.get("failure_kind", "task_oom") == "task_oom", f"kind {record.get('failure_kind')}")
+        record = ask("GET", f"/sessions/{session}").json()
+        check(record.get("failure_kind", kind) == kind, f"kind {record.get('failure_kind')}")
+        return str(error)[:500]
+    raise AssertionError("it started")
 
 
 def _wrong_key() -> None:
@@ -405,12 +388,12 @@ def _time_outs() -> None:
     pattern = f"sleep {word[:2]}[{word[2]}]{word[3:]}"
     survivors = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c '{pattern}'"
     with build() as client:
-        for text, is_late in ((f"sleep {word}", True), (f"setsid sleep {word} & sleep {word}", True)):
+        for text in (f"sleep {word}", f"setsid sleep {word} & sleep {word}"):
             began = time.monotonic()
             result = client.execute_command(text, timeout=1.0)
             took_s = time.monotonic() - began
             check(took_s < 3.0, f"{text!r} took {took_s:.1f} s")
-            check(result.timeout_occurred is is_late, f"{text!r}: {result}")
+            check(result.timeout_occurred, f"{text!r}: {result}")
         time.sleep(1.0)
         left = client.execute_command(survivors, timeout=10.0).stdout.strip()
         check(left == "0", f"{left} processes survived their time-out")
@@ -433,7 +416,7 @@ def _service_restarts() -> None:
                 check(time.monotonic() < deadline, "no answer 5 s after the restart")
                 time.sleep(0.1)
         check(answer.json().get("runtime_id") == facts_of(client)[0], f"it forgot: {answer.text[:200]}")
-        check(client.execute_command("echo up", timeout=10.0).stdout == "up\n", "no command works")
+        check_up(client)
         url = client.host
         with watching() as watch:
             client.cleanup()
@@ -442,16 +425,15 @@ def _service_restarts() -> None:
 
 
 def _many_at_once() -> None:
-    def one() -> str:
+    def one() -> None:
         client = build(startup_wait_timeout=300.0)
         try:
-            return str(client.execute_command("echo up", timeout=60.0).stdout)
+            check_up(client)
         finally:
             client.cleanup()
 
     with watching() as watch:
-        said = in_threads([one] * int(_ORDER["many"]))
-    check(said == ["up\n"] * len(said), f"{said.count('up' + chr(10))} of {len(said)} worked")
+        in_threads([one] * int(_ORDER["many"]))
     bad = [call for call in watch.calls if call[2] >= 429]
     check(not bad, f"statuses of 429 or more: {bad[:3]}")
 
@@ -491,26 +473,12 @@ def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-_CASES = {
-    1: _fresh_start,
-    2: _command_results,
-    3: _attach_to_running,
-    4: _attach_to_paused,
-    5: _resume_fails,
-    6: _double_start,
-    7: _slow_start,
-    8: _fast_start_is_cheap,
-    9: _missing_image,
-    10: _no_agent_server,
-    11: _out_of_memory,
-    12: _wrong_key,
-    13: _wrong_session_key,
-    14: _pause_and_resume,
-    15: _time_outs,
-    16: _service_restarts,
-    17: _many_at_once,
-    18: _stop_twice,
-}
+_CASES = (
+    *(_fresh_start, _command_results, _attach_to_running, _attach_to_paused, _resume_fails, _double_start),
+    *(_slow_start, _fast_start_is_cheap, _missing_image, _no_agent_server, _out_of_memory, _wrong_key),
+    *(_wrong_session_key, _pause_and_resume, _time_outs, _service_restarts, _many_at_once, _stop_twice),
+)
+"""Case 1 first."""
 
 
 def main() -> None:
@@ -519,7 +487,7 @@ def main() -> None:
         began = time.monotonic()
         status, detail = "passed", ""
         try:
-            _CASES[number]()
+            _CASES[number - 1]()
         except NotRun as reason:
             status, detail = "not run", str(reason)
         except _FAILURES as error:
