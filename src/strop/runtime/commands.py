@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from strop.errors import SandboxLost
-from strop.sandbox.contract import MIB, ExecKind, ExecResult, Job, Sandbox
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, Sandbox
+from strop.sandbox.following import Job
 
 EVENT_CHARACTERS = MIB
 """Most text of one event, as the agent server splits it."""

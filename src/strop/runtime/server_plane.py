@@ -18,7 +18,8 @@ from strop.runtime.contract import INSIDE_PORT, FailureKind, NodeOrder, StartReq
 from strop.runtime.openhands import OPENHANDS
 from strop.runtime.planes import SandboxFailed, lost_as_failure
 from strop.runtime.ports import CHUNK_BYTES, Serve, Stream
-from strop.sandbox.contract import ExecKind, ExecResult, Job, Mount
+from strop.sandbox.contract import ExecKind, ExecResult, Mount
+from strop.sandbox.following import Job
 from strop.sandbox.local import LocalSandbox
 
 _LOG_BYTES = 16 << 10
