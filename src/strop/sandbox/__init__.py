@@ -20,6 +20,7 @@ from strop.sandbox.contract import (
     SandboxBackend,
     SandboxSpec,
     SandboxStats,
+    Snapshot,
 )
 from strop.sandbox.following import Job, JobOutput, Shell, ShellResult
 
@@ -40,6 +41,7 @@ __all__ = [
     "SandboxStats",
     "Shell",
     "ShellResult",
+    "Snapshot",
     "choose_backend",
     "make_backend",
 ]

@@ -19,7 +19,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.layers import layer_files, unpack_inside
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
@@ -51,10 +52,11 @@ class BubblewrapPlace:
     scratch = "/tmp"
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
+    has_overlay = False
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
-        self._uid = uid
+        self.host_uid = uid
         self._network = order.network
         self._namespaces = ground.namespaces
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
@@ -65,6 +67,9 @@ class BubblewrapPlace:
         if not self.has_own_pids:
             enter_namespaces(self.holder, CLONE_NEWPID)
         self.changes = f"/proc/{self._holder_pid}/root{self.scratch}"
+        self.layers: Sequence[str] = order.layers
+        if order.layers:
+            unpack_inside(self, layer_files(order.layers[0]))
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self._kernel = ground.kernel
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])
@@ -100,7 +105,7 @@ class BubblewrapPlace:
         ends = (cat_in_r, cat_out_w, error_w, info_w)
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
         # Inside a user namespace the host's root could still read every file.
-        with acting_as(self._uid):
+        with acting_as(self.host_uid):
             # Not a fork, which copies the page tables of an interpreter for a program that needs none.
             bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)
         self._bwrap = os.pidfd_open(bwrap_pid)
@@ -141,13 +146,13 @@ class BubblewrapPlace:
         """Return what was reached, by comparison of namespaces with this process's own."""
         own = own_namespaces(facts, self._namespaces)
         root_is = _root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
-        is_separate = is_contained(facts, own, own, uid=self._uid, network=self._network)
+        is_separate = is_contained(facts, own, own, uid=self.host_uid, network=self._network)
         return Isolation(
             level=IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE,
             backend="bubblewrap",
             **inside_fields(facts, own),
             host_root_maps_to=root_is,
-            host_uid=self._uid,
+            host_uid=self.host_uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),

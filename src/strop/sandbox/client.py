@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from strop.errors import CorruptRecord, SandboxError, SandboxLost
@@ -76,6 +77,10 @@ class Client:
     def forget(self, number: int) -> None:
         """Wait no more for an answer; what comes with it is closed."""
         self._waiting.pop(number, None)
+
+    def when_ended(self, act: Callable[[], None]) -> None:
+        """Do something once the supervisor has ended, or now."""
+        self._ended.add_done_callback(lambda _: act())
 
     async def wait_lost(self) -> str:
         """Return why it answers nothing any more, once it does not."""

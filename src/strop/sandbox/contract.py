@@ -138,6 +138,8 @@ class SandboxSpec:
     directory tree. None: this host's /usr. A backend that has no images refuses one."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written before the first command, by path; a relative one starts in the private directory."""
+    snapshot: Snapshot | None = None
+    """What it begins with, instead of an empty private directory. Of the same backend and image."""
     network: str = "none"
     """'none', or 'host' where a backend has it. A backend that cannot do without says so in its record."""
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
@@ -231,6 +233,33 @@ class SandboxStats:
     """Of the newest commands' durations; None before the first."""
     exec_p99_s: float | None
     is_paused: bool
+
+
+class Snapshot(Protocol):
+    """What programs of a sandbox had written at one moment, to begin others with: files, not processes.
+
+    It is the private directory; of a container everything below its root, without /dev/shm. It lasts until
+    it is closed, by `close` or by leaving its `async with` block, and no sandbox that began with it lives.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the disk that it takes by itself."""
+        ...
+
+    async def close(self) -> None:
+        """Start no more sandboxes with it. May be called twice."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
 
 
 class Sandbox(Protocol):
@@ -345,6 +374,14 @@ class Sandbox(Protocol):
 
     async def resume(self) -> None:
         """Let its programs go on. No-op if it is not paused. Raises: SandboxLost."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Keep what its programs have written so far, for `SandboxSpec.snapshot`. They stand still meanwhile.
+
+        Raises: SandboxError with kind no_space, busy (as `pause`), too_deep (a snapshot of a snapshot, and
+        so on, 16 times) or io; SandboxLost.
+        """
         ...
 
     async def stats(self) -> SandboxStats:

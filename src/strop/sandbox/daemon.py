@@ -11,6 +11,7 @@ ends all sandboxes, kills what is left below it, and goes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import itertools
@@ -36,6 +37,7 @@ from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.freezer import clear_freezers
 from strop.sandbox.inside import read_namespaces
+from strop.sandbox.layers import PREFIX, layer_files, remove_layer, remove_unfinished
 from strop.sandbox.linux import (
     become_subreaper,
     bind,
@@ -118,6 +120,9 @@ class _Daemon:
         text, descriptors, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
         if not text:
             return False
+        if not descriptors:
+            remove_layer(self._own_layer(text.decode()), can_mount=self._ground.can_mount)
+            return True
         with socket.socket(fileno=descriptors[0]) as connection:
             connection.set_inheritable(False)
             values = json.loads(text)
@@ -139,6 +144,10 @@ class _Daemon:
             self._supervisors.add(pid)
         return True
 
+    def _own_layer(self, name: str) -> str:
+        """Return where a layer of this daemon's is, by its path as the client was told it."""
+        return f"{self._ground.runtime_dir}/{PREFIX}{Path(name).name.removeprefix(PREFIX)}"
+
     def _load(self, number: int, source: str | None) -> LoadedPython:
         """Load what sandboxes run in a fork of this interpreter; each source once."""
         if source is not None:
@@ -150,6 +159,12 @@ class _Daemon:
 
     def _find_image(self, order: Order, connection: socket.socket) -> bool:
         """Note where an order's image is on this host; if it is not, refuse and return False."""
+        try:
+            for layer in order.layers:
+                layer_files(layer)
+        except OSError as error:
+            _refuse(connection, "snapshot", f"the snapshot is gone: {error}")
+            return False
         if order.backend != "podman":
             return True
         self._engine = order
@@ -209,6 +224,7 @@ class _Daemon:
             time.sleep(0.001)
         Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
         remove_freezers()
+        remove_unfinished(self._ground.runtime_dir, pid, can_mount=self._ground.can_mount)
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
         if self._engine is not None:
             name = container_name(self._ground.runtime_dir, pid)
@@ -235,6 +251,8 @@ class _Daemon:
             with suppress(OSError):
                 words = ["image", "unmount", *self._images]
                 run_podman(self._engine.program, words, self._engine.engine_env)
+        for path in Path(self._ground.runtime_dir).glob(f"{PREFIX}*"):
+            remove_layer(str(path), can_mount=self._ground.can_mount)
         if self._ground.can_mount:
             with suppress(OSError):
                 detach_mount(self._ground.runtime_dir)
@@ -252,9 +270,14 @@ def _become_supervisor(
         os.setsid()
         become_subreaper()
         uid, is_private_uid = sandbox_uid(os.getpid())
+        if order.backend == "podman" and order.snapshot_uid is not None:
+            # The snapshot's files are its programs' own, without a copy.
+            uid, is_private_uid = order.snapshot_uid, False
         place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
         if place is not None:
-            Supervisor(place, python, Channel(connection), daemon_end).serve(IsolationLevel(order.min_level))
+            Supervisor(place, python, ground, Channel(connection), daemon_end).serve(
+                IsolationLevel(order.min_level)
+            )
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:
@@ -270,7 +293,8 @@ def _make_place(
     try:
         return _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
     except OSError as error:
-        _refuse(connection, order.backend, str(error))
+        is_full = error.errno == errno.ENOSPC
+        _refuse(connection, "no_space" if is_full else order.backend, str(error))
         signal_descendants(os.getpid(), signal.SIGKILL)
         return None
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ class DaemonHandle:
                     next_step="look at its limits, then try again",
                     kind="host",
                 ) from error
+
+    def drop_layer(self, path: str) -> None:
+        """Remove a layer that nobody uses any more; with a daemon that is gone it is gone too."""
+        with self._lock:
+            if self._control is not None:
+                with suppress(OSError):
+                    self._control.send(path.encode())
 
     def _send(self, order: dict[str, Any], source: str) -> socket.socket:
         number = self._sources.get(source, len(self._sources))

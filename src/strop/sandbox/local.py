@@ -14,7 +14,7 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
@@ -37,6 +37,7 @@ from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.inside import EXIT_KINDS
 from strop.sandbox.local_job import LocalJob, as_result
 from strop.sandbox.local_shell import LocalShell, open_shell
+from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
@@ -58,6 +59,9 @@ class LocalSandbox:
     ) -> None:
         self._client = client
         self._env = dict(spec.env)
+        self._image = spec.image
+        began_with = spec.snapshot
+        self._began_with = began_with.layers if isinstance(began_with, LocalSnapshot) else ()
         self._isolation = isolation
         self._scratch = str(header["scratch"])
         self._supervisor_pid = int(header["pid"])
@@ -83,6 +87,10 @@ class LocalSandbox:
     def is_lost(self) -> bool:
         """Whether it answers nothing any more."""
         return bool(self._client.lost_kind)
+
+    def when_ended(self, act: Callable[[], None]) -> None:
+        """Do something once nothing is left of it."""
+        self._client.when_ended(act)
 
     async def wait_lost(self) -> str:
         """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
@@ -211,6 +219,31 @@ class LocalSandbox:
         """Let them go on; see `Sandbox.resume`."""
         await self._client.ask({"op": "resume"})
 
+    async def snapshot(self) -> LocalSnapshot:
+        """Keep what its programs have written; see `Sandbox.snapshot`."""
+        _, answer = self._client.begin({"op": "snapshot"})
+        try:
+            header, _ = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(self._drop_snapshot)
+            raise
+        return self._make_snapshot(header)
+
+    def _make_snapshot(self, header: dict[str, Any]) -> LocalSnapshot:
+        new, *old = header["layers"]
+        known = {layer.path: layer for layer in self._began_with}
+        return LocalSnapshot(
+            backend=self._isolation.backend,
+            image=self._image,
+            layers=(Layer(new), *(known[path] for path in old)),
+            uid=header["uid"],
+            num_bytes=header["num_bytes"],
+        )
+
+    def _drop_snapshot(self, answer: asyncio.Future[Answer]) -> None:
+        if not answer.cancelled() and not answer.exception():
+            self._make_snapshot(answer.result()[0]).drop()
+
     async def stats(self) -> SandboxStats:
         """Return what it uses; see `Sandbox.stats`."""
         header, _ = await self._client.ask({"op": "stats"})
@@ -289,13 +322,20 @@ class LocalBackend:
         if self.name == "process":
             refuse_mounts(spec)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
+        snapshot = require_snapshot(spec, self.name)
         key = (self.name, spec.image)
         if key not in _pythons:
             # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
             plain = SandboxSpec(min_level=IsolationLevel.NONE, image=spec.image)
             async with await _start(self.name, plain, program, "", ()) as sandbox:
                 _pythons[key] = await sandbox.find_python()
-        made = await _start(self.name, spec, program, main_source, _pythons[key])
+        release = snapshot.hold() if snapshot is not None else lambda: None
+        try:
+            made = await _start(self.name, spec, program, main_source, _pythons[key])
+        except BaseException:
+            release()
+            raise
+        made.when_ended(release)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(made)
             for path, data in spec.files.items():
@@ -315,6 +355,7 @@ _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
 async def _start(
     backend: str, spec: SandboxSpec, program: str, main_source: str, python_argv: tuple[str, ...]
 ) -> LocalSandbox:
+    snapshot = require_snapshot(spec, backend)
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
@@ -323,6 +364,8 @@ async def _start(
         "binds": _binds(spec, has_python=bool(program)),
         "program": program,
         "image": spec.image or "",
+        "layers": [layer.path for layer in snapshot.layers] if snapshot is not None else [],
+        "snapshot_uid": snapshot.uid if snapshot is not None else None,
         "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
     }
     client = Client(daemon_of(os.getpid()).start(order, main_source), backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ class Order:
     """A name in podman's store, or the absolute path of a directory tree; empty: this host's /usr."""
     image_root: str = ""
     """Where the image's tree is on this host; the daemon finds it."""
+    layers: list[str] = field(default_factory=list)
+    """Of the snapshot that it begins with, the newest first."""
+    snapshot_uid: int | None = None
+    """The user that these belong to."""
     network: str = "none"
     python_number: int = 0
     python_source: str | None = None
@@ -84,6 +88,12 @@ class Place(Protocol):
     """Where, for this process, the directory is that holds what programs have written."""
     has_own_disk: bool
     """Whether `changes` is a file system of its own."""
+    has_overlay: bool
+    """Whether `changes` lies over `layers`, and is no whole by itself."""
+    layers: Sequence[str]
+    """What it began with."""
+    host_uid: int
+    """The user that programs are on the host."""
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 

@@ -26,6 +26,7 @@ from typing import Any
 from strop.sandbox.bubblewrap import system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
@@ -61,6 +62,7 @@ class PodmanPlace:
     scratch = "/tmp"
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
+    has_overlay = True
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
@@ -71,10 +73,11 @@ class PodmanPlace:
         self.limits = limits = order.limits
         self._order = order
         self._ground = ground
-        self._uid = uid
+        self.host_uid = uid
         self.user: tuple[int, int] | None = (uid, uid)
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
         self.changes = f"{self._base}/upper"
+        self.layers: Sequence[str] = order.layers
         self._name = container_name(ground.runtime_dir, os.getpid())
         try:
             pid = self._start()
@@ -89,8 +92,9 @@ class PodmanPlace:
         self.cgroup = Cgroup(
             {one.name: one.own_dir for one in found}, max((one.version for one in found), default=0)
         )
-        # Process 1 is of another user.
-        self.max_user_processes: int | None = limits.max_processes if is_private_uid else None
+        # Containers of one snapshot share a user, whose processes are then counted together.
+        is_counted = is_private_uid and "pids" not in self.cgroup.dirs
+        self.max_user_processes: int | None = limits.max_processes if is_counted else None
         self.watch = Watch(
             memory_bytes=None if "memory" in self.cgroup.dirs else limits.memory_bytes,
             max_processes=None if "pids" in self.cgroup.dirs else limits.max_processes,
@@ -142,6 +146,7 @@ class PodmanPlace:
             for place, target in links.items():
                 Path(lower, place.lstrip("/")).symlink_to(target)
             binds += [(path, path, True) for path in shown]
+        lower = ":".join((*map(layer_files, self.layers), lower))
         mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
         return binds
 
@@ -160,7 +165,7 @@ class PodmanPlace:
         own = own_namespaces(facts, self._ground.namespaces)
         has_memory, has_pids = "memory" in self.cgroup.dirs, "pids" in self.cgroup.dirs
         needed = own.keys() - {"user"}
-        is_separate = is_contained(facts, own, needed, uid=self._uid, network=self._order.network)
+        is_separate = is_contained(facts, own, needed, uid=self.host_uid, network=self._order.network)
         level = IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE
         if is_separate and facts["seccomp"] and has_memory and has_pids:
             level = IsolationLevel.CONTAINER
@@ -169,7 +174,7 @@ class PodmanPlace:
             backend="podman",
             **inside_fields(facts, own),
             host_root_maps_to="0",
-            host_uid=self._uid,
+            host_uid=self.host_uid,
             memory=guard(has_memory, is_watched=True),
             pids=guard(has_pids, is_watched=True),
             cpu=guard(self.limits.cpus is not None and "cpu" in self.cgroup.dirs, is_watched=False),

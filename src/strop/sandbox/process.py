@@ -12,11 +12,13 @@ Tried on Linux 6.18, as root and as an ordinary user.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.layers import copy_tree, layer_files
 from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 
@@ -25,11 +27,12 @@ class ProcessPlace:
     """A private directory of the host."""
 
     has_own_pids = False
+    has_overlay = False
     holder: int | None = None
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
-        self._uid = uid
+        self.host_uid = uid
         self._namespaces = ground.namespaces
         self._kernel = ground.kernel
         self.scratch = str(Path(ground.runtime_dir, str(os.getpid())))
@@ -37,13 +40,16 @@ class ProcessPlace:
         self._has_mount = False
         os.mkdir(self.scratch, 0o700)
         if ground.can_mount:
-            owner = f"mode=700,uid={self._uid},gid={self._uid}"
+            owner = f"mode=700,uid={self.host_uid},gid={self.host_uid}"
             # One inode is the directory itself.
             num_inodes = self.limits.max_scratch_files + 1
             mount_tmpfs(self.scratch, f"size={self.limits.scratch_bytes},nr_inodes={num_inodes},{owner}")
             self._has_mount = True
         elif os.geteuid() == 0:
-            os.chown(self.scratch, self._uid, self._uid)
+            os.chown(self.scratch, self.host_uid, self.host_uid)
+        self.layers: Sequence[str] = order.layers
+        if order.layers:
+            copy_tree(layer_files(order.layers[0]), self.scratch, uid if os.geteuid() == 0 else None)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self.user = (uid, uid) if os.geteuid() == 0 else None
         self._has_private_uid = is_private_uid
@@ -70,14 +76,14 @@ class ProcessPlace:
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached; namespaces are the host's."""
-        is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self._uid != 0
+        is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self.host_uid != 0
         own = own_namespaces(facts, self._namespaces)
         return Isolation(
             level=IsolationLevel.RLIMIT if is_harmless else IsolationLevel.NONE,
             backend="process",
             **inside_fields(facts, own),
             host_root_maps_to="0",
-            host_uid=self._uid,
+            host_uid=self.host_uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),

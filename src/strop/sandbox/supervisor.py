@@ -7,6 +7,7 @@ connection or its daemon ends, it ends everything in the sandbox.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import selectors
@@ -26,7 +27,8 @@ from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
 from strop.sandbox.family import find_grandchildren, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
-from strop.sandbox.place import LoadedPython, Place, clean_env
+from strop.sandbox.layers import PREFIX, Copying
+from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
 from strop.sandbox.runner import ASK, KILL, signal_order
 from strop.sandbox.shell import Shell
@@ -37,8 +39,14 @@ _NAMESPACE_KILL_S = 0.05
 class Supervisor:
     """Serves one connection over one place."""
 
-    def __init__(self, place: Place, python: LoadedPython, channel: Channel, daemon_end: int) -> None:
+    def __init__(
+        self, place: Place, python: LoadedPython, ground: Ground, channel: Channel, daemon_end: int
+    ) -> None:
         self.place = place
+        self._ground = ground
+        self._layer_numbers = itertools.count()
+        self._held: list[tuple[dict[str, Any], bytes]] | None = None
+        """Requests that wait while a snapshot is taken."""
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._python = python
         self._first: Started | None = None
@@ -146,8 +154,13 @@ class Supervisor:
         if operation == "stop":
             self._is_ending = True
             return
+        if self._held is not None:
+            self._held.append((header, body))
+            return
         try:
-            if operation in self._states:
+            if operation == "snapshot":
+                self._snapshot(header["id"])
+            elif operation in self._states:
                 self.send({"id": header["id"], **self._states[operation]()})
             elif operation in self._begins:
                 if self._paused_at is None:
@@ -217,6 +230,28 @@ class Supervisor:
 
     def _connect(self, header: dict[str, Any], _: bytes) -> None:
         Connecting(header["id"], header["address"], self)
+
+    def _snapshot(self, request_id: int) -> None:
+        """Copy what was written while nothing runs; what is asked meanwhile waits."""
+        was_paused = self._paused_at is not None
+        if "failed" in (refusal := self._pause()):
+            self.send({"id": request_id, **refusal})
+            return
+        path = f"{self._ground.runtime_dir}/{PREFIX}{os.getpid()}-{next(self._layer_numbers)}"
+        self._held = []
+
+        def end(reply: dict[str, Any]) -> None:
+            if not was_paused:
+                self._resume()
+            self.send({"id": request_id, **reply})
+            held, self._held = self._held or [], None
+            for header, body in held:
+                self._obey(header, body)
+
+        try:
+            Copying(path, self.place, self._ground, self.selector, end)
+        except OSError as error:
+            end({"failed": "io", "why": str(error)})
 
     def _pause(self) -> dict[str, Any]:
         if self._paused_at is None:

@@ -1,0 +1,181 @@
+"""What programs have written, copied: how a snapshot is taken, and how a sandbox begins with one.
+
+A layer is a directory of the daemon's, bounded like the sandbox that it is a copy of. Containers mount it
+below their own changes, so any number of them share it and a start copies nothing; what was deleted is in
+it as the overlay's own marks. The other backends copy it into the new private directory, sharing blocks
+where the file system can.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from strop.sandbox.linux import become, close_all_but, detach_mount, mount_tmpfs
+from strop.sandbox.place import Ground, Place
+from strop.sandbox.runner import measure_tree
+
+PREFIX = "snap-"
+MAX_LAYERS = 16
+"""A container's layers from snapshots of snapshots."""
+_FILES, _DONE = "files", "done"
+_NUM_OWN_FILES = 4
+_KINDS = {errno.ENOSPC: "no_space", errno.EMLINK: "too_deep"}
+_MAX_SAID = 600
+_ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
+
+
+class Copying:
+    """A layer that is being made. The supervisor does not wait for it."""
+
+    def __init__(
+        self,
+        path: str,
+        place: Place,
+        ground: Ground,
+        selector: selectors.BaseSelector,
+        on_end: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Raises: OSError if the host gives no process."""
+        self._selector = selector
+        self._on_end = on_end
+        self._answer, theirs = socket.socketpair()
+        with theirs:
+            if os.fork() == 0:
+                _copy_and_exit(path, place, ground, theirs)
+        selector.register(self._answer, selectors.EVENT_READ, self._on_answer)
+
+    def _on_answer(self) -> None:
+        self._selector.unregister(self._answer)
+        with self._answer:
+            said = self._answer.recv(1 << 16)
+        self._on_end(json.loads(said) if said else {"failed": "io", "why": "the copy ended without a word"})
+
+
+def _copy_and_exit(path: str, place: Place, ground: Ground, answer: socket.socket) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        close_all_but((0, 1, 2, answer.fileno()))
+        try:
+            reply = _make_layer(path, place, ground)
+        except OSError as error:
+            remove_layer(path, can_mount=ground.can_mount)
+            kind = _KINDS.get(error.errno or errno.EIO, "io")
+            reply = {"failed": kind, "why": f"no snapshot was taken: {error}"}
+        answer.sendall(json.dumps(reply).encode())
+    finally:
+        os._exit(0)
+
+
+def _make_layer(path: str, place: Place, ground: Ground) -> dict[str, Any]:
+    if len(place.layers) >= MAX_LAYERS:
+        raise OSError(errno.EMLINK, f"a container of {MAX_LAYERS} layers")
+    limits = place.limits
+    os.mkdir(path, 0o711)
+    if ground.can_mount:
+        num_inodes = limits.max_scratch_files + _NUM_OWN_FILES
+        mount_tmpfs(path, f"size={limits.scratch_bytes},nr_inodes={num_inodes},mode=711")
+    files = f"{path}/{_FILES}"
+    os.mkdir(files, 0o755)
+    copy_tree(place.changes, files)
+    num_bytes, num_files = measure_tree(files)
+    with open(f"{path}/{_DONE}", "wb"):
+        pass
+    return {
+        "layers": [path, *(place.layers if place.has_overlay else ())],
+        "uid": place.host_uid,
+        "num_bytes": num_bytes,
+        "num_files": num_files,
+    }
+
+
+def layer_files(path: str) -> str:
+    """Return where a layer's copy is. Raises: OSError if it is not complete, or gone."""
+    os.stat(f"{path}/{_DONE}")
+    return f"{path}/{_FILES}"
+
+
+def remove_layer(path: str, *, can_mount: bool) -> None:
+    """Remove a layer, or what there is of it."""
+    from strop.sandbox.process import remove_tree
+
+    if can_mount:
+        with suppress(OSError):
+            detach_mount(path)
+    remove_tree(path)
+
+
+def remove_unfinished(runtime_dir: str, supervisor_pid: int, *, can_mount: bool) -> None:
+    """Remove what a supervisor that was killed was copying."""
+    for path in Path(runtime_dir).glob(f"{PREFIX}{supervisor_pid}-*"):
+        if not (path / _DONE).exists():
+            remove_layer(str(path), can_mount=can_mount)
+
+
+def copy_tree(source: str, target: str, owner: int | None = None) -> None:
+    """Copy all that is in a directory, with its modes, times, links and marks, and maybe give it to a user.
+
+    Raises: OSError with what went wrong first.
+    """
+    owners = [] if owner is None else [["chown", "-hR", f"{owner}:{owner}", target]]
+    for step in (["cp", "-a", "--reflink=auto", f"{source}/.", f"{target}/"], *owners):
+        _run(step)
+
+
+def unpack_inside(place: Place, source: str) -> None:
+    """Copy all that is in a directory into the private directory of a place whose users are its own.
+
+    Raises: OSError with what went wrong first.
+    """
+
+    def enter() -> None:
+        place.enter()
+        os.chdir(place.scratch)
+        if place.user is not None:
+            become(*place.user)
+
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as packed:
+        with open(write_end, "wb") as packing:
+            packer = os.posix_spawn(
+                "/usr/bin/tar",
+                ["tar", "-cf", "-", "-C", source, "."],
+                _ENV,
+                file_actions=[(os.POSIX_SPAWN_DUP2, packing.fileno(), 1)],
+            )
+        try:
+            # Who unpacks belongs inside: outside nobody has a user id that its file system knows.
+            _run(["tar", "-xpf", "-", "--no-same-owner", "--no-overwrite-dir"], stdin=packed, prepare=enter)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(packer, signal.SIGKILL)
+            os.waitpid(packer, 0)
+
+
+def _run(
+    words: list[str], *, stdin: IO[bytes] | None = None, prepare: Callable[[], None] | None = None
+) -> None:
+    # Here: it brings threads along, which every fork of the daemon would look after.
+    import subprocess
+
+    done = subprocess.run(
+        words,
+        check=False,
+        env=_ENV,
+        stdin=stdin or subprocess.DEVNULL,
+        capture_output=True,
+        preexec_fn=prepare,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()[:_MAX_SAID]
+        # What tar says of a full disk that took a part.
+        is_full = os.strerror(errno.ENOSPC) in said or "Wrote only" in said
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, said or f"{words[0]} failed")

@@ -1,0 +1,97 @@
+"""A snapshot of a local sandbox, from the side that asks: who uses it, and what becomes of it then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+from strop.errors import SandboxRefused
+from strop.sandbox.contract import SandboxSpec
+from strop.sandbox.daemon_handle import daemon_of
+
+
+@dataclass(slots=True)
+class Layer:
+    """One directory of the daemon's, and how many need it: snapshots that are open, sandboxes that live."""
+
+    path: str
+    num_users: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalSnapshot:
+    """A snapshot; see `Snapshot`."""
+
+    backend: str
+    image: str | None
+    layers: tuple[Layer, ...]
+    uid: int
+    num_bytes: int
+    _release: Callable[[], None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._release = self.hold()
+
+    def hold(self) -> Callable[[], None]:
+        """Need its layers until what is returned is called, once."""
+        for layer in self.layers:
+            layer.num_users += 1
+
+        def release() -> None:
+            for layer in self.layers:
+                layer.num_users -= 1
+                if layer.num_users == 0:
+                    daemon_of(os.getpid()).drop_layer(layer.path)
+
+        return release
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sandboxes may begin with it."""
+        return self._release is not None
+
+    async def close(self) -> None:
+        """Start no more sandboxes with it; see `Snapshot.close`."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Close it."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    async def __aenter__(self) -> Self:
+        """Return the snapshot."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it."""
+        await self.close()
+
+
+def require_snapshot(spec: SandboxSpec, backend: str) -> LocalSnapshot | None:
+    """Return the snapshot that a sandbox shall begin with.
+
+    Raises: SandboxRefused with kind snapshot if it cannot.
+    """
+    snapshot = spec.snapshot
+    if snapshot is None:
+        return None
+    if not isinstance(snapshot, LocalSnapshot):
+        wrong = "a snapshot of a sandbox elsewhere"
+    elif snapshot.backend != backend:
+        wrong = f"a snapshot of backend {snapshot.backend}"
+    elif snapshot.image != spec.image:
+        wrong = f"a snapshot of image {snapshot.image!r}"
+    elif not snapshot.is_open:
+        wrong = "a snapshot that was closed"
+    else:
+        return snapshot
+    raise SandboxRefused(
+        f"a {backend} sandbox with image {spec.image!r} cannot begin with {wrong}",
+        allowed="an open snapshot of the same backend and image",
+        next_step="take one of a sandbox that was made like this one",
+        kind="snapshot",
+    )
