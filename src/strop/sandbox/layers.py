@@ -17,11 +17,12 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from strop.sandbox.linux import become, close_all_but, detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Place
 from strop.sandbox.runner import measure_tree
+from strop.sandbox.spawning import run_program
 
 PREFIX = "snap-"
 MAX_LAYERS = 16
@@ -142,39 +143,23 @@ def unpack_inside(place: Place, source: str) -> None:
         if place.user is not None:
             become(*place.user)
 
-    read_end, write_end = os.pipe()
-    with open(read_end, "rb") as packed:
-        with open(write_end, "wb") as packing:
-            packer = os.posix_spawn(
-                "/usr/bin/tar",
-                ["tar", "-cf", "-", "-C", source, "."],
-                _ENV,
-                file_actions=[(os.POSIX_SPAWN_DUP2, packing.fileno(), 1)],
-            )
-        try:
-            # Who unpacks belongs inside: outside nobody has a user id that its file system knows.
-            _run(["tar", "-xpf", "-", "--no-same-owner", "--no-overwrite-dir"], stdin=packed, prepare=enter)
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(packer, signal.SIGKILL)
-            os.waitpid(packer, 0)
+    packed, packing = os.pipe()
+    words = ["tar", "-cf", "-", "-C", source, "."]
+    packer = os.posix_spawnp(words[0], words, _ENV, file_actions=[(os.POSIX_SPAWN_DUP2, packing, 1)])
+    os.close(packing)
+    try:
+        # Who unpacks belongs inside: outside nobody has a user id that its file system knows.
+        _run(["tar", "-xpf", "-", "--no-same-owner", "--no-overwrite-dir"], stdin=packed, prepare=enter)
+    finally:
+        os.close(packed)
+        with suppress(ProcessLookupError):
+            os.kill(packer, signal.SIGKILL)
+        os.waitpid(packer, 0)
 
 
-def _run(
-    words: list[str], *, stdin: IO[bytes] | None = None, prepare: Callable[[], None] | None = None
-) -> None:
-    # Here: it brings threads along, which every fork of the daemon would look after.
-    import subprocess
-
-    done = subprocess.run(
-        words,
-        check=False,
-        env=_ENV,
-        stdin=stdin or subprocess.DEVNULL,
-        capture_output=True,
-        preexec_fn=prepare,
-    )
-    if done.returncode:
+def _run(words: list[str], *, stdin: int | None = None, prepare: Callable[[], None] | None = None) -> None:
+    done = run_program(words, _ENV, stdin=stdin, prepare=prepare)
+    if done.exit_code:
         said = done.stderr.decode(errors="replace").strip()[:_MAX_SAID]
         # What tar says of a full disk that took a part.
         is_full = os.strerror(errno.ENOSPC) in said or "Wrote only" in said

@@ -39,6 +39,7 @@ from strop.sandbox.linux import (
     read_file,
 )
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
+from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 120.0
 _INIT = "/.strop-init"
@@ -219,25 +220,10 @@ def run_podman(program: str, words: Sequence[str], environ: Mapping[str, str]) -
 
     Raises: OSError with what it said.
     """
-    # Here: it brings threads along, which every fork of the daemon would look after.
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            [program, *words],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_START_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise OSError(
-            errno.ETIMEDOUT, f"podman {words[0]} gave no answer in {_START_LIMIT_S:.0f} s"
-        ) from error
-    if done.returncode:
+    done = run_program([program, *words], environ, limit_s=_START_LIMIT_S)
+    if done.exit_code:
         said = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
-        raise OSError(errno.EIO, f"podman {words[0]}: {said or f'exit code {done.returncode}'}")
+        raise OSError(errno.EIO, f"podman {words[0]}: {said or f'exit code {done.exit_code}'}")
     return done.stdout.decode(errors="replace")
 
 

@@ -21,6 +21,7 @@ from strop.sandbox.contract import Guard, Isolation, IsolationLevel
 from strop.sandbox.layers import copy_tree, layer_files
 from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
+from strop.sandbox.spawning import run_program
 
 
 class ProcessPlace:
@@ -105,11 +106,7 @@ class ProcessPlace:
 
 def remove_tree(path: str) -> None:
     """Remove a directory of this user's and all below it, whatever the modes are."""
-    # Here: it brings threads along, which every fork of the daemon would look after.
-    import subprocess
-
     # rm: Python's own removal recurses, and a program may nest directories deeper than that.
     for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if os.path.isdir(path):
-            env = {"PATH": "/usr/bin:/bin"}
-            subprocess.run([*step, path], check=False, env=env, stderr=subprocess.DEVNULL)
+            run_program([*step, path], {"PATH": "/usr/bin:/bin"})

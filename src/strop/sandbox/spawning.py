@@ -1,0 +1,120 @@
+"""Programs of this host that a daemon or a supervisor runs for its own ends: podman, cp, rm.
+
+Not `subprocess`: what that brings along takes ten milliseconds to load and a megabyte of each supervisor, and
+every fork of a process that has threads looks after them.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """How a program ended."""
+
+    exit_code: int
+    """Negative for a signal, 127 if it was not started."""
+    stdout: bytes
+    stderr: bytes
+
+
+def run_program(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: int | None = None,
+    prepare: Callable[[], None] | None = None,
+    limit_s: float = math.inf,
+) -> Done:
+    """Run a program to its end, with an empty standard input unless one is given.
+
+    `prepare` runs in the child before the program does. Raises: OSError if the host gives no process, or
+    `limit_s` is over; the program is killed then.
+    """
+    streams = {}
+    ends = []
+    for name in ("stdout", "stderr"):
+        read_end, write_end = os.pipe()
+        streams[read_end] = name
+        ends.append(write_end)
+    source = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) if stdin is None else stdin
+    try:
+        pid = _start(words, env, (source, *ends), prepare)
+    finally:
+        for descriptor in (*ends, *((source,) if stdin is None else ())):
+            os.close(descriptor)
+    parts: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+    is_late = _read_all(streams, parts, limit_s)
+    if is_late:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if is_late:
+        raise OSError(errno.ETIMEDOUT, f"{words[0]} gave no answer in {limit_s:.0f} s")
+    return Done(
+        exit_code=os.waitstatus_to_exitcode(status),
+        stdout=bytes(parts["stdout"]),
+        stderr=bytes(parts["stderr"]),
+    )
+
+
+def _start(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    descriptors: tuple[int, ...],
+    prepare: Callable[[], None] | None,
+) -> int:
+    if prepare is None:
+        actions = [(os.POSIX_SPAWN_DUP2, one, target) for target, one in enumerate(descriptors)]
+        return os.posix_spawnp(words[0], list(words), dict(env), file_actions=actions, setsigmask=())
+    pid = os.fork()
+    if pid == 0:
+        _become(words, env, descriptors, prepare)
+    return pid
+
+
+def _become(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    descriptors: tuple[int, ...],
+    prepare: Callable[[], None],
+) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+        prepare()
+        os.execvpe(words[0], list(words), dict(env))
+    except OSError as error:
+        os.write(2, str(error).encode(errors="replace"))
+    finally:
+        os._exit(127)
+
+
+def _read_all(streams: dict[int, str], parts: dict[str, bytearray], limit_s: float) -> bool:
+    """Read to the end of all streams and close them; return whether the time is over before."""
+    deadline = time.monotonic() + limit_s
+    poll = select.poll()
+    for descriptor in streams:
+        poll.register(descriptor, select.POLLIN)
+    while streams and (left_s := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(None if math.isinf(left_s) else left_s * 1000):
+            data = os.read(descriptor, _CHUNK_BYTES)
+            parts[streams[descriptor]] += data
+            if not data:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                del streams[descriptor]
+    for descriptor in streams:
+        os.close(descriptor)
+    return bool(streams)
