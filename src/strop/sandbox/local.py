@@ -329,14 +329,13 @@ class LocalBackend:
             plain = SandboxSpec(min_level=IsolationLevel.NONE, image=spec.image)
             async with await _start(self.name, plain, program, "", ()) as sandbox:
                 _pythons[key] = await sandbox.find_python()
-        release = snapshot.hold() if snapshot is not None else lambda: None
-        try:
-            made = await _start(self.name, spec, program, main_source, _pythons[key])
-        except BaseException:
-            release()
-            raise
-        made.when_ended(release)
         async with AsyncExitStack() as stack:
+            if snapshot is not None:
+                stack.callback(release := snapshot.hold())
+            made = await _start(self.name, spec, program, main_source, _pythons[key])
+            if snapshot is not None:
+                stack.pop_all()
+                made.when_ended(release)
             await stack.enter_async_context(made)
             for path, data in spec.files.items():
                 await made.write(path, data)
