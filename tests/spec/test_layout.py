@@ -189,7 +189,7 @@ PLACEMENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=2_500, deadline=None)
 @given(
     split=SPLITS,
     beside=BESIDE,
