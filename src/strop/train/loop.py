@@ -60,17 +60,14 @@ from strop.train.observer import Evaluator, Observer
 from strop.train.publishing import Publishing
 from strop.train.step import StepTerms, take_steps
 from strop.train.watch import (
-    CauseLog,
     DiskWatch,
     LoopLagWatch,
-    StepWatch,
     Watchdog,
     find_divergence,
-    find_fate_leak,
-    find_impossible_rollouts,
     full_collections_by_hand,
 )
 from strop.train.watch.process import Ending, StopFlag
+from strop.train.watch.tripwires import CauseLog, StepWatch, find_fate_leak, find_impossible_rollouts
 
 _SIGN_OF_LIFE = "Is anyone there?"
 """Text that an engine scores to show that it still answers."""

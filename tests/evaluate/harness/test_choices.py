@@ -38,9 +38,6 @@ FACTS: Mapping[str, Sequence[tuple[str, str, tuple[str, str, str]]]] = {
         ("What color does Mars look to the eye?", "Red", ("Green", "Blue", "White")),
         ("What are comets mostly made of?", "Ice and dust", ("Gold", "Wood", "Liquid iron")),
         ("Why do we see the Moon?\n", "It reflects sunlight", ("It burns", "It is hot", "It is wet")),
-        ("How long does the Earth take to turn once?", "A day", ("A year", "A month", "An hour")),
-        ("What is the Milky Way?", "A galaxy", ("A planet", "A star", "A moon")),
-        ("Which is the largest planet?", "Jupiter", ("Earth", "Mars", "Mercury")),
     ),
     "high_school_geography": (
         ("Which line runs around the middle of the Earth?", "The equator", ("A river", "A coast", "A road")),
@@ -52,14 +49,10 @@ FACTS: Mapping[str, Sequence[tuple[str, str, tuple[str, str, str]]]] = {
         ("What is an island surrounded by?", "Water", ("Forest", "Sand", "Houses")),
         ("Which country has Rome as its capital?", "Italy", ("Spain", "Norway", "Japan")),
         ("What does a map's scale tell?", "Distances", ("Temperatures", "Prices", "Ages")),
-        ("Which of these is an ocean?", "The Pacific", ("The Rhine", "The Andes", "Europe")),
-        ("What is a valley between?", "Hills", ("Stars", "Lakes alone", "Cities")),
-        ("Which direction is opposite to north?", "South", ("East", "West", "Up")),
-        ("What grows in a rain forest?", "Many kinds of plants", ("Nothing", "Only grass", "Only moss")),
     ),
 }
 NUM_SHOWN = 5
-NUM_ASKED = 20
+NUM_ASKED = 12
 # Nats. Both compute in float32, in another order of sums: lm-eval feeds each choice with its prompt, eight
 # rows at once; strop feeds the prompt once.
 TOLERANCE_NATS = 5e-4
@@ -79,9 +72,9 @@ def write_data(folder: Path) -> Path:
         "dev": [row(subject, number) for subject, number in numbers if number < NUM_SHOWN],
         "test": [row(subject, number) for subject, number in numbers if number >= NUM_SHOWN],
     }
-    # Of 25 facts, ten are shown and fifteen asked, five of them again with their choices the other way round.
+    # Of 18 facts, ten are shown and eight asked, four of them again with their choices the other way round.
     rows["test"] += [
-        {**item, "choices": item["choices"][::-1], "answer": 3 - item["answer"]} for item in rows["test"][:5]
+        {**item, "choices": item["choices"][::-1], "answer": 3 - item["answer"]} for item in rows["test"][:4]
     ]
     assert len(rows["test"]) == NUM_ASKED
     for split, members in rows.items():
@@ -197,7 +190,8 @@ def agreement(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Ag
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setenv("STROP_OFFLINE", "1")
         assert main([*words, "--task", "mmlu-choice", "num_few_shot=5"]) == 0
-        assert main([*words, "--task", "mmlu", "--harness", "lm-eval"]) == 0
+        # By transformers: vLLM computes a prompt anew for each of its choices.
+        assert main([*words, "--task", "mmlu", "--harness", "lm-eval", "harness.engine=hf"]) == 0
     stem = folder / "lm-eval-mmlu-step-000000"
     samples = [json.loads(line) for line in stem.with_suffix(".samples.jsonl").read_text().splitlines()]
     (kept,) = (folder / "mmlu-choice-step-000000").glob("*.parquet")
