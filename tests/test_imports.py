@@ -55,6 +55,11 @@ def test_importing_a_room_loads_nothing_heavy_and_touches_nothing(module: str, t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_role_that_trains_nothing_hears_signals_without_torch(tmp_path: Path) -> None:
+    code = "import sys, strop.train.watch.process; sys.exit('torch' in sys.modules)"
+    assert run_fresh("-c", code, cwd=tmp_path).returncode == 0
+
+
 def test_the_probe_sees_a_write_and_a_heavy_module(tmp_path: Path) -> None:
     code = PROBE.replace("HEAVY", repr((*HEAVY, "json"))).replace(
         "import MODULE", "import json; open('a', 'w')"
