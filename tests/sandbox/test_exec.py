@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import parent_of
+from strop.sandbox.podman import make_init
 from tests.fixtures.sandboxes import (
     appearance_of,
     cut_off,
@@ -105,6 +107,20 @@ def test_a_program_that_is_not_there_is_a_value_too(backend: str) -> None:
         # The same number, but from a program.
         result = await sandbox.exec(["/bin/sh", "-c", "exit 127"], wall_limit_s=60)
         assert (result.kind, result.exit_code) == (ExecKind.EXITED, 127)
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_a_program_for_another_machine_is_not_started(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        other = {"x86_64": "aarch64"}.get(platform.machine(), "x86_64")
+        await sandbox.write("program", make_init(other), mode=0o755)
+        result = await sandbox.exec(["./program"], wall_limit_s=0.5)
+        # Where the kernel knows an emulator it waits for ever, as it would there.
+        if result.kind is not ExecKind.TIMED_OUT:
+            assert (result.kind, result.exit_code) == (ExecKind.NOT_STARTED, 127)
+            assert b"Exec format error" in result.stderr
 
     in_sandbox(backend, work)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import SandboxRefused
+from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox import ExecKind, IsolationLevel, Limits, make_backend
+from strop.sandbox.engine import require_engine, require_local
 from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.podman import make_init
@@ -78,6 +79,9 @@ def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Pat
         assert (await sandbox.exec(["/bin/sh"], wall_limit_s=60)).kind is ExecKind.NOT_STARTED
         with pytest.raises(SandboxRefused, match="no Python can be started"):
             _ = sandbox.python_argv
+        with pytest.raises(SandboxError, match="no shell answers") as caught:
+            await sandbox.open_shell()
+        assert caught.value.kind == "shell"
         # What is read and written is the container's; the image stays as it is.
         assert await sandbox.read("/tmp/given") == b"a word"
         await sandbox.write("/tmp/word", b"other")
@@ -89,6 +93,42 @@ def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Pat
 
     asyncio.run(act())
     assert sorted(path.name for path in tree.iterdir()) == ["bin", "etc"]
+
+
+@pytest.mark.slow
+@needs_podman
+def test_an_image_for_another_machine_is_refused(tree: Path) -> None:
+    other = {"x86_64": "arm64"}.get(platform.machine(), "amd64")
+    name = f"localhost/strop-test-{uuid.uuid4().hex[:8]}"
+    archive = tree.parent / "other.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(tree / "etc", arcname="etc")
+    words = ["podman", "import", "--quiet", "--arch", other, str(archive), name]
+    subprocess.run(words, check=True, capture_output=True)
+    try:
+        with pytest.raises(SandboxRefused, match=f"is for {other}") as caught:
+            asyncio.run(make_backend("podman").create(replace(spec_of(), image=name)))
+        assert caught.value.kind == "architecture"
+    finally:
+        subprocess.run(["podman", "rmi", "--force", name], check=True, capture_output=True)
+
+
+def test_containers_on_a_shared_disk_are_refused(tmp_path: Path) -> None:
+    mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
+    with pytest.raises(SandboxRefused, match="nfs4, over the network") as caught:
+        require_local(tmp_path / "storage", mounts=mounts)
+    assert caught.value.kind == "graph_root"
+    require_local(tmp_path, mounts=mounts.replace("nfs4", "ext4"))
+
+
+def test_a_podman_that_does_not_work_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "podman"
+    program.write_text("#!/bin/sh\necho cannot find subuid ranges >&2; exit 125\n")
+    program.chmod(0o755)
+    for path, said in ((program, "cannot find subuid ranges"), (tmp_path / "none", "No such file")):
+        with pytest.raises(SandboxRefused, match=said) as caught:
+            require_engine(str(path))
+        assert caught.value.kind == "podman"
 
 
 @needs_podman

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,12 @@ SPIN = "echo on; while :; do :; done"
 
 def cpu_ticks(word: str) -> int:
     """Return the processor time of the processes with a word in their command line."""
-    stats = (Path(f"/proc/{pid}/stat").read_text() for pid in processes_with(word))
-    return sum(sum(map(int, stat.rpartition(")")[2].split()[11:13])) for stat in stats)
+    ticks = 0
+    for pid in processes_with(word):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks
 
 
 async def start(sandbox: Sandbox, script: str, word: str) -> Job:

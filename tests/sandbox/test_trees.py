@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox import Sandbox, SandboxSpec, make_backend
-from tests.fixtures.sandboxes import in_sandbox, on_every_backend, spec_of
+from strop.sandbox import Guard, Limits, Sandbox, SandboxSpec, make_backend
+from strop.sandbox.contract import MIB
+from tests.fixtures.sandboxes import IS_ROOT, in_sandbox, on_every_backend, spec_of
 
 
 def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitable[None]]) -> None:
@@ -107,6 +109,50 @@ def test_what_does_not_fit_or_is_no_file_is_an_error(backend: str, tmp_path: Pat
 
     in_sandbox(backend, work)
     assert (tmp_path / "there").read_text() == "mine"
+
+
+@on_every_backend
+def test_a_full_disk_is_told_and_leaves_no_part(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        if sandbox.isolation.disk is not Guard.ENFORCED:
+            pytest.skip("the private directory is watched, not bounded")
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.write("big", bytes(3 * MIB))
+        assert caught.value.kind == "no_space"
+        assert await say(sandbox, "ls -A") == ""
+        await sandbox.write("small", b"fits")
+
+    in_sandbox(backend, work, limits=Limits(scratch_bytes=2 * MIB))
+
+
+@on_every_backend
+def test_no_path_leads_out(backend: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    secret = outside / "secret"
+    secret.write_text("of the host")
+    secret.chmod(0o600)
+
+    async def work(sandbox: Sandbox) -> None:
+        climb = "../" * 20
+        await say(sandbox, f"ln -s {outside} link; ln -s {climb}{outside} climb; mkdir real")
+        paths = (f"link/{outside.name}", "link/new", "climb/new", f"{climb}{outside}/new", f"{climb}etc/new")
+        for path in paths:
+            with suppress(SandboxError):
+                await sandbox.write(path, b"x")
+        for path in ("link/secret", f"{climb}{secret}", "climb/secret"):
+            with pytest.raises(SandboxError) as caught:
+                await sandbox.read(path)
+            assert caught.value.kind in ("missing", "denied")
+        # A tree in which a name leads elsewhere comes out without it.
+        assert set(await sandbox.download(".", tmp_path / "back")) == {"climb", "link"}
+
+    if backend == "process" and not IS_ROOT:
+        pytest.skip("its programs are this user")
+    in_sandbox(backend, work)
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+    assert secret.read_text() == "of the host"
+    assert not Path("/etc/new").exists()
 
 
 @on_every_backend

@@ -1,9 +1,9 @@
 """Where does untrusted code run? Programs in private places with limits, and results as values.
 
 `choose_backend` finds the backend that reaches a level of isolation on this host, or refuses; its
-`create` returns a fresh `Sandbox`, whose `exec` runs a program and whose `isolation` says what was
-reached. What a program does wrong is a value in `ExecResult`; what the sandbox does wrong raises.
-Not here: who is judged by what runs (`tasks`), and sandboxes on other machines.
+`create` returns a fresh `Sandbox`, whose `exec` runs a program, whose `start` and `open_shell` follow one,
+and whose `isolation` says what was reached. What a program does wrong is a value in `ExecResult`; what the
+sandbox does wrong raises. Not here: who is judged by what runs (`tasks`), and sandboxes on other machines.
 """
 
 from strop.sandbox.choose import choose_backend, make_backend

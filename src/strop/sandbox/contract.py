@@ -4,9 +4,10 @@ A program's failure, its time-out and the limits it hits are values in `ExecResu
 raises `SandboxError`. What isolation was reached is measured when a sandbox is created and stands in
 its `Isolation` record; a backend that cannot keep a line of it says so there.
 
-A sandbox is a session: its files stay from one command to the next, until it is stopped. It names no
-language; what the sandboxes of this machine have beside it is in `local`. Shells that stay open, background
-jobs, snapshots and pauses come with the sandbox service.
+A sandbox is a session: its files stay from one command to the next, until it is stopped. Its commands are
+waited for (`exec`), followed while they run (`start`) or given to a shell that stays open (`open_shell`; both
+in `following`). All of it can stand still (`pause`), and others can begin where it is (`snapshot`). It names
+no language; what the sandboxes of this machine have beside the contract is in `local`.
 """
 
 from __future__ import annotations

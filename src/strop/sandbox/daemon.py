@@ -176,7 +176,8 @@ class _Daemon:
                 # A lower tree that is missing would be told in the words of mount.
                 os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
-            _refuse(connection, "image", str(error))
+            is_foreign = error.errno == errno.ENOEXEC
+            _refuse(connection, "architecture" if is_foreign else "image", str(error))
             return False
         return True
 

@@ -34,6 +34,7 @@ from strop.sandbox.contract import (
     SandboxStats,
 )
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
+from strop.sandbox.engine import require_engine
 from strop.sandbox.inside import EXIT_KINDS
 from strop.sandbox.local_job import LocalJob, as_result
 from strop.sandbox.local_shell import LocalShell, open_shell
@@ -309,8 +310,8 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, mounts, missing (no bwrap or podman), bubblewrap, podman,
-        level or host.
+        Raises: SandboxRefused with kind image, architecture, mounts, snapshot, no_space, missing (no bwrap or
+        podman), graph_root, bubblewrap, podman, level or host.
         """
         if spec.image is not None and self.name != "podman":
             raise SandboxRefused(
@@ -322,6 +323,8 @@ class LocalBackend:
         if self.name == "process":
             refuse_mounts(spec)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
+        if self.name == "podman":
+            await asyncio.to_thread(require_engine, program)
         snapshot = require_snapshot(spec, self.name)
         key = (self.name, spec.image)
         if key not in _pythons:

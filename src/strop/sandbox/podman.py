@@ -44,6 +44,8 @@ from strop.sandbox.spawning import run_program
 _START_LIMIT_S = 120.0
 _INIT = "/.strop-init"
 _MAX_SAID = 600
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""What images call a machine."""
 # rt_sigaction(SIGCHLD, {SIG_IGN}, NULL, 8), so that the kernel reaps; then pause() for ever. The address of
 # the structure, which stands behind the code, is filled in.
 _X86_64 = (62, "bf11000000be{act}31d241ba08000000b80d0000000f05b8220000000f05ebf7", 0)
@@ -211,8 +213,17 @@ def remove_container(program: str, name: str, environ: Mapping[str, str]) -> Non
 
 
 def mount_image(program: str, image: str, environ: Mapping[str, str]) -> str:
-    """Return where an image of podman's store is mounted, read-only. Raises: OSError if there is none."""
-    return run_podman(program, ["image", "mount", image], environ).strip()
+    """Return where an image of podman's store is mounted, read-only.
+
+    Raises: OSError if there is none; with ENOEXEC if its programs are for another machine.
+    """
+    path = run_podman(program, ["image", "mount", image], environ).strip()
+    words = ["image", "inspect", "--format", "{{.Architecture}}", image]
+    its, ours = run_podman(program, words, environ).strip(), _ARCHITECTURES.get(platform.machine(), "")
+    if its and ours and its != ours:
+        run_podman(program, ["image", "unmount", image], environ)
+        raise OSError(errno.ENOEXEC, f"image {image} is for {its}, and this host is {ours}")
+    return path
 
 
 def run_podman(program: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
