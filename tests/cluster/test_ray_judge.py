@@ -26,8 +26,9 @@ from strop.rollout import Group, Sampling, Split
 from strop.spec.layout import RAY_NODE_MODULE
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import SpellTask, tiny_spec
+from tests.fixtures.tiny_run import tiny_spec
 
 pytestmark = [pytest.mark.slow, needs_ray]
 

@@ -33,8 +33,9 @@ from strop.rollout import Sampling
 from strop.spec import RunSpec
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 
 pytestmark = [pytest.mark.slow, needs_ray]
 

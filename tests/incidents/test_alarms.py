@@ -30,7 +30,8 @@ from strop.train import loop
 from strop.train.measure import measure_time
 from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
-from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 
 ACCEPT = {
     "accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much;"

@@ -23,7 +23,8 @@ from strop.tasks import Task, build_task, render_prompt
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.train.batch import ExampleSchedule
-from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import NUM_TRAIN, SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 
 
 def ids_of(folder: Path, rows: list[dict[str, str]], num_train: int | None = None) -> dict[str, str]:

@@ -30,7 +30,8 @@ from strop.tasks.judging import InlineJudge
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_engine, make_task, make_tokenizer
 from tests.fixtures.commands import Run
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.incidents.faulty_engines import native_engine, perturbed_engine
 
 NUM_TOKENS = 24

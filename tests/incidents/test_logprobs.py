@@ -37,7 +37,8 @@ from strop.train.gate_models import check_parity
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.step import Update
 from strop.train.watch.tripwires import find_alarms
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.incidents.faulty_engines import (
     TamperedEngine,
     build_gate,

@@ -26,7 +26,8 @@ from strop.spec.train import TripwireSpec
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.losses import LOSSES
-from tests.fixtures.tiny_run import Composition, PaysAlways, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.spell import PaysAlways, SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.policy.worlds import plain
 
 # Shapes: P groups, G rollouts (ragged), T tokens of a rollout (ragged), 3 features, V = 4 tokens.

@@ -17,7 +17,8 @@ from strop.policy.learner import Term
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.rollout import IntArray
 from strop.train.watch import process
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.record.test_prediction import PLANNED
 
 DELAY_S = 0.4

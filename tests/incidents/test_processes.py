@@ -32,13 +32,13 @@ from strop.spec import RunSpec
 from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import (
     ACCEPTED,
     NUM_GATE_REQUESTS,
     Composition,
     Notes,
-    SpellTask,
     new_run,
     read_curve,
     tiny_spec,

@@ -35,13 +35,8 @@ from strop.testing.dummy_engine import DummyEngine
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import run_self_test
-from tests.fixtures.tiny_run import (
-    Composition,
-    Notes,
-    SpellTask,
-    new_run,
-    tiny_spec,
-)
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")

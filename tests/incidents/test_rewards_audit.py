@@ -30,7 +30,8 @@ from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.judging import open_judge
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     PaysAnyChange,

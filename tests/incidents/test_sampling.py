@@ -32,8 +32,9 @@ from strop.tasks import build_task
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, generate_all
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import ACCEPTED, Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from strop.tasks.judging import InlineJudge
 from strop.train import EvalSummary
 from tests.evaluate.stored_results import make_result
 from tests.fixtures.saved_data import save_split
-from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Notes, new_run, tiny_spec
 from tests.store.test_listed import sync
 
 RUN_FILE = """

@@ -16,7 +16,8 @@ from strop.policy.language_model import LanguageModel
 from strop.train.gate import pass_gate
 from strop.train.gate_checks import GateInput
 from tests.fixtures.families import family_model
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*each sequence is computed by itself:RuntimeWarning")
 

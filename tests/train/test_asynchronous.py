@@ -22,7 +22,8 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import IntArray, Outcome, Rollout
 from strop.tasks import Task
 from tests.fixtures.apart import ApartPlacement
-from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, Notes, new_run, read_curve, tiny_spec
 
 NUM_STEPS = 6
 

@@ -14,7 +14,8 @@ from strop.spec import RunSpec
 from strop.tasks import Task
 from strop.train.watch.trends import NUM_LOST, NUM_STOP, SIGNS
 from strop.train.watch.tripwires import StepWatch
-from tests.fixtures.tiny_run import SpellTask, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import tiny_spec
 
 Curve = Sequence[Mapping[str, float]]
 RECORDED: dict[str, Curve] = json.loads(

@@ -29,8 +29,9 @@ from strop.train.step import (
     sampled_distillation,
     takes_own_replies,
 )
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.policy.worlds import World
 from tests.train.test_sft_loop import imitate
 

@@ -31,7 +31,8 @@ from strop.train.gate import pass_gate, read_accepted
 from strop.train.gate_checks import GateCheck, GateInput, check_room
 from strop.train.watch.process import LOW_DISK_FACTOR
 from tests.fixtures.places import line_of
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.incidents.faulty_engines import build_gate
 
 CHECKS = [

@@ -32,7 +32,8 @@ from strop.train.generation import (
     measure_discarded,
     plan_attempts,
 )
-from tests.fixtures.tiny_run import SpellTask, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import tiny_spec
 
 
 def example_of(number: int) -> Example:

@@ -22,16 +22,8 @@ from strop.rollout import Split
 from strop.spec import RunSpec
 from strop.train import EvalSummary
 from strop.train.watch.process import DiskWatch
-from tests.fixtures.tiny_run import (
-    Composition,
-    Curve,
-    SpellTask,
-    learner_of,
-    new_run,
-    read_curve,
-    summary,
-    tiny_spec,
-)
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, Curve, learner_of, new_run, read_curve, summary, tiny_spec
 
 METRICS = {
     "failed_frac",

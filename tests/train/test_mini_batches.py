@@ -32,7 +32,8 @@ from strop.spec.model import ReferenceSpec
 from strop.spec.train import TrainSpec
 from strop.train.batch import build_batch, cut_batch, penalize_rewards
 from strop.train.step import StepTerms
-from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 from tests.policy.naive import padded_logprobs, sampled_places
 from tests.policy.worlds import REPLY_LIMIT, World, build_learner, make_model, ragged_groups
 

@@ -12,7 +12,8 @@ import pytest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Outcome, Rollout
 from strop.tasks import TaskLimits
-from tests.fixtures.tiny_run import ACCEPTED, Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
 
 SHORT, LONG = 3, 64
 

@@ -28,7 +28,8 @@ from strop.train.data.preferences import (
     with_reference,
 )
 from tests.fixtures.demonstrations import make_framing
-from tests.fixtures.tiny_run import GOLD, Composition, SpellTask, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.spell import GOLD, SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 from tests.train.test_sft_sources import roll, write_run
 
 

@@ -20,7 +20,8 @@ from strop.policy.language_model import LanguageModel
 from strop.rollout import IntArray
 from strop.train import EvalSummary
 from tests.fixtures.apart import ApartPlacement
-from tests.fixtures.tiny_run import Composition, PaysAlways, new_run, summary, tiny_spec
+from tests.fixtures.spell import PaysAlways
+from tests.fixtures.tiny_run import Composition, new_run, summary, tiny_spec
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,8 @@ from strop.train.data.offline import Demonstration, Demonstrations
 from strop.train.measure import measure_update
 from strop.train.step import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
-from tests.fixtures.tiny_run import (
-    GOLD,
-    NUM_TRAIN,
-    Composition,
-    SpellTask,
-    learner_of,
-    new_run,
-    read_curve,
-    tiny_spec,
-)
+from tests.fixtures.spell import GOLD, NUM_TRAIN, SpellTask
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 
 TERMS = ("sft", "rl+sft")
 OF_TERMS = {"loss_rl", "loss_sft", "grad_norm_rl", "grad_norm_sft", "grad_cosine"}

@@ -36,7 +36,8 @@ from strop.train.data.offline import Demonstration, Demonstrations, Framing, fin
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
 from tests.fixtures.saved_data import save_split, save_splits
-from tests.fixtures.tiny_run import SpellTask, new_run
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import new_run
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TALK = [

@@ -23,16 +23,8 @@ from strop.train.watch.tripwires import (
     find_impossible,
     find_impossible_rollouts,
 )
-from tests.fixtures.tiny_run import (
-    Composition,
-    Notes,
-    PaysAlways,
-    SpellTask,
-    learner_of,
-    new_run,
-    read_curve,
-    tiny_spec,
-)
+from tests.fixtures.spell import PaysAlways, SpellTask
+from tests.fixtures.tiny_run import Composition, Notes, learner_of, new_run, read_curve, tiny_spec
 
 HEALTHY = {
     "zero_variance_frac": 0.5,

@@ -30,8 +30,9 @@ from strop.record import RunDir
 from strop.rollout import Sampling
 from strop.store import get_model
 from strop.train.loop import TrainInput, TrainLoop
+from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import Notes, SpellTask, tiny_spec
+from tests.fixtures.tiny_run import Notes, tiny_spec
 
 REQUEST = GenerationRequest(
     prompt_ids=np.arange(3, 9, dtype=np.int32),
