@@ -10,6 +10,7 @@ Source of the client's side: the protocol of openhands-workspace 1.58.0 and open
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -88,6 +89,15 @@ class Slot(_Flow):
     disk_bytes: int
     processes: int
 
+    def times(self, factor: float) -> Slot:
+        """Return as many times as much, rounded up. A disk holds images, which no factor makes larger."""
+        return Slot(
+            cpus=self.cpus * factor,
+            memory_bytes=math.ceil(self.memory_bytes * factor),
+            disk_bytes=self.disk_bytes,
+            processes=math.ceil(self.processes * factor),
+        )
+
 
 class NodeOrder(_Flow):
     """`POST {node}/sandboxes`: make this. Answered at once with `NodeAnswer`; the rest is reported.
@@ -137,6 +147,8 @@ class SandboxReport(_Flow):
     """Seconds since its address was last used."""
     usage: dict[str, float] = Field(default_factory=dict)
     """cpu_s, memory_bytes, processes, disk_bytes, commands."""
+    version: int = 0
+    """Grows with each change of its state at this node: by it, a report that was overtaken is known."""
     url: str = ""
     """Its address at the node, where it has one: of sandboxes that a node has taken back it may be new to
     the controller."""

@@ -56,9 +56,15 @@ class PortRelay:
         """
         listener = hold_listener(host, port, backlog=_BACKLOG)
         relay = cls(listener, dial, max_connections=max_connections)
-        relay._server = await asyncio.start_server(
-            relay._serve, sock=listener, limit=CHUNK_BYTES, backlog=_BACKLOG
-        )
+        try:
+            relay._server = await asyncio.start_server(
+                relay._serve, sock=listener, limit=CHUNK_BYTES, backlog=_BACKLOG
+            )
+        except (asyncio.CancelledError, OSError):
+            # Cancelled after asyncio began to listen, it gives no server back that could be closed.
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+            raise
         return relay
 
     @property

@@ -1,0 +1,284 @@
+"""The service that clients and node agents talk to: one process, answers from memory, a journal behind it.
+
+    python -m strop.runtime.controller --state-dir DIR
+
+prints one JSON line with its address and the files of its keys, and serves until SIGTERM. Started again with
+the same directory it has the same port, and every sandbox with its address and key. Sandboxes outlive it.
+
+Not covered: encryption. Bind it to a network that only its users share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import TypeAdapter, ValidationError
+from starlette.applications import Starlette
+
+from strop.errors import CheckRefused, ConfigError, StropError
+from strop.hardware.ports import LOOPBACK
+from strop.io.atomic import write_bytes_atomically
+from strop.io.variables import LOG_FORMAT
+from strop.runtime.journal import Journal
+from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
+from strop.runtime.nodes import NodeClient
+from strop.runtime.placement import Placement
+from strop.runtime.ports import hold_listener
+from strop.runtime.registry import Registry
+from strop.runtime.routes import Routes, build_routes
+from strop.runtime.sessions import Policy, Sessions
+from strop.runtime.web import KEEP_ALIVE_S, BoundedProtocol, Guard, add_error_answers, close_idle
+
+_TICK_S = 1.0
+_BACKLOG = 2048
+_EVENT_LOG_BYTES = 64 << 20
+_log = logging.getLogger("strop.runtime.controller")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerOptions:
+    """How a controller is run."""
+
+    state_dir: Path
+    """Has the journal, the event log, the keys and the port. For one controller alone."""
+    host: str = LOOPBACK
+    port: int = 0
+    """0: the one of before, or one that is free."""
+    keys_file: Path | None = None
+    """None: `keys` in the state directory, made if it is not there."""
+    node_keys_file: Path | None = None
+    """None: `node-keys` in the state directory, made if it is not there."""
+    disable_auth: bool = False
+    is_forced: bool = False
+    """Whether to do without keys on an address that others can reach."""
+    registry_prefix: str = ""
+    """What clients put before the names of images that they build."""
+    warm_configs: tuple[dict[str, Any], ...] = ()
+    """Told at `/api/warm-runtime-configs`."""
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """Where a controller is."""
+
+    url: str
+    pid: int
+    keys_file: str
+    """Empty where no key is asked for."""
+    node_keys_file: str
+
+
+async def serve(
+    options: ControllerOptions, on_ready: Callable[[Serving], None], until: asyncio.Event | None = None
+) -> None:
+    """Serve until `until` is set or this is cancelled; `on_ready` is told where, once clients may connect.
+
+    Raises: ConfigError for keys or options that cannot be; StoreError if the journal is broken or held;
+    CheckRefused if the port is taken.
+    """
+    if options.disable_auth:
+        require_keys_or_loopback(options.host, is_forced=options.is_forced)
+    options.state_dir.mkdir(parents=True, exist_ok=True)
+    keys_file = options.keys_file or options.state_dir / "keys"
+    node_keys_file = options.node_keys_file or options.state_dir / "node-keys"
+    keys = None if options.disable_auth else open_keys(keys_file, "default")
+    node_keys = open_keys(node_keys_file, "nodes")
+    raise_descriptor_limit()
+    async with AsyncExitStack() as stack:
+        journal = Journal.open(options.state_dir / "journal.jsonl")
+        log = EventLog(options.state_dir / "events.jsonl", maxBytes=_EVENT_LOG_BYTES, backupCount=2)
+        stack.callback(log.close)
+        registry = Registry(journal, log.tell)
+        stack.push_async_callback(registry.close)
+        client = NodeClient(node_keys)
+        stack.push_async_callback(client.close)
+        cpu_factor = options.policy.cpu_factor
+        placement = Placement(registry, client, host=options.host, cpu_factor=cpu_factor)
+        stack.push_async_callback(placement.close)
+        sessions = Sessions(options.policy, registry, placement)
+        listener = stack.enter_context(_listen(options))
+        await sessions.restore()
+        server = _Server(_configure(sessions, options, keys, node_keys))
+        rings = [ring for ring in (keys, node_keys) if ring is not None]
+        ticking = asyncio.create_task(_tick(sessions, rings, server))
+        stack.callback(ticking.cancel)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        on_ready(
+            Serving(
+                url=url,
+                pid=os.getpid(),
+                keys_file="" if keys is None else str(keys_file),
+                node_keys_file=str(node_keys_file),
+            )
+        )
+        _log.info("listening on %s, %d sandboxes taken back", url, len(registry.alive))
+        await _run(server, listener, until)
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(server: uvicorn.Server, listener: socket.socket, until: asyncio.Event | None) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = asyncio.create_task((until or asyncio.Event()).wait())
+    try:
+        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        server.should_exit = True
+        await serving
+
+
+def _configure(
+    sessions: Sessions, options: ControllerOptions, keys: KeyRing | None, node_keys: KeyRing
+) -> uvicorn.Config:
+    routes = Routes(
+        sessions=sessions,
+        registry_prefix=options.registry_prefix,
+        warm_configs=options.warm_configs,
+        upload_dir=options.state_dir / "uploads",
+    )
+    app = Starlette(routes=build_routes(routes))
+    app.router.redirect_slashes = False
+    add_error_answers(app)
+    BoundedProtocol.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    return uvicorn.Config(
+        Guard(app, keys=keys, node_keys=node_keys),
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=1,
+    )
+
+
+async def _tick(sessions: Sessions, rings: Sequence[KeyRing], server: uvicorn.Server) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        sessions.tick()
+        close_idle(server.server_state.connections)
+        for ring in rings:
+            if problem := ring.refresh():
+                _log.warning("keys stay as they were: %s", problem)
+
+
+def _listen(options: ControllerOptions) -> socket.socket:
+    """Hold the port that is asked for; else the one of before, where that is still free."""
+    place = options.state_dir / "address.json"
+    if options.port:
+        return hold_listener(options.host, options.port, backlog=_BACKLOG)
+    listener = None
+    try:
+        before = json.loads(place.read_bytes())
+        if before["host"] == options.host:
+            listener = hold_listener(options.host, before["port"], backlog=_BACKLOG)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    except CheckRefused as error:
+        _log.warning("the port of before is taken, clients of then are lost: %s", error)
+    listener = listener or hold_listener(options.host, 0, backlog=_BACKLOG)
+    content = {"host": options.host, "port": listener.getsockname()[1]}
+    write_bytes_atomically(place, json.dumps(content).encode())
+    return listener
+
+
+class EventLog(RotatingFileHandler):
+    """One JSON line for each transition, in files of bounded size."""
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Write a line."""
+        self.emit(logging.makeLogRecord({"msg": json.dumps(facts)}))
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may: each sandbox that waits has a port of its own here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m strop.runtime.controller", description=__doc__)
+    parser.add_argument("--state-dir", type=Path, required=True, help="journal, event log and keys")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on; loopback by default")
+    parser.add_argument("--port", type=int, default=0, help="0: the one of before, or one that is free")
+    parser.add_argument("--keys-file", type=Path, help="lines of OWNER KEY; made if it is not there")
+    parser.add_argument("--node-keys-file", type=Path, help="the same, for node agents")
+    parser.add_argument("--disable-auth", action="store_true", help="ask no client for a key")
+    parser.add_argument("--force", action="store_true", help="also where other machines can connect")
+    parser.add_argument("--policy", default="{}", help="JSON: fields of Policy that differ")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        options = ControllerOptions(
+            state_dir=given.state_dir,
+            host=given.host,
+            port=given.port,
+            keys_file=given.keys_file,
+            node_keys_file=given.node_keys_file,
+            disable_auth=given.disable_auth,
+            is_forced=given.force,
+            policy=read_policy(given.policy),
+        )
+        asyncio.run(_serve_until_signal(options))
+    except StropError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def read_policy(text: str) -> Policy:
+    """Return the policy with the fields that a JSON object names. Raises: ConfigError."""
+    try:
+        return TypeAdapter(Policy).validate_json(text, strict=False, extra="forbid")
+    except ValidationError as error:
+        raise ConfigError(
+            f"the policy {text!r} cannot be read ({error.errors()[0]['msg']})",
+            allowed=f"a JSON object with any of {', '.join(Policy.__dataclass_fields__)}",
+            next_step="correct it",
+        ) from error
+
+
+async def _serve_until_signal(options: ControllerOptions) -> None:
+    until = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+
+    def tell(serving: Serving) -> None:
+        sys.stdout.write(json.dumps(asdict(serving)) + "\n")
+        sys.stdout.flush()
+
+    await serve(options, tell, until)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

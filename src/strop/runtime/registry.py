@@ -1,0 +1,146 @@
+"""All sandboxes that the controller knows, and each change of one: journaled, counted and told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from strop.errors import StoreError, describe_error
+from strop.runtime.contract import FailureKind, State
+from strop.runtime.journal import Journal
+from strop.runtime.session import Session
+
+_log = logging.getLogger("strop.runtime")
+
+
+class Registry:
+    """Sandboxes by name and by id. Those that ended are kept for a while, so that they can be asked for."""
+
+    def __init__(self, journal: Journal, tell: Callable[[dict[str, Any]], None]) -> None:
+        """`tell` gets each transition, for the event log."""
+        self.journal = journal
+        self.by_name: dict[tuple[str, str], Session] = {}
+        """By owner and session id: the newest of each."""
+        self.by_runtime: dict[str, Session] = {}
+        self.alive: dict[str, Session] = {}
+        """By runtime id: those that have not ended."""
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        """Of what happened, by the names in `metrics`."""
+        self.on_end: Callable[[Session, bool], None] = lambda _session, _is_gone: None
+        """Called once for each sandbox that ends, with whether its node has nothing of it any more."""
+        self._tell = tell
+        self._ended: deque[Session] = deque()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def add(self, session: Session) -> None:
+        """Take a sandbox in, instead of an older one of its name."""
+        self.by_name[session.owner, session.session_id] = session
+        self.by_runtime[session.runtime_id] = session
+        if session.is_alive:
+            self.alive[session.runtime_id] = session
+        else:
+            self._ended.append(session)
+
+    def enter(self, session: Session, state: State) -> None:
+        """Let a sandbox change its state."""
+        if session.state is state:
+            return
+        before = session.state
+        session.enter(state)
+        self.counts[f"entered_{state.value}"] += 1
+        if state is State.READY and "ready" not in session.timeline:
+            session.timeline["ready"] = time.time()
+            self.counts["ready_after_s"] += session.timeline["ready"] - session.timeline["queued"]
+        self.tell_of(session, "state", before=before.value, state=state.value)
+        self.keep(session)
+
+    def end(
+        self,
+        session: Session,
+        state: State,
+        kind: FailureKind | None = None,
+        cause: str = "",
+        *,
+        is_gone: bool = False,
+    ) -> None:
+        """Let a sandbox end. Nothing happens to one that has ended before."""
+        if not session.is_alive:
+            return
+        del self.alive[session.runtime_id]
+        self._ended.append(session)
+        session.failure_kind, session.cause = kind, cause
+        session.ended = time.monotonic()
+        session.timeline["stopped"] = time.time()
+        if kind is not None:
+            self.counts[f"failed_{kind.value}"] += 1
+        self.enter(session, state)
+        self.on_end(session, is_gone)
+
+    def forget(self, *, older_than_s: float, max_kept: int) -> None:
+        """Leave out those that ended long ago, and the oldest of too many."""
+        now = time.monotonic()
+        while self._ended and (now - self._ended[0].ended > older_than_s or len(self._ended) > max_kept):
+            session = self._ended.popleft()
+            del self.by_runtime[session.runtime_id]
+            if self.by_name.get((session.owner, session.session_id)) is session:
+                del self.by_name[session.owner, session.session_id]
+            self.journal.forget(session.runtime_id)
+
+    async def write(self, session: Session) -> None:
+        """Have on disk what a sandbox is now. Raises: StoreError."""
+        await self.journal.put(session.runtime_id, session.to_json())
+
+    def keep(self, session: Session) -> None:
+        """Write what a sandbox is now, without waiting for it."""
+        self.spawn(self.write(session))
+
+    def tell_of(self, session: Session, event: str, **facts: Any) -> None:
+        """Write a line of a sandbox into the event log."""
+        kind = session.failure_kind.value if session.failure_kind else None
+        self.tell(
+            event,
+            runtime_id=session.runtime_id,
+            session_id=session.session_id,
+            owner=session.owner,
+            node=session.node_id,
+            failure_kind=kind,
+            cause=session.cause,
+            **facts,
+        )
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Write a line into the event log."""
+        self._tell({"at": time.time(), "event": event, **facts})
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Do something beside; what goes wrong with it is logged."""
+        return self.follow(asyncio.create_task(work))
+
+    def follow(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """Have a task end with this, and what goes wrong with it logged."""
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    async def close(self) -> None:
+        """End what was begun, and the journal. Sandboxes live on at their nodes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.journal.close()
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, StoreError):
+            self.counts["journal_errors"] += 1
+            _log.error("%s", error)
+        elif error is not None:
+            self.counts["bugs"] += 1
+            _log.error("a task failed: %s", describe_error(error), exc_info=error)

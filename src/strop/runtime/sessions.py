@@ -1,0 +1,315 @@
+"""What clients ask of sandboxes, and what time does to them. No HTTP here.
+
+`/start` is answered as soon as an address is held for the sandbox, whatever still has to be done for it.
+Where a slot is free and its node answers at once, the address is the node's own; else the controller holds a
+port and relays. Everything that a client was told is in the journal first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from strop.runtime.contract import LOST_AFTER_S, FailureKind, SandboxReport, Slot, StartRequest, State
+from strop.runtime.keys import new_key
+from strop.runtime.nodes import NodeFailed
+from strop.runtime.placement import Placement
+from strop.runtime.registry import Registry
+from strop.runtime.session import Session
+from strop.runtime.wire import Refusal
+
+OPERATION_WAIT_S = 10.0
+"""Clients give up after 15 s at the earliest; what was begun goes on, and may be asked for again."""
+STOP_WAIT_S = 5.0
+GIB = 1 << 30
+PLAIN_SLOT = Slot(cpus=1.0, memory_bytes=4 * GIB, disk_bytes=8 * GIB, processes=512)
+
+_Ending = tuple[State, FailureKind | None, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What a sandbox gets, and when it is ended. Times are in seconds."""
+
+    slot: Slot = PLAIN_SLOT
+    """Of a sandbox with a resource factor of 1."""
+    cpu_factor: float = 4.0
+    """How often a processor may be promised."""
+    queue_limit_s: float = 1800.0
+    idle_limit_s: float = 3600.0
+    """Since its address was used or its client asked for it. A paused one is not idle."""
+    age_limit_s: float = 24 * 3600.0
+    orphan_limit_s: float = 900.0
+    """After a start whose client never asked again."""
+    keep_ended_s: float = 3600.0
+    max_ended: int = 10_000
+    max_alive: int = 10_000
+    """Beyond it, starts are answered with 429."""
+    hold_s: float = 5.0
+    """How long a question for one that begins is held."""
+    settle_s: float = LOST_AFTER_S
+    """After the last node came, until a request that fits on none is given up: larger ones may be coming."""
+
+
+class Sessions:
+    """Sandboxes as their clients see them."""
+
+    def __init__(self, policy: Policy, registry: Registry, placement: Placement) -> None:
+        self.policy = policy
+        self.registry = registry
+        self.placement = placement
+        self._restored = time.monotonic()
+
+    async def start(self, owner: str, request: StartRequest) -> Session:
+        """Return the sandbox of a session id: the one that lives, or a new one. Its address is final.
+
+        Raises: Refusal; StoreError and CheckRefused if nothing could be begun.
+        """
+        found = self.registry.by_name.get((owner, request.session_id))
+        if found is not None and found.is_alive:
+            if found.request.image != request.image:
+                raise Refusal(409, f"session {request.session_id} has image {found.request.image}")
+            if not (found.state is State.PAUSED and found.has_failed_to_resume):
+                return await self._start_again(found)
+            self.registry.end(found, State.STOPPED, cause="it could not be resumed and was started anew")
+        if len(self.registry.alive) >= self.policy.max_alive:
+            raise Refusal(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
+        session = Session(
+            runtime_id=uuid.uuid4().hex,
+            session_id=request.session_id,
+            owner=owner,
+            key=new_key(),
+            request=request,
+            slot=self.policy.slot.times(request.resource_factor),
+            timeline={"queued": time.time()},
+        )
+        self.registry.add(session)
+        self.registry.counts["starts"] += 1
+        self.registry.tell_of(session, "asked", image=request.image)
+        try:
+            why_never = self._why_never(session)
+            await self.placement.announce(session, has_to_wait=not why_never)
+            if why_never:
+                self.registry.end(session, State.FAILED, FailureKind.CAPACITY, why_never)
+        finally:
+            # Where that failed, nobody was told an address; whoever waits for it is told the failure.
+            if not session.announced.is_set():
+                self.registry.end(session, State.FAILED, FailureKind.INFRA_LOST, "no address could be held")
+                session.announced.set()
+        return session
+
+    def find(self, owner: str, session_id: str) -> Session:
+        """Return the newest sandbox of a session id. Raises: Refusal with 404."""
+        session = self.registry.by_name.get((owner, session_id))
+        if session is None or not session.url:
+            raise Refusal(404, f"no session {session_id}")
+        session.asked = time.monotonic()
+        return session
+
+    def find_runtime(self, owner: str, runtime_id: str) -> Session:
+        """Return a sandbox by its own id. Raises: Refusal with 404, for another owner's too."""
+        session = self.registry.by_runtime.get(runtime_id)
+        if session is None or session.owner != owner:
+            raise Refusal(404, f"no runtime {runtime_id}")
+        session.asked = time.monotonic()
+        return session
+
+    def list_all(self, owner: str) -> list[Session]:
+        """Return the owner's sandboxes that were not stopped."""
+        return [
+            one
+            for (name, _), one in self.registry.by_name.items()
+            if name == owner and one.url and one.state is not State.STOPPED
+        ]
+
+    async def wait(self, session: Session) -> None:
+        """Wait until a sandbox that begins is ready or has ended, for as long as a question is held."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.policy.hold_s):
+                await session.settled.wait()
+
+    async def stop(self, owner: str, runtime_id: str) -> Session:
+        """End a sandbox; what its node has of it is gone then, or within seconds.
+
+        Raises: Refusal with 404; StoreError.
+        """
+        session = self.find_runtime(owner, runtime_id)
+        if session.is_alive:
+            self.registry.end(session, State.STOPPED, cause="its client stopped it")
+        else:
+            # Of one that failed, its client knows now.
+            self.registry.enter(session, State.STOPPED)
+        await self.registry.write(session)
+        if session.clearing is not None:
+            await asyncio.wait([session.clearing], timeout=STOP_WAIT_S)
+        return session
+
+    async def pause(self, owner: str, runtime_id: str) -> Session:
+        """Let a sandbox use no processor. Raises: Refusal: 404, 409 unless it is ready, 503."""
+        session = self._find_alive(owner, runtime_id)
+        await self._finish(self._pause(session), is_waited_for=True)
+        return session
+
+    async def resume(self, owner: str, runtime_id: str) -> Session:
+        """Let it go on, with the same address and key. Raises: Refusal: 404, 503."""
+        session = self._find_alive(owner, runtime_id)
+        await self._finish(self._resume(session), is_waited_for=False)
+        return session
+
+    def renew(self, owner: str, runtime_ids: Sequence[str] | None, lease_s: float) -> list[Session]:
+        """Let sandboxes live for so long from now, None: all of the owner; return those that do.
+
+        A sandbox that was leased once ends with its lease.
+        """
+        living = self.registry.alive
+        wanted = list(living) if runtime_ids is None else runtime_ids
+        found = [living[one] for one in wanted if one in living and living[one].owner == owner]
+        for session in found:
+            session.asked = session.renewed = time.monotonic()
+            if session.lease_s != lease_s:
+                session.lease_s = lease_s
+                self.registry.keep(session)
+        return found
+
+    def expires_in_s(self, session: Session) -> float | None:
+        """Return the seconds until its lease or its age ends it; None once it has ended."""
+        if not session.is_alive:
+            return None
+        now = time.monotonic()
+        age_left = session.begun + self.policy.age_limit_s - now
+        if session.lease_s is None:
+            return age_left
+        return min(age_left, session.renewed + session.lease_s - now)
+
+    def tick(self) -> None:
+        """End what is over, lose what is silent, forget what ended long ago. Called every second."""
+        self.placement.lose_silent()
+        now = time.monotonic()
+        for session in list(self.registry.alive.values()):
+            session.used = max(session.used, self.placement.used_at(session))
+            over = self._why_over(session, now)
+            if over is not None:
+                self.registry.end(session, *over)
+                self.registry.counts["expired"] += over[0] is State.STOPPED
+        self.registry.forget(older_than_s=self.policy.keep_ended_s, max_kept=self.policy.max_ended)
+        self.placement.dispatch()
+
+    async def restore(self) -> None:
+        """Take everything back that the journal names, addresses and keys included."""
+        for line in self.registry.journal.read():
+            self.registry.add(Session.from_json(line))
+        for session in list(self.registry.alive.values()):
+            await self.placement.take_back(session)
+        self._restored = time.monotonic()
+
+    async def _start_again(self, session: Session) -> Session:
+        session.asked = time.monotonic()
+        await session.announced.wait()
+        if not session.url:
+            raise Refusal(503, session.cause)
+        if session.state is State.PAUSED:
+            self.registry.spawn(self._resume_beside(session))
+        return session
+
+    def _why_never(self, session: Session) -> str:
+        if time.monotonic() - self.placement.node_came < self.policy.settle_s:
+            return ""
+        return self.placement.admission.why_never(session.slot)
+
+    def _find_alive(self, owner: str, runtime_id: str) -> Session:
+        session = self.find_runtime(owner, runtime_id)
+        if not session.is_alive:
+            raise Refusal(404, f"runtime {runtime_id} has ended: {session.cause or session.state.value}")
+        return session
+
+    async def _finish(self, work: Coroutine[None, None, None], *, is_waited_for: bool) -> None:
+        """Wait for an operation as long as its client may; it goes on after that."""
+        task = asyncio.create_task(work)
+        done, _ = await asyncio.wait([task], timeout=OPERATION_WAIT_S)
+        if done:
+            task.result()
+            return
+        self.registry.follow(task)
+        if is_waited_for:
+            raise Refusal(503, f"it takes longer than {OPERATION_WAIT_S:g} s; ask again")
+
+    async def _pause(self, session: Session) -> None:
+        async with session.operating:
+            if session.state is State.PAUSED:
+                return
+            if session.state is not State.READY:
+                raise Refusal(409, f"it is {session.state.value}; only what is ready can be paused")
+            report = await self._operate(session, "pause")
+            self._take(session, report, State.PAUSED)
+            session.has_failed_to_resume = False
+            self.placement.disconnect(session)
+            self.registry.counts["pauses"] += 1
+
+    async def _resume(self, session: Session) -> None:
+        async with session.operating:
+            if session.state is not State.PAUSED:
+                return
+            self.registry.enter(session, State.RESUMING)
+            try:
+                report = await self._operate(session, "resume")
+            except Refusal:
+                session.has_failed_to_resume = True
+                if session.is_alive:
+                    self.registry.enter(session, State.PAUSED)
+                raise
+            session.has_failed_to_resume = False
+            self._take(session, report, report.state)
+            self.registry.counts["resumes"] += 1
+
+    async def _resume_beside(self, session: Session) -> None:
+        with suppress(Refusal):
+            await self._resume(session)
+
+    async def _operate(self, session: Session, verb: str) -> SandboxReport:
+        try:
+            node = self.placement.node_of(session)
+            return await self.placement.client.operate(node.report.url, session.runtime_id, verb)
+        except NodeFailed as error:
+            raise Refusal(503, f"its node could not {verb} it: {error}") from error
+
+    def _take(self, session: Session, report: SandboxReport, state: State) -> None:
+        if not session.is_alive:
+            raise Refusal(404, f"it ended meanwhile: {session.cause}")
+        session.take(report)
+        if report.state is State.FAILED:
+            kind = report.failure_kind or FailureKind.AGENT_ERROR
+            self.registry.end(session, State.FAILED, kind, report.cause, is_gone=True)
+            raise Refusal(404, f"it failed: {report.cause}")
+        self.registry.enter(session, state)
+
+    def _why_over(self, session: Session, now: float) -> _Ending | None:
+        """Say how a sandbox ends now; None if it does not."""
+        policy = self.policy
+        if session.state is State.QUEUED and not session.node_id:
+            why_never = self._why_never(session)
+            if why_never:
+                return State.FAILED, FailureKind.CAPACITY, why_never
+            if now - session.begun > policy.queue_limit_s:
+                cause = f"no slot was free for it within {policy.queue_limit_s:g} s"
+                return State.FAILED, FailureKind.CAPACITY, cause
+        elif session.node_id not in self.placement.nodes and now - self._restored > LOST_AFTER_S:
+            return State.FAILED, FailureKind.INFRA_LOST, f"node {session.node_id} did not come back"
+        limit = self._name_limit(session, now)
+        return (State.STOPPED, None, limit) if limit else None
+
+    def _name_limit(self, session: Session, now: float) -> str:
+        policy = self.policy
+        if session.lease_s is not None and now - session.renewed > session.lease_s:
+            return f"its lease of {session.lease_s:g} s was not renewed"
+        if now - session.begun > policy.age_limit_s:
+            return f"it reached the age of {policy.age_limit_s:g} s"
+        if not session.asked and now - session.begun > policy.orphan_limit_s:
+            return f"nobody asked for it within {policy.orphan_limit_s:g} s after its start"
+        last = max(session.used, session.asked, session.begun)
+        if session.state is State.READY and now - last > policy.idle_limit_s:
+            return f"it was idle for {policy.idle_limit_s:g} s"
+        return ""

@@ -1,0 +1,179 @@
+"""The HTTP side of the controller: who is let in, how much is read and for how long, and how errors are said.
+
+Every refusal is `{"detail": ...}`; nothing is ever a redirect. Keys are compared before anything of a body is
+read. Connections that say nothing are closed, so that many of them take nothing from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from strop.errors import CheckRefused, StoreError, describe_error
+from strop.runtime.contract import NODE_KEY_HEADER
+from strop.runtime.keys import ANYONE, KeyRing
+from strop.runtime.wire import Refusal
+
+OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
+KEY_HEADER = "X-API-Key"
+MAX_BODY_BYTES = 256 << 10
+BODY_LIMIT_S = 20.0
+HEAD_LIMIT_S = 10.0
+"""From the beginning of a connection to the end of its first request's head."""
+KEEP_ALIVE_S = 75.0
+"""Longer than any client keeps a connection that it does not use: else it may send into one that closes."""
+_NODES = "/nodes/"
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger("strop.runtime.web")
+
+
+class Guard:
+    """Lets requests in that carry a key; `scope["owner"]` says whose. Node agents have a key of their own."""
+
+    def __init__(self, app: AsgiApp, *, keys: KeyRing | None, node_keys: KeyRing) -> None:
+        """`keys` is None where clients need none."""
+        self._app = app
+        self._keys = keys
+        self._node_keys = node_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scope["owner"] = self._owner_of(scope)
+            if scope["owner"] is None:
+                answer = make_refusal(Refusal(401, "Unauthorized"), scope)
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _owner_of(self, scope: Scope) -> str | None:
+        headers = dict(scope["headers"])
+        if scope["path"].startswith(_NODES):
+            return self._node_keys.owner_of(_text(headers.get(NODE_KEY_HEADER.lower().encode(), b"")))
+        if self._keys is None:
+            return ANYONE
+        given = _text(headers.get(KEY_HEADER.lower().encode(), b""))
+        # How Prometheus sends a key from a file.
+        bearer = _text(headers.get(b"authorization", b"")).partition("Bearer ")[2]
+        return self._keys.owner_of(given or bearer)
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 on one connection, with a limit on how long it may say nothing that can be answered."""
+
+    max_connections = 10_000
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection; of too many, one that has asked nothing yet makes room."""
+        super().connection_made(transport)
+        self.idle_since = time.monotonic()
+        if len(self.connections) > self.max_connections:
+            others = (one for one in self.connections if isinstance(one, H11Protocol) and one is not self)
+            next((one for one in others if not _has_asked(one)), self).transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Begin to count anew."""
+        self.idle_since = time.monotonic()
+        super().on_response_complete()
+
+    def is_over(self, now: float) -> bool:
+        """Whether it was idle for too long. Single bytes that it sends do not count."""
+        if not _has_asked(self):
+            return now - self.idle_since > HEAD_LIMIT_S
+        return self.cycle.response_complete and now - self.idle_since > KEEP_ALIVE_S
+
+
+def _has_asked(connection: H11Protocol) -> bool:
+    # uvicorn's annotation leaves out that there is none before the first request.
+    return getattr(connection, "cycle", None) is not None
+
+
+def close_idle(connections: Iterable[Any]) -> None:
+    """Close the connections that are over."""
+    now = time.monotonic()
+    for connection in [one for one in connections if isinstance(one, BoundedProtocol) and one.is_over(now)]:
+        connection.transport.abort()
+
+
+async def read_body(
+    request: Request, *, max_bytes: int = MAX_BODY_BYTES, limit_s: float = BODY_LIMIT_S
+) -> bytes:
+    """Return the body of a request. Raises: Refusal: 413 if it is too large, 408 if it comes too slowly."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise Refusal(413, f"the body has {declared} bytes; at most {max_bytes} are taken")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise Refusal(413, f"the body has more than {max_bytes} bytes")
+                parts.append(part)
+    except TimeoutError as error:
+        raise Refusal(408, f"the body did not come within {limit_s:g} s") from error
+    return b"".join(parts)
+
+
+def add_error_answers(app: Starlette) -> None:
+    """Let an application answer whatever its routes raise, and what no route takes, in the one form."""
+    app.add_exception_handler(Refusal, _answer_refusal)
+    app.add_exception_handler(StoreError, _answer_failure)
+    app.add_exception_handler(CheckRefused, _answer_failure)
+    app.add_exception_handler(HTTPException, _answer_unknown)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_bug)
+
+
+def make_refusal(refusal: Refusal, scope: Scope) -> JSONResponse:
+    """Return the answer of a refusal."""
+    headers = dict(scope["headers"])
+    declared = headers.get(b"content-length", b"0")
+    is_short = declared.isdigit() and int(declared) <= MAX_BODY_BYTES and b"transfer-encoding" not in headers
+    # The rest of a short body is read and dropped. A long one ends with the connection.
+    closing = {} if is_short and refusal.status not in (408, 413) else {"connection": "close"}
+    return JSONResponse({"detail": refusal.detail}, status_code=refusal.status, headers=closing)
+
+
+async def _answer_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return make_refusal(error, request.scope)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    _log.error("%s %s: %s", request.method, request.url.path, error)
+    return make_refusal(Refusal(503, str(error)), request.scope)
+
+
+async def _answer_unknown(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    return make_refusal(Refusal(status, f"no {request.method} {request.url.path} here"), request.scope)
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    """Answer a client that is gone; nothing of it is sent."""
+    return Response(status_code=400)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    _log.error("%s %s: %s", request.method, request.url.path, describe_error(error))
+    return make_refusal(Refusal(500, "a mistake in the service; its log says more"), request.scope)
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1")

@@ -1,0 +1,198 @@
+"""What clients say and are told: requests as they come, and the record that every answer is made of.
+
+Source: the protocol of openhands-workspace 1.58.0 (dialect A), of RemoteRuntime in openhands-ai before 1.11
+(B) and of RemoteSandboxService in openhands-ai 1.11.0 (C). One reader serves all three; fields that nobody
+here knows are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from pydantic import ValidationError
+
+from strop.runtime.contract import FailureKind, StartRequest, State
+from strop.runtime.session import Session
+
+MAX_ID_CHARS = 256
+MAX_FACTOR = 1024.0
+POD_LOG_CHARS = 16_000
+_UNSPEAKABLE = "/?#\\\0"
+"""Clients put an id into a path as it is, so one with any of these could never be asked for."""
+_RESERVED = frozenset({".", "..", "batch"})
+_DEFAULTED = frozenset({"working_dir", "environment", "resource_factor", "image_pull_policy"})
+
+WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
+    (State.QUEUED, None): ("starting", "pending"),
+    (State.IMAGE, None): ("starting", "pending"),
+    (State.STARTING, None): ("starting", "running"),
+    (State.READY, None): ("running", "ready"),
+    (State.PAUSED, None): ("paused", "not found"),
+    (State.RESUMING, None): ("starting", "running"),
+    (State.FAILED, FailureKind.TASK_OOM): ("error", "crashloopbackoff"),
+    (State.FAILED, FailureKind.IMAGE_ERROR): ("error", "failed"),
+    (State.FAILED, FailureKind.AGENT_ERROR): ("error", "failed"),
+    (State.FAILED, FailureKind.CAPACITY): ("error", "failed"),
+    (State.FAILED, FailureKind.INFRA_LOST): ("error", "unknown"),
+}
+"""`status` and `pod_status` of each state."""
+_STOPPED = ("stopped", "not found")
+
+
+class Refusal(Exception):
+    """An answer that is not a success. The HTTP side makes it one; nobody else meets it."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+def words_of(state: State, failure_kind: FailureKind | None) -> tuple[str, str]:
+    """Return `status` and `pod_status`."""
+    if state is State.STOPPED:
+        return _STOPPED
+    return WORDS[state, failure_kind if state is State.FAILED else None]
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises: Refusal."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise Refusal(422, "the body is not a JSON object")
+    return content
+
+
+def read_start(body: bytes) -> StartRequest:
+    """Return what a client asks to have started. Raises: Refusal with 400 or 422."""
+    content = read_object(body)
+    check_session_id(content.get("session_id"))
+    given = {name: value for name, value in content.items() if not (value is None and name in _DEFAULTED)}
+    given["command"] = _read_command(given.get("command"))
+    if "environment" in given:
+        given["environment"] = _read_environment(given["environment"])
+    try:
+        request = StartRequest(**given)
+    except (ValidationError, TypeError) as error:
+        raise Refusal(422, _say_invalid(error)) from error
+    if not (math.isfinite(request.resource_factor) and 0 < request.resource_factor <= MAX_FACTOR):
+        raise Refusal(
+            422, f"resource_factor {request.resource_factor} is not above 0, at most {MAX_FACTOR:g}"
+        )
+    if not request.image.strip() or "\0" in request.image:
+        raise Refusal(422, "image is empty")
+    if not request.working_dir.startswith("/") or "\0" in request.working_dir:
+        raise Refusal(422, "working_dir is not an absolute path")
+    return request
+
+
+def check_session_id(value: object) -> str:
+    """Return an id that a client can ask for again. Raises: Refusal with 400, or 422 where it is no text."""
+    if not isinstance(value, str):
+        raise Refusal(422, "session_id is not a text")
+    is_plain = not any(letter in value for letter in _UNSPEAKABLE) and unquote(value) == value
+    if not value or not is_plain or value in _RESERVED or len(value) > MAX_ID_CHARS:
+        raise Refusal(
+            400,
+            f"session_id has to have 1 to {MAX_ID_CHARS} characters, none of / ? # \\ or NUL, no % before two"
+            f" hexadecimal digits, and not to be {', '.join(sorted(_RESERVED))}",
+        )
+    return value
+
+
+def read_runtime_id(body: bytes) -> str:
+    """Return the sandbox that a body names. Raises: Refusal."""
+    value = read_object(body).get("runtime_id")
+    if not isinstance(value, str) or not value:
+        raise Refusal(422, "runtime_id is not a text")
+    return value
+
+
+def make_record(
+    session: Session, *, place: tuple[int, int] | None, expires_in_s: float | None
+) -> dict[str, Any]:
+    """Return what clients are told of a sandbox.
+
+    `place` is its place in the queue and the queue's length; `expires_in_s` is until its lease ends.
+    """
+    status, pod_status = words_of(session.state, session.failure_kind)
+    events = list(session.events)
+    if place is not None:
+        events.insert(0, f"waits for a slot: {place[0]} of {place[1]}")
+    waiting = {"name": "sandbox", "state": session.state.value, "message": events[0] if events else ""}
+    return {
+        "runtime_id": session.runtime_id,
+        "session_id": session.session_id,
+        "url": session.url,
+        "session_api_key": session.key,
+        "status": status,
+        "pod_status": pod_status,
+        "restart_count": 0,
+        "restart_reasons": [],
+        "container_statuses": [waiting] if session.is_beginning else [],
+        "events": events,
+        "pod_logs": _make_pod_logs(session),
+        "work_hosts": {},
+        "failure_kind": session.failure_kind.value if session.failure_kind else None,
+        "cause": session.cause,
+        "isolation": session.isolation,
+        "node": session.node_id,
+        "lease_expires_in_s": expires_in_s,
+        "timeline": session.timeline,
+        "usage": session.usage,
+        "last_termination_reason": session.cause,
+        "last_termination_exit_code": session.exit_code,
+    }
+
+
+def _make_pod_logs(session: Session) -> str:
+    """Return the cause, then the last lines that the sandbox wrote."""
+    if session.is_alive:
+        return session.log_tail[-POD_LOG_CHARS:]
+    kind = f"[{session.failure_kind.value}] " if session.failure_kind else ""
+    return "\n".join(part for part in (f"{kind}{session.cause}", session.log_tail[-POD_LOG_CHARS:]) if part)
+
+
+def _read_command(value: object) -> list[str]:
+    if isinstance(value, str):
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise Refusal(422, f"command cannot be split as a shell would ({error})") from error
+    elif isinstance(value, list) and all(isinstance(word, str) for word in value):
+        words = list(value)
+    else:
+        raise Refusal(422, "command is neither a text nor a list of texts")
+    if not words or not words[0] or any("\0" in word for word in words):
+        raise Refusal(422, "command names no program")
+    return words
+
+
+def _read_environment(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise Refusal(422, "environment is not an object")
+    found = {}
+    for name, given in value.items():
+        if isinstance(given, bool):
+            given = "true" if given else "false"
+        if not isinstance(given, str | int | float) or "\0" in str(given):
+            raise Refusal(422, f"environment variable {name!r} is not a text")
+        if not name or "=" in name or "\0" in name:
+            raise Refusal(422, f"{name!r} cannot be the name of an environment variable")
+        found[name] = str(given)
+    return found
+
+
+def _say_invalid(error: ValidationError | TypeError) -> str:
+    if isinstance(error, TypeError):
+        return str(error)
+    parts = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)]
+    return "; ".join(parts)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+
+from strop.runtime.contract import Slot, StartRequest
+from strop.runtime.queue import PATIENCE_S, Admission
+from strop.runtime.session import Session
+
+GIB = 1 << 30
+
+
+def slot_of(cpus: float = 1, gib: int = 1) -> Slot:
+    return Slot(cpus=cpus, memory_bytes=gib * GIB, disk_bytes=GIB, processes=64)
+
+
+def node_of(cpus: float, gib: int) -> Slot:
+    return Slot(cpus=cpus, memory_bytes=gib * GIB, disk_bytes=100 * GIB, processes=100_000)
+
+
+def session_of(name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1) -> Session:
+    request = StartRequest(image="img", command=("a",), session_id=name)
+    slot = slot_of(cpus, gib)
+    return Session(runtime_id=name, session_id=name, owner=owner, key="k", request=request, slot=slot)
+
+
+def admission_of(cpu_factor: float = 1.0, **nodes: Slot) -> Admission:
+    admission = Admission(cpu_factor=cpu_factor)
+    for name, capacity in nodes.items():
+        admission.set_room(name, capacity, is_open=True)
+    return admission
+
+
+def names_taken(admission: Admission) -> list[tuple[str, str]]:
+    return [(session.runtime_id, node) for session, node in admission.take()]
+
+
+def test_first_come_first_served_and_the_rest_wait_with_their_places() -> None:
+    admission = admission_of(n=node_of(2, 8))
+    sessions = [session_of(name) for name in "abcd"]
+    for one in sessions:
+        admission.add(one)
+    assert names_taken(admission) == [("a", "n"), ("b", "n")]
+    assert [admission.place_of(one) for one in sessions] == [None, None, (1, 2), (2, 2)]
+    admission.release(sessions[0])
+    admission.release(sessions[0])
+    assert names_taken(admission) == [("c", "n")]
+    # One that comes back stands before those that came after it.
+    admission.release(sessions[2])
+    admission.add(sessions[2])
+    assert admission.place_of(sessions[2]) == (1, 2)
+    admission.remove(sessions[3])
+    admission.remove(sessions[3])
+    assert len(admission) == 1
+
+
+def test_owners_share_and_one_with_many_requests_does_not_push_out_another() -> None:
+    admission = admission_of(n=node_of(4, 8))
+    for index in range(6):
+        admission.add(session_of(f"a{index}", owner="ada"))
+    for index in range(6):
+        admission.add(session_of(f"b{index}", owner="bob"))
+    assert [name for name, _ in names_taken(admission)] == ["a0", "b0", "a1", "b1"]
+
+
+def test_the_node_that_is_left_with_the_least_takes_a_request() -> None:
+    admission = admission_of(large=node_of(16, 64), small=node_of(2, 4))
+    admission.add(session_of("a", gib=3))
+    admission.add(session_of("b", gib=3))
+    assert names_taken(admission) == [("a", "small"), ("b", "large")]
+
+
+def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
+    admission = admission_of(cpu_factor=4.0, n=node_of(1, 3))
+    for name in "abcde":
+        admission.add(session_of(name))
+    assert [name for name, _ in names_taken(admission)] == ["a", "b", "c"]
+
+
+def test_what_can_never_fit_is_told_in_numbers() -> None:
+    admission = admission_of(n=node_of(2, 4))
+    assert admission.why_never(slot_of(gib=4)) == ""
+    assert "memory_bytes 8.58993e+09 of 4.29497e+09" in admission.why_never(slot_of(gib=8))
+    assert "cpus 3 of 2" in admission.why_never(slot_of(cpus=3))
+    # Nodes may still come.
+    assert admission_of().why_never(slot_of(gib=8)) == ""
+    both = admission_of(wide=node_of(8, 1), tall=node_of(1, 8))
+    assert "no single node" in both.why_never(slot_of(cpus=4, gib=4))
+
+
+def test_a_closed_node_takes_nothing_and_a_dropped_one_gives_its_sessions_back() -> None:
+    admission = admission_of(n=node_of(2, 4))
+    first, second = session_of("a"), session_of("b")
+    admission.add(first)
+    assert names_taken(admission) == [("a", "n")]
+    admission.set_room("n", node_of(2, 4), is_open=False)
+    admission.add(second)
+    assert names_taken(admission) == []
+    assert admission.drop_room("n") == [first]
+    assert admission.drop_room("n") == []
+    assert len(admission) == 1
+
+
+def test_a_large_request_lets_others_pass_until_its_patience_ends() -> None:
+    admission = admission_of(n=node_of(4, 8))
+    holder = session_of("holder", owner="cyd", cpus=2)
+    admission.add(holder)
+    admission.take()
+    large = session_of("large", cpus=4)
+    admission.add(large)
+    admission.add(session_of("b0", owner="bob"))
+    assert names_taken(admission) == [("b0", "n")]
+    large.begun -= PATIENCE_S + 1
+    admission.add(session_of("b1", owner="bob"))
+    # Bob has a share already, so the large one is asked first, and the node is kept for it.
+    assert names_taken(admission) == []
+    admission.set_room("m", node_of(2, 8), is_open=True)
+    assert names_taken(admission) == [("b1", "m")]
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.3])
+def test_fractions_of_processors_add_up(factor: float) -> None:
+    admission = admission_of(n=node_of(3 * factor, 64))
+    for name in "abcd":
+        admission.add(session_of(name, cpus=factor))
+    taken = admission.take()
+    assert len(taken) == 3
+    for session, _ in taken:
+        admission.release(session)
+    assert len(admission.take()) == 1
