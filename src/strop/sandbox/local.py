@@ -310,9 +310,16 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, architecture, mounts, snapshot, no_space, missing (no bwrap or
-        podman), graph_root, bubblewrap, podman, level or host.
+        Raises: SandboxRefused with kind image, architecture, mounts, network, snapshot, no_space, missing (no
+        bwrap or podman), graph_root, bubblewrap, podman, level or host.
         """
+        if spec.network not in NETWORKS:
+            raise SandboxRefused(
+                f"network {spec.network!r} in a {self.name} sandbox",
+                allowed=" or ".join(NETWORKS),
+                next_step="leave the network out: there is none then",
+                kind="network",
+            )
         if spec.image is not None and self.name != "podman":
             raise SandboxRefused(
                 f"image {spec.image!r} in a {self.name} sandbox",
@@ -347,6 +354,7 @@ class LocalBackend:
         return made
 
 
+NETWORKS = ("none", "host")
 _PROGRAMS = {"bubblewrap": ("bwrap", "bubblewrap"), "podman": ("podman", "podman")}
 """What makes a backend's sandboxes, and the package that brings it."""
 _ENGINE_VARIABLES = ("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")

@@ -126,4 +126,8 @@ def _make_rights_programs(folder: Path) -> tuple[Path, ...]:
 
 
 def _read_all(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
+    # The mode counts as well.
+    return {
+        path.name: b"%o " % path.lstat().st_mode + (path.read_bytes() if path.is_file() else b"")
+        for path in folder.iterdir()
+    }

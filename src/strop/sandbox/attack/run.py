@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from strop.errors import ConfigError, SandboxError, SandboxRefused, given_of
-from strop.sandbox.attack import taking
+from strop.sandbox.attack import reaching, rights, seeing, taking, trees
 from strop.sandbox.attack.bait import Bait, laid_bait
 from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
 from strop.sandbox.attack.leaks import find_leftovers
@@ -20,7 +20,13 @@ from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of
 
-ATTACKS: tuple[Attack, ...] = (*taking.ATTACKS,)
+ATTACKS: tuple[Attack, ...] = tuple(
+    sorted(
+        (one for part in (taking, seeing, reaching, rights, trees) for one in part.ATTACKS),
+        key=lambda attack: attack.row,
+    )
+)
+"""In the order of their rows."""
 _LIMIT_S = 90.0
 """Of one attack, with the start and end of its sandbox."""
 _AT_ONCE = 3
@@ -36,7 +42,7 @@ class Verdict:
     expected: Code
     """The worst code that the record of its sandbox allows."""
     why: str
-    """What the record says that allows more than containment; empty where nothing does."""
+    """What the record says, where the code is worse than contained."""
     what: str
     seconds: float
 
@@ -150,14 +156,13 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
         row=attack.row,
         code=found.code,
         expected=expected,
-        why=_allowance(attack, expected, control.sandbox.isolation),
+        why=_allowance(attack, control.sandbox.isolation) if found.code > Code.CONTAINED else "",
         what=found.what,
         seconds=round(time.perf_counter() - begun, 3),
     )
 
 
-def _allowance(attack: Attack, expected: Code, isolation: Isolation) -> str:
-    if expected <= Code.CONTAINED:
-        return ""
-    value = getattr(isolation, attack.expects.field) if attack.expects.field else expected
-    return f"{attack.expects.field or 'code'}: {str(value).lower()}"
+def _allowance(attack: Attack, isolation: Isolation) -> str:
+    """Return what the record says by which an attack may be worse than contained."""
+    field = attack.expects.field
+    return f"{field}: {str(getattr(isolation, field)).lower()}" if field else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -176,6 +177,18 @@ class Control:
         """Its secret: in its command line, a file and shared memory."""
         self.addresses: list[object] = []
         self._running = running
+
+    def processes(self) -> list[int]:
+        """Return all processes of this host that are in it or serve it."""
+        return find_descendants(self.sandbox.supervisor_pid)
+
+    def doors(self) -> list[list[object]]:
+        """Return its listeners, as `Door.words`."""
+        kinds = (socket.AF_INET, socket.AF_UNIX)
+        return [
+            ["other", int(kind), int(socket.SOCK_STREAM), address]
+            for kind, address in zip(kinds, self.addresses, strict=True)
+        ]
 
     async def disturbance(self) -> str:
         """Return what is no longer as it was; empty if all is well."""
