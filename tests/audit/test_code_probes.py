@@ -95,7 +95,9 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
 @pytest.mark.parametrize("hole", HOLES)
 def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Path) -> None:
     make, probes = HOLES[hole]
-    assert failed(audit(make(tmp_path), *CODE_PROBES)) == probes
+    # A hole shows with one example; that a sound grader has none is asked of two.
+    found = failed(audit(make(tmp_path), *CODE_PROBES, num_examples=1 if probes else 2))
+    assert found == probes
 
 
 @needs_bubblewrap
