@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+from pathlib import Path
 
+import pytest
+
+from strop.sandbox import daemon_handle
+from strop.sandbox.attack import attack_sandboxes
 from strop.sandbox.attack.contract import Code, confirmed_level
 from strop.sandbox.contract import IsolationLevel
 from tests.fixtures.commands import Run, run
+from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, where_users_differ
+from tools.attack_table import MARK, main, render
 
 __all__ = ["run"]
 
@@ -56,3 +65,49 @@ def test_a_level_is_confirmed_by_the_codes_of_its_rows() -> None:
     # The worst of several variants counts, and a row without any is not kept.
     assert confirmed_level(IsolationLevel.RLIMIT, [*codes.items(), (7, Code.EXPOSED)]) is IsolationLevel.NONE
     assert confirmed_level(IsolationLevel.RLIMIT, [(6, Code.BLOCKED)]) is IsolationLevel.NONE
+
+
+WEAK = """
+import strop.sandbox.program as program
+program.forbid_privileges = program.filter_calls = lambda: None
+"""
+
+
+@where_users_differ
+def test_an_attack_sees_what_is_open(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes without their last two defences; what remains of them is not relied upon here."""
+    code = daemon_handle._DAEMON_CODE.replace("main(", WEAK + "main(", 1)
+    monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
+    names = ["kernel-calls", "keyrings"]
+    if backend == "process" and IS_ROOT:
+        names += ["set-uid-program", "capable-program"]
+    (found,) = asyncio.run(attack_sandboxes([backend], names))
+    assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+@needs_podman
+def test_the_page_says_what_attacks_do_here(run: Run) -> None:
+    page = Path(__file__).parents[2] / "docs" / "sandbox-attacks.md"
+    ended = run("sandbox", "attack", "--json")
+    found = json.loads(ended.out)
+    assert ended.code == 0, ended.err
+    written = page.read_text("utf-8").partition(MARK)[2].strip().partition("\n\n")[2]
+    assert render(found).strip() == written
+    levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in found}
+    assert levels == {"bubblewrap": "namespace", "podman": "container", "process": "rlimit"}
+    by_name = {one["name"]: one["verdicts"] for one in found}
+    for name in ("bubblewrap", "podman"):
+        worse = {one["attack"] for one in by_name[name] if one["code"] > Code.CONTAINED}
+        assert worse <= {"trace-first"}
+    assert {one["row"] for one in by_name["podman"]} == set(range(1, 25)) - {22}
+
+
+def test_tables_of_a_part_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("", "[]", '[{"name": "process", "verdicts": []}]', "3"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert main([]) == 2
+        assert "strop sandbox attack --json" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+import struct
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -18,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.sandbox.attack.doors import Door, open_doors
+from strop.sandbox.linux import read_file
 
 ENVIRONMENT, COMMAND_LINE, DESCRIPTOR = "environment", "command line", "descriptor"
 PRIVATE_FILE, PUBLIC_FILE = "private file", "public file"
 _PLACES = (ENVIRONMENT, COMMAND_LINE, DESCRIPTOR, PRIVATE_FILE, PUBLIC_FILE)
-# Version 2 of the extended attribute, effective, all capabilities permitted.
-_ALL_CAPABILITIES = bytes.fromhex("01000002" + "ffffffff00000000" * 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +121,16 @@ def _make_rights_programs(folder: Path) -> tuple[Path, ...]:
         shutil.copyfile(program, copy)
         copy.chmod(mode)
     with suppress(OSError):
-        os.setxattr(capable, "security.capability", _ALL_CAPABILITIES)
+        os.setxattr(capable, "security.capability", _own_capabilities())
     return set_uid, capable
+
+
+def _own_capabilities() -> bytes:
+    """Return the attribute that gives a program what this process has; with more it would not start."""
+    lines = read_file("/proc/self/status").splitlines()
+    own = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    # Version 2, effective; permitted and inheritable, lower halves first.
+    return struct.pack("<5I", 0x02000001, own & 0xFFFFFFFF, 0, own >> 32, 0)
 
 
 def _read_all(folder: Path) -> dict[str, bytes]:
