@@ -226,6 +226,8 @@ class Commands:
             if command.is_stopped:
                 await job.stop()
             end = asyncio.ensure_future(job.wait())
+            # Read by nobody if the sandbox ends first.
+            end.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait({end}, timeout=_QUICK_S)
             if end.done():
                 result = end.result()

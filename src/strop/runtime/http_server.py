@@ -51,10 +51,6 @@ class Request:
         except ValueError:
             raise HttpError(422, f"{name}={text!r} is no whole number") from None
 
-    def has_key(self, header: str, key: str) -> bool:
-        """Whether a header holds a key. Takes as long for a wrong one as for the right one."""
-        return hmac.compare_digest(self.headers.get(header.lower(), "").encode(), key.encode())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
@@ -76,6 +72,13 @@ class HttpError(Exception):
 
 
 Handler = Callable[[Request], Awaitable[Answer]]
+Admit = Callable[[str, Mapping[str, str]], None]
+"""Looks at the path and the headers of a request before its body is read. Raises: HttpError."""
+
+
+def has_key(headers: Mapping[str, str], header: str, key: str) -> bool:
+    """Whether a header holds a key. Takes as long for a wrong one as for the right one."""
+    return hmac.compare_digest(headers.get(header.lower(), "").encode(), key.encode())
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
@@ -85,7 +88,12 @@ def json_answer(value: Any, status: int = 200) -> Answer:
 
 
 async def serve_connection(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler, *, max_body_bytes: int
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    handler: Handler,
+    *,
+    max_body_bytes: int,
+    admit: Admit = lambda path, headers: None,
 ) -> None:
     """Answer the requests of one connection until its end. What a handler raises is answered."""
     import h11
@@ -95,7 +103,7 @@ async def serve_connection(
         while True:
             request: Request | None = None
             try:
-                request = await _read_request(protocol, reader, writer, max_body_bytes)
+                request = await _read_request(protocol, (reader, writer), admit, max_body_bytes)
                 if request is None:
                     return
                 answer = await _ask(handler, request)
@@ -126,11 +134,16 @@ async def _ask(handler: Handler, request: Request) -> Answer:
 
 
 async def _read_request(
-    protocol: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_body_bytes: int
+    protocol: Any,
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    admit: Admit,
+    max_body_bytes: int,
 ) -> Request | None:
     """Return the next request, None at the end of the connection."""
     import h11
 
+    reader, writer = connection
+    path, query, headers = "", "", dict[str, str]()
     head: h11.Request | None = None
     parts: list[bytes] = []
     num_bytes = 0
@@ -144,6 +157,9 @@ async def _read_request(
                 protocol.receive_data(await reader.read(_CHUNK_BYTES))
         elif isinstance(event, h11.Request):
             head = event
+            path, _, query = head.target.decode("ascii").partition("?")
+            headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
+            admit(unquote(path), headers)
         elif isinstance(event, h11.Data):
             num_bytes += len(event.data)
             if num_bytes > max_body_bytes:
@@ -153,12 +169,11 @@ async def _read_request(
             break
         else:
             return None
-    path, _, query = head.target.decode("ascii").partition("?")
     return Request(
         method=head.method.decode(),
         path=unquote(path),
         query=parse_qs(query, keep_blank_values=True),
-        headers={name.decode(): value.decode("latin-1") for name, value in head.headers},
+        headers=headers,
         body=b"".join(parts),
     )
 

@@ -74,8 +74,12 @@ class Maker:
         image = None if request.image == HOST_IMAGE else request.image
         return Kind(backend=fitting[0], image=image, slot=slot, mounts=tuple(mounts))
 
-    async def make(self, kind: Kind) -> LocalSandbox:
-        """Return a fresh sandbox; one that was made ahead, if there is one.
+    def count_warm(self, image: str) -> int:
+        """Return how many sandboxes of an image are kept ready."""
+        return self._settings.warm.get(image, 0)
+
+    async def make(self, kind: Kind, num_warm: int = 0) -> LocalSandbox:
+        """Return a fresh sandbox; one that was made ahead, if there is one. Keeps `num_warm` more ready.
 
         Raises: SandboxRefused.
         """
@@ -89,9 +93,8 @@ class Maker:
             made = await self._make_new(kind)
         else:
             self.num_warm += 1
-        wanted = self._settings.warm.get(kind.image or HOST_IMAGE, 0)
-        if wanted and kind not in self._filling:
-            task = asyncio.create_task(self._fill(kind, wanted))
+        if num_warm and kind not in self._filling:
+            task = asyncio.create_task(self._fill(kind, num_warm))
             self._filling[kind] = task
             task.add_done_callback(lambda _: self._filling.pop(kind, None))
         return made

@@ -19,12 +19,15 @@ import platform
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.errors import SandboxError, given_of
 from strop.hardware.identity import read_boot_id
+from strop.io.variables import user_cache_dir
+from strop.runtime.building import Builds, BuildSettings
 from strop.runtime.capacity import find_end, measure_capacity
 from strop.runtime.contract import (
     HEARTBEAT_S,
@@ -37,17 +40,19 @@ from strop.runtime.contract import (
     Slot,
 )
 from strop.runtime.held import HeldSandbox
-from strop.runtime.http_server import Answer, HttpError, Request, json_answer, serve_connection
+from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, serve_connection
 from strop.runtime.making import MakeSettings
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
+from strop.runtime.pulling import Images, PullSettings, describe_image
 from strop.runtime.starting import NodeMaking
 
 if TYPE_CHECKING:
     import httpx
 
 _log = logging.getLogger("strop.runtime.node")
-_MAX_ORDER_BYTES = 1 << 20
+_MAX_ORDER_BYTES = 512 << 20
+"""Build contexts are the largest."""
 _BACKLOG = 256
 _REPORT_LIMIT_S = 5.0
 _SETTLE_S = 0.02
@@ -65,6 +70,9 @@ class NodeSettings:
     key: str = field(repr=False)
     make: MakeSettings
     data_plane: DataPlane = DataPlane.AUTO
+    pull: PullSettings = field(default_factory=PullSettings)
+    build: BuildSettings | None = None
+    """None: in the user's cache."""
     host: str = "127.0.0.1"
     """The one address of this machine on which the agent and all sandboxes listen."""
     port: int = 0
@@ -82,7 +90,9 @@ class Node:
         self.node_id = f"{platform.node()}-{uuid.uuid4().hex[:12]}"
         self._settings = settings
         self._capacity = settings.capacity or measure_capacity()
-        self._making = NodeMaking(settings.make, settings.data_plane)
+        self._images = Images(settings.pull)
+        self._builds = Builds(settings.build or BuildSettings(folder=user_cache_dir() / "runtime" / "builds"))
+        self._making = NodeMaking(settings.make, settings.data_plane, self._images)
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
@@ -130,6 +140,7 @@ class Node:
     async def _close(self) -> None:
         await asyncio.gather(*(self._stop(one, "the node ends") for one in self._held.values()))
         await asyncio.gather(*self._stopping, return_exceptions=True)
+        await self._builds.close()
         await self._making.close()
         with suppress(OSError):
             await self._tell_last()
@@ -216,15 +227,17 @@ class Node:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await serve_connection(reader, writer, self._answer, max_body_bytes=_MAX_ORDER_BYTES)
+            await serve_connection(
+                reader, writer, self._answer, admit=self._admit, max_body_bytes=_MAX_ORDER_BYTES
+            )
         finally:
             writer.close()
 
     async def _answer(self, request: Request) -> Answer:
         if request.path == "/health":
             return json_answer({"status": "ok"})
-        if not request.has_key(NODE_KEY_HEADER, self._settings.key):
-            raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
+        if request.path.startswith(("/builds", "/images")):
+            return json_answer(await self._answer_about_images(request))
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["sandboxes"]:
                 return json_answer(await self._take(NodeOrder.model_validate_json(request.body)))
@@ -237,6 +250,23 @@ class Node:
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as what]:
                 return json_answer(await self._change(self._find(runtime_id), what))
         raise HttpError(404, "Not Found")
+
+    async def _answer_about_images(self, request: Request) -> Any:
+        match request.method, request.path.strip("/").split("/"):
+            case "POST", ["builds"]:
+                tags = request.query.get("tag", ())
+                return {"build_id": self._builds.start(request.body, request.one("image"), tags)}
+            case "GET", ["builds", build_id]:
+                if (status := self._builds.find(build_id)) is not None:
+                    return status
+            case "GET", ["images"]:
+                return await describe_image(request.one("image"))
+        raise HttpError(404, "Not Found")
+
+    def _admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Refuse a request without the key, before anything of its body is read."""
+        if path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
+            raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
 
     async def _take(self, order: NodeOrder) -> NodeAnswer:
         held = self._held.get(order.runtime_id)

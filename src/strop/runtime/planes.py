@@ -100,7 +100,8 @@ class OwnPlane:
         return self._serve
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await serve_connection(reader, writer, self._answer, max_body_bytes=MAX_FILE_BYTES + _FORM_BYTES)
+        admit, limit = self._workspace.admit, MAX_FILE_BYTES + _FORM_BYTES
+        await serve_connection(reader, writer, self._answer, admit=admit, max_body_bytes=limit)
 
     async def _answer(self, request: Request) -> Answer:
         self._note_use()

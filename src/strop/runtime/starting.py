@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from strop.errors import SandboxError
 from strop.runtime.contract import FailureKind, NodeOrder
 from strop.runtime.held import Made
 from strop.runtime.making import Maker, MakeSettings
 from strop.runtime.planes import DataPlane, OwnPlane, Plane, SandboxFailed, has_program, is_agent_server
+from strop.runtime.pulling import Images
 from strop.runtime.server_plane import ServerPlane, find_working_dir, injected_argv, injected_mounts
 from strop.sandbox.local import LocalSandbox
 
@@ -17,14 +19,20 @@ from strop.sandbox.local import LocalSandbox
 class NodeMaking:
     """`held.Making` for real."""
 
-    def __init__(self, settings: MakeSettings, policy: DataPlane) -> None:
+    def __init__(self, settings: MakeSettings, policy: DataPlane, images: Images) -> None:
         self._maker = Maker(settings)
+        self._images = images
+        self._ids: dict[str, str] = {}
+        """Of images by name, as they were fetched last. A sandbox is made of the content, not of the name."""
         self._policy = policy
         self._counts: Counter[str] = Counter()
 
     async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
-        """Have the image here. Raises: ConfigError if no backend has such images."""
-        self._maker.kind_of(order.request, order.slot)
+        """Have the image here. Raises: SandboxFailed; ConfigError if no backend has such images."""
+        kind = self._maker.kind_of(order.request, order.slot)
+        if kind.image is not None and not kind.image.startswith("/"):
+            policy = order.request.image_pull_policy
+            self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
     async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
         """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
@@ -36,7 +44,8 @@ class NodeMaking:
             )
         mounts = injected_mounts() if self._is_injected(order) else ()
         kind = self._maker.kind_of(order.request, order.slot, mounts)
-        sandbox = await self._maker.make(kind)
+        kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
+        sandbox = await self._maker.make(kind, self._maker.count_warm(order.request.image))
         try:
             plane = await self._serve(order, sandbox, note_use)
         except (SandboxFailed, SandboxError):
@@ -66,10 +75,12 @@ class NodeMaking:
         """Return what has been counted."""
         return {
             **self._counts,
+            "node_image_pulls_total": float(self._images.num_pulls),
             "node_warm_hits_total": float(self._maker.num_warm),
             "node_warm_sandboxes": float(self._maker.num_spare),
         }
 
     async def close(self) -> None:
         """End what was made ahead."""
+        await self._images.close()
         await self._maker.close()

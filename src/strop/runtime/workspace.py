@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 
 from strop.errors import SandboxError, given_of
 from strop.runtime.commands import MAX_PAGE, Command, Commands, join_outputs
-from strop.runtime.http_server import Answer, HttpError, Request, json_answer
+from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer
 from strop.runtime.multipart import one_part, read_form
 from strop.runtime.repository import Repository
 from strop.sandbox.contract import MIB, ExecKind, Sandbox
@@ -72,14 +72,17 @@ class Workspace:
             ("GET", "/api/git/diff"): self._diff,
         }
 
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Refuse what comes without the key, before anything of its body is read. Raises: HttpError."""
+        if path.startswith("/api/") and not has_key(headers, KEY_HEADER, self._key):
+            raise HttpError(401, "Unauthorized")
+
     async def answer(self, request: Request) -> Answer:
         """Answer one request. Raises: HttpError."""
         if request.path in _OPEN_PATHS:
             if request.method != "GET":
                 raise HttpError(405, "Method Not Allowed")
             return json_answer(self._tell(request.path))
-        if request.path.startswith("/api/") and not request.has_key(KEY_HEADER, self._key):
-            raise HttpError(401, "Unauthorized")
         self._used_at = time.monotonic()
         handler = self._routes.get((request.method, request.path))
         try:

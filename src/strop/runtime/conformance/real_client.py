@@ -192,23 +192,22 @@ def given(name: str) -> str:
 def _fresh_start() -> None:
     blob = bytes(range(256)) * 4096
     proof = uuid.uuid4().hex
-    with watching() as watch:
-        with build() as client:
-            url = client.host
-            result = client.execute_command(f"echo {proof} > /tmp/{proof}; exit 3", timeout=10.0)
-            check(result.exit_code == 3, f"exit code {result}")
-            check(not Path(f"/tmp/{proof}").exists(), "the command ran on the client's host")
-            check(client.alive, "it is not alive")
-            sent = client.file_upload(blob, f"/tmp/{proof}-blob")
-            check(sent.success and sent.file_size == len(blob), f"upload: {sent}")
-            with tempfile.TemporaryDirectory() as folder:
-                came = client.file_download(f"/tmp/{proof}-blob", f"{folder}/blob")
-                check(came.success and Path(folder, "blob").read_bytes() == blob, f"download: {came}")
-                lost = client.file_download(f"/tmp/{proof}-none", f"{folder}/none")
-            check(not lost.success and lost.error, f"download of what is not there: {lost}")
-            check(client.git_changes("/tmp") == [], "changes where there is no repository")
-            check(client.get_server_info()["version"], "server info has no version")
-        require_gone(url)
+    with watching() as watch, build() as client:
+        url = client.host
+        result = client.execute_command(f"echo {proof} > /tmp/{proof}; exit 3", timeout=10.0)
+        check(result.exit_code == 3, f"exit code {result}")
+        check(not Path(f"/tmp/{proof}").exists(), "the command ran on the client's host")
+        check(client.alive, "it is not alive")
+        sent = client.file_upload(blob, f"/tmp/{proof}-blob")
+        check(sent.success and sent.file_size == len(blob), f"upload: {sent}")
+        with tempfile.TemporaryDirectory() as folder:
+            came = client.file_download(f"/tmp/{proof}-blob", f"{folder}/blob")
+            check(came.success and Path(folder, "blob").read_bytes() == blob, f"download: {came}")
+            lost = client.file_download(f"/tmp/{proof}-none", f"{folder}/none")
+        check(not lost.success and lost.error, f"download of what is not there: {lost}")
+        check(client.git_changes("/tmp") == [], "changes where there is no repository")
+        check(client.get_server_info()["version"], "server info has no version")
+    require_gone(url)
     names = [name for name in watch.names() if "/api/" not in name and name != "GET /server_info"]
     deduplicated = [name for number, name in enumerate(names) if names[number - 1 : number] != [name]]
     begin = ["GET /sessions", "POST /start", "GET /sessions", "GET /health"]

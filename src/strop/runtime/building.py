@@ -1,0 +1,230 @@
+"""Builds of images from contexts that clients send: one for each content, whoever asks, on whichever node.
+
+The key is a hash of the context. What was built lies as an archive in a folder that nodes may share, beside
+its result; a node that lacks the image loads it from there. While one builds, it holds a lock file that names
+host, process and start, and touches it; a lock that nobody has touched for a while is taken over. A build
+that failed is remembered for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import platform
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.hardware.identity import ProcessIdentity, identify_self
+from strop.io.atomic import write_bytes_atomically
+from strop.runtime.contract import BuildStatus, FailureKind
+from strop.runtime.planes import SandboxFailed
+from strop.runtime.pulling import run_podman
+
+_TOUCH_S = 5.0
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildSettings:
+    """Where and how images are built."""
+
+    folder: Path
+    """Results, archives and locks. Nodes that share it build each context once."""
+    network: str = "none"
+    """Of the build's own commands: 'none' or 'host'."""
+    limit_s: float = 1800.0
+    failed_for_s: float = 600.0
+    """How long a build that failed is not tried again."""
+    stale_after_s: float = 60.0
+    """A lock of another host that was not touched for this long is taken over."""
+
+
+class Builds:
+    """The builds of one node, one at a time."""
+
+    def __init__(self, settings: BuildSettings) -> None:
+        self._settings = settings
+        self._status: dict[str, BuildStatus] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self.num_built = 0
+        """Builds that were carried out here, and not found."""
+
+    def start(self, context: bytes, image: str, tags: Sequence[str]) -> str:
+        """Begin a build of a gzip tar, to be called `image` and `tags`; return its id."""
+        key = hashlib.sha256(context).hexdigest()
+        build_id = hashlib.sha256(f"{key} {image} {sorted(tags)}".encode()).hexdigest()[:32]
+        known = self._status.get(build_id)
+        if known is None or known.status not in ("QUEUED", "WORKING"):
+            self._status[build_id] = BuildStatus(status="QUEUED")
+            task = asyncio.create_task(self._follow(build_id, key, context, image, tags))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return build_id
+
+    def find(self, build_id: str) -> BuildStatus | None:
+        """Return how a build is, None where there is none of this id."""
+        return self._status.get(build_id)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, build_id: str, key: str, context: bytes, image: str, tags: Sequence[str]) -> None:
+        try:
+            async with self._turn:
+                self._status[build_id] = BuildStatus(status="WORKING")
+                image_id = await self.build(key, context)
+                for name in dict.fromkeys((image, *tags)):
+                    await _run("tag", image_id, name)
+            self._status[build_id] = BuildStatus(status="SUCCESS", image=image)
+        except SandboxFailed as failure:
+            self._status[build_id] = BuildStatus(status="FAILURE", error=failure.cause)
+        except (OSError, tarfile.TarError) as error:
+            self._status[build_id] = BuildStatus(status="INTERNAL_ERROR", error=str(error))
+
+    async def build(self, key: str, context: bytes) -> str:
+        """Return the id of the image of a context, built by this node or by another one.
+
+        Raises: SandboxFailed if the build fails, or has failed lately; OSError for a folder that cannot be
+            written; TarError for a context that is no archive.
+        """
+        folder = self._settings.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            result = _read(folder / f"{key}.json")
+            if result.get("image_id"):
+                return await self._load(key, str(result["image_id"]))
+            if result.get("error") and time.time() < result["until"]:
+                raise _failed(f"this build has failed lately: {result['error']}")
+            if take_lock(folder / f"{key}.lock", self._settings.stale_after_s):
+                break
+            await asyncio.sleep(0.2)
+        touching = asyncio.create_task(_touch_for_ever(folder / f"{key}.lock"))
+        try:
+            return await self._build_here(key, context)
+        finally:
+            touching.cancel()
+            (folder / f"{key}.lock").unlink(missing_ok=True)
+
+    async def _build_here(self, key: str, context: bytes) -> str:
+        settings, place = self._settings, self._settings.folder / f"{key}.json"
+        self.num_built += 1
+        name = f"localhost/strop-build:{key[:32]}"
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(fileobj=io.BytesIO(context), mode="r:*") as archive:
+                # Nothing outside of the folder, no devices.
+                archive.extractall(folder, filter="data")
+            words = ("build", "--network", settings.network, "--pull=never", "--tag", name, folder)
+            code, said = await run_podman(*words, limit_s=settings.limit_s)
+        (settings.folder / f"{key}.log").write_text(said)
+        if code:
+            error = said.strip()[-_SHOWN_CHARACTERS:]
+            _write(place, {"error": error, "until": time.time() + settings.failed_for_s})
+            raise _failed(error)
+        image_id = (await _run("image", "inspect", "--format", "{{.Id}}", name)).strip()
+        partial = settings.folder / f"{key}.{os.getpid()}.partial"
+        try:
+            await _run("save", "--quiet", "--format", "oci-archive", "--output", str(partial), name)
+            partial.replace(settings.folder / f"{key}.oci")
+        finally:
+            partial.unlink(missing_ok=True)
+        _write(place, {"image_id": image_id, "image": name, "built_at": time.time()})
+        return image_id
+
+    async def _load(self, key: str, image_id: str) -> str:
+        """Take an image from the folder unless it is here already."""
+        code, _ = await run_podman("image", "exists", image_id)
+        if code:
+            await _run("load", "--quiet", "--input", str(self._settings.folder / f"{key}.oci"))
+        return image_id
+
+
+def take_lock(path: Path, stale_after_s: float) -> bool:
+    """Write a lock file that names this process; take over one whose process is gone.
+
+    Returns: whether this process has it now. Raises: OSError.
+    """
+    holder = identify_self()
+    content = {
+        "host": platform.node(),
+        "pid": holder.pid,
+        "start_ticks": holder.start_ticks,
+        "boot_id": holder.boot_id,
+        "pid_namespace": holder.pid_namespace,
+    }
+    for _ in range(2):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            if not _is_abandoned(path, stale_after_s):
+                return False
+            # Moved, not removed: of two that see this, one moves it.
+            aside = path.with_name(f"{path.name}.{os.getpid()}.stale")
+            with suppress(FileNotFoundError):
+                path.rename(aside)
+                aside.unlink()
+            continue
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file)
+        return True
+    return False
+
+
+def _is_abandoned(path: Path, stale_after_s: float) -> bool:
+    content = _read(path)
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    if content.get("host") != platform.node():
+        return age_s > stale_after_s
+    fields = ("pid", "start_ticks", "boot_id", "pid_namespace")
+    if any(name not in content for name in fields):
+        # Half-written, by one that is just writing it or has ended meanwhile.
+        return age_s > stale_after_s
+    holder = ProcessIdentity(**{name: content[name] for name in fields})
+    return (
+        not holder.is_alive() if holder.is_seen_here or not holder.is_of_this_boot else age_s > stale_after_s
+    )
+
+
+async def _touch_for_ever(path: Path) -> None:
+    while True:
+        await asyncio.sleep(_TOUCH_S)
+        with suppress(OSError):
+            os.utime(path)
+
+
+async def _run(*words: str) -> str:
+    code, said = await run_podman(*words)
+    if code:
+        raise _failed(f"podman {words[0]}: {said.strip()[-_SHOWN_CHARACTERS:]}")
+    return said
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    write_bytes_atomically(path, json.dumps(content).encode())
+
+
+def _failed(cause: str) -> SandboxFailed:
+    return SandboxFailed(FailureKind.IMAGE_ERROR, cause)

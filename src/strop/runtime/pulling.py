@@ -1,0 +1,170 @@
+"""Images of podman's store on this node: what policy and offline mode allow, one pull of each at a time.
+
+A pull that a registry puts off (429), or that fails on the way, is tried again with growing pauses; one that
+is refused is remembered for a while, so that many sandboxes of one missing image do not all ask for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from strop.runtime.contract import FailureKind
+from strop.runtime.planes import SandboxFailed
+from strop.store.policy import is_offline
+
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_PUT_OFF: tuple[str, ...] = (
+    *("toomanyrequests", "too many requests", "429", "timeout", "timed out", "connection reset"),
+    *("connection refused", "unexpected eof", "503", "502", "500 internal"),
+)
+_SHOWN_CHARACTERS = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PullSettings:
+    """How images are pulled."""
+
+    is_offline: bool = False
+    """No registry is ever asked."""
+    insecure: tuple[str, ...] = ()
+    """Registries, as host:port, that are asked over plain HTTP."""
+    max_tries: int = 6
+    first_pause_s: float = 1.0
+    """Doubled each time."""
+    limit_s: float = 1800.0
+    refused_for_s: float = 60.0
+    """How long a pull that was refused is not tried again."""
+
+
+class Images:
+    """The images of this node."""
+
+    def __init__(self, settings: PullSettings) -> None:
+        self._settings = settings
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, tuple[float, str]] = {}
+        self.num_pulls = 0
+        """Asked of registries, repeated ones too."""
+
+    async def fetch(self, image: str, policy: str, say: Callable[[str], None]) -> str:
+        """Have an image here; return its id. Raises: SandboxFailed of kind image_error."""
+        found = await self.find(image)
+        if found is None or policy == "Always":
+            if found is not None and (self._settings.is_offline or is_offline()):
+                say(f"offline: {image} is used as it is here")
+            else:
+                self._refuse_pull(image, policy)
+                await self._pull_once(image, say)
+                found = await self.find(image)
+        if found is None:
+            raise _failed(f"image {image} is not here after its pull")
+        image_id, architecture = found
+        wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
+        if architecture not in ("", wanted):
+            raise _failed(f"image {image} is made for {architecture}, and this node is {wanted}")
+        return image_id
+
+    async def find(self, image: str) -> tuple[str, str] | None:
+        """Return the id and the architecture of an image that is here."""
+        code, said = await run_podman("image", "inspect", "--format", "{{.Id}} {{.Architecture}}", image)
+        if code:
+            return None
+        image_id, _, architecture = said.strip().partition(" ")
+        return image_id, architecture
+
+    def _refuse_pull(self, image: str, policy: str) -> None:
+        if policy == "Never":
+            raise _failed(f"image {image} is not on this node, and its policy is Never")
+        if self._settings.is_offline or is_offline():
+            raise _failed(f"image {image} is not on this node, and offline mode forbids to pull it")
+        until, why = self._refused.get(image, (0.0, ""))
+        if time.monotonic() < until:
+            raise _failed(f"image {image} was refused lately: {why}")
+
+    async def _pull_once(self, image: str, say: Callable[[str], None]) -> None:
+        task = self._pulls.get(image)
+        if task is None:
+            task = asyncio.create_task(self._pull(image, say))
+            self._pulls[image] = task
+            task.add_done_callback(lambda _: self._pulls.pop(image, None))
+        else:
+            say(f"waits for the pull of {image}")
+        # Who stops waiting does not stop it for the others.
+        await asyncio.shield(task)
+
+    async def _pull(self, image: str, say: Callable[[str], None]) -> None:
+        settings = self._settings
+        pause_s = settings.first_pause_s
+        registry = image.removeprefix("docker://").partition("/")[0]
+        flags = ["--tls-verify=false"] if registry in settings.insecure else []
+        for number in range(settings.max_tries):
+            say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
+            self.num_pulls += 1
+            words = ("pull", "--quiet", *flags, image)
+            code, said = await run_podman(*words, limit_s=settings.limit_s)
+            if code == 0:
+                return
+            why = said.strip()[-_SHOWN_CHARACTERS:]
+            is_put_off = any(word in said.lower() for word in _PUT_OFF)
+            if not is_put_off:
+                self._refused[image] = (time.monotonic() + settings.refused_for_s, why)
+                raise _failed(f"image {image} cannot be pulled: {why}")
+            if number + 1 < settings.max_tries:
+                say(f"the registry puts {image} off; next try in {pause_s:.1f} s")
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+        raise _failed(f"image {image} cannot be pulled, {settings.max_tries} times: {why}")
+
+    async def close(self) -> None:
+        """End the pulls that are under way."""
+        pulls = list(self._pulls.values())
+        for task in pulls:
+            task.cancel()
+        await asyncio.gather(*pulls, return_exceptions=True)
+
+
+async def describe_image(image: str) -> dict[str, Any]:
+    """Return whether an image is on this node, and when it was made and how large it is."""
+    code, said = await run_podman("image", "inspect", image)
+    if code:
+        return {"exists": False}
+    found = json.loads(said)[0]
+    return {"exists": True, "image": {"upload_time": found["Created"], "image_size_bytes": found["Size"]}}
+
+
+async def run_podman(*words: str, limit_s: float = 600.0) -> tuple[int, str]:
+    """Run podman; return its exit code and what it said, standard output first.
+
+    Raises: SandboxFailed if it is not installed.
+    """
+    program = shutil.which("podman")
+    if program is None:
+        raise _failed("podman is not installed on this node")
+    process = await asyncio.create_subprocess_exec(
+        program,
+        *words,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            out, err = await process.communicate()
+    except TimeoutError:
+        return 124, f"podman {words[0]} timed out after {limit_s:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, (out + err).decode(errors="replace")
+
+
+def _failed(cause: str) -> SandboxFailed:
+    return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
