@@ -37,7 +37,7 @@ from strop.runtime.contract import (
     Slot,
     State,
 )
-from strop.runtime.http_server import Answer, HttpError, Request, json_answer, serve_connection
+from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, serve_connection
 from strop.runtime.keys import KeyRing
 from strop.runtime.ports import PortRelay, Serve
 
@@ -185,7 +185,7 @@ class ScriptedNode:
         )
 
     async def _answer(self, request: Request) -> Answer:
-        if not request.has_key(NODE_KEY_HEADER, self.key):
+        if not has_key(request.headers, NODE_KEY_HEADER, self.key):
             raise HttpError(401, "Unauthorized")
         self.calls.append(f"{request.method} {request.path}")
         return json_answer(await self._do(request))
@@ -249,7 +249,7 @@ class ScriptedNode:
         async def answer(request: Request) -> Answer:
             if request.path in ("/health", "/alive"):
                 return json_answer({"status": "ok"})
-            if not request.has_key("X-Session-API-Key", key):
+            if not has_key(request.headers, "X-Session-API-Key", key):
                 raise HttpError(401, "Unauthorized")
             return Answer(body=request.body, content_type="application/octet-stream")
 
