@@ -142,10 +142,11 @@ def take_turns(
         mirrored = pair_index // 2 % 2
         pair = {}
         for index in order:
+            worker = workers[index % len(workers)]
             if index == mirrored:
-                pair["mirrored"] = step_mirrored(workers[index], uploader, address)
+                pair["mirrored"] = step_mirrored(worker, uploader, address)
             else:
-                pair["plain"] = workers[index].step()
+                pair["plain"] = worker.step()
         pairs.append(pair)
     return pairs
 
@@ -157,7 +158,10 @@ def measure_turns(
     import boto3
 
     part = os.urandom(PART_BYTES)
-    write_prompts(folder / "prompts.json", make_prompts(case, protocol.num_pairs + protocol.num_warm_ups))
+    # One pair compares nothing: a single worker does both of its steps.
+    names = ("first", "second") if protocol.num_pairs > 1 else ("only",)
+    num_steps = 2 * protocol.num_pairs // len(names) + protocol.num_warm_ups
+    write_prompts(folder / "prompts.json", make_prompts(case, num_steps))
     workers: list[ArmProcess] = []
     with (
         run_server(folder / "server.log") as backend,
@@ -169,7 +173,7 @@ def measure_turns(
         uploader = start_uploader(run_path, address)
         try:
             wait_for_traffic(address, uploader)
-            for name in ("first", "second"):
+            for name in names:
                 (folder / name).mkdir()
                 (folder / name / "prompts.json").write_bytes((folder / "prompts.json").read_bytes())
                 workers.append(ArmProcess(strop_arm(), case, protocol, folder / name))
