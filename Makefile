@@ -51,24 +51,24 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
-# Slurm's tests wait most, and come when the fast ones have left a core: jobs have limits in seconds there.
+# Four streams of like processor time: each waits now and then, for schedulers, containers and processes, and
+# leaves cores to the others. Those of jobs wait most. Slurm's come last among them: they begin beside fewer.
 SLURM := tests/launch/slurm
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
-LAST := tests/evaluate tests/audit
+HARNESS := tests/evaluate tests/audit
 PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
-	{ $(PYTEST) -m slow $(JOBS) --ignore=$(SLURM); ended=$$?; $(PYTEST) -m slow $(LAST) && exit "$$ended"; } \
+	export STROP_TEST_MODELS=$$(mktemp -d); \
+	{ $(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) || ended=$$?; $(PYTEST) -m slow $(SLURM) && exit "$$ended"; } \
 		>"$$logs/jobs" 2>&1 & jobs=$$!; \
-	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	$(PYTEST) -m slow $(PROGRAMS) >"$$logs/programs" 2>&1 & programs=$$!; \
+	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & slow=$$!; \
+	$(PYTEST) -m slow $(PROGRAMS) $(HARNESS) >"$$logs/programs" 2>&1 & programs=$$!; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
-	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 || ended=$$?; \
 	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
-	cat "$$logs"/*; rm -rf "$$logs"; exit "$$ended"
+	cat "$$logs"/*; rm -rf "$$logs" "$$STROP_TEST_MODELS"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .

