@@ -53,10 +53,11 @@ class BubblewrapPlace:
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
     has_overlay = False
+    capabilities = 0
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
-        self.host_uid = uid
+        self.first_id = uid
         self._network = order.network
         self._namespaces = ground.namespaces
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
@@ -105,7 +106,7 @@ class BubblewrapPlace:
         ends = (cat_in_r, cat_out_w, error_w, info_w)
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
         # Inside a user namespace the host's root could still read every file.
-        with acting_as(self.host_uid):
+        with acting_as(self.first_id):
             # Not a fork, which copies the page tables of an interpreter for a program that needs none.
             bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)
         self._bwrap = os.pidfd_open(bwrap_pid)
@@ -145,14 +146,14 @@ class BubblewrapPlace:
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached, by comparison of namespaces with this process's own."""
         own = own_namespaces(facts, self._namespaces)
-        root_is = _root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
-        is_separate = is_contained(facts, own, own, uid=self.host_uid, network=self._network)
+        root_is = root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
+        is_separate = is_contained(facts, own, own, uid=self.first_id, network=self._network)
         return Isolation(
             level=IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE,
             backend="bubblewrap",
             **inside_fields(facts, own),
             host_root_maps_to=root_is,
-            host_uid=self.host_uid,
+            host_uid=self.first_id,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),
@@ -205,7 +206,7 @@ def system_tree() -> tuple[dict[str, str], tuple[str, ...]]:
     return links, tuple(shown)
 
 
-def _root_inside(uid_map: str) -> str:
+def root_inside(uid_map: str) -> str:
     """Return what the host's root is called in a user namespace, from its map."""
     for line in uid_map.splitlines():
         inside, outside, length = map(int, line.split())

@@ -137,6 +137,10 @@ class SandboxSpec:
     image: str | None = None
     """A container image whose root the programs see: a name in the engine's store, or the absolute path of a
     directory tree. None: this host's /usr. A backend that has no images refuses one."""
+    user: int | None = None
+    """Who programs are of the image's own users, 0 to 65535: root, who may change owners and users, where an
+    image expects it. To the host they are unprivileged. None: a user that nobody else is, and that the
+    image need not know. A backend that has no images refuses one."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written before the first command, by path; a relative one starts in the private directory."""
     snapshot: Snapshot | None = None

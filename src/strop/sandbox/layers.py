@@ -92,7 +92,7 @@ def _make_layer(path: str, place: Place, ground: Ground) -> dict[str, Any]:
         pass
     return {
         "layers": [path, *(place.layers if place.has_overlay else ())],
-        "uid": place.host_uid,
+        "uid": place.first_id,
         "num_bytes": num_bytes,
         "num_files": num_files,
     }

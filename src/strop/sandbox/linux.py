@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,10 @@ ALL_NAMESPACES = (
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 _MNT_DETACH = 2
+# The same numbers on every machine.
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
+_OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH, _MOUNT_ATTR_IDMAP = 1, 4, 0x100000
 _NS_GET_USERNS = 0xB701
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -99,6 +104,25 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
         os._exit(number)
 
 
+def mount_mapped(source: str, target: str, user_namespace: int) -> None:
+    """Show a directory, without what is mounted below it, with its users as a namespace maps them.
+
+    Raises: OSError.
+    """
+    tree = _libc.syscall(_OPEN_TREE, _AT_FDCWD, source.encode(), ctypes.c_uint(_OPEN_TREE_CLONE))
+    _checked(min(tree, 0), f"open_tree {source}")
+    try:
+        attributes = struct.pack("QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
+        set_result = _libc.syscall(
+            _MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, ctypes.c_size_t(len(attributes))
+        )
+        _checked(set_result, f"mount_setattr {source}")
+        moved = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
+        _checked(moved, f"move_mount {target}")
+    finally:
+        os.close(tree)
+
+
 def detach_mount(target: str) -> None:
     """Unmount, at once and whatever is open. Raises: OSError."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
@@ -158,19 +182,26 @@ def open_to_tracers() -> None:
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
-def forbid_privileges() -> None:
-    """Gain nothing from set-uid programs or file capabilities, ever again. Raises: OSError."""
+def forbid_privileges(kept: int = 0) -> None:
+    """Gain nothing from set-uid programs or file capabilities, ever again. Raises: OSError.
+
+    `kept`: the capabilities that remain possible, a bit each.
+    """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(_NUM_CAPABILITIES):
+        if kept >> capability & 1:
+            continue
         # Refused for an ordinary user, who has none, and beyond the last one that the kernel knows.
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
 
 
-def drop_capabilities() -> None:
-    """Give up all that this process may do beyond its user's rights. Raises: OSError."""
+def drop_capabilities(kept: int = 0) -> None:
+    """Give up all that this process may do beyond its user's rights, but for `kept`. Raises: OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    low, high = kept & 0xFFFFFFFF, kept >> 32
+    # Effective, permitted and inheritable, of the lower 32 and of the upper.
+    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
 
 
 def become(uid: int, gid: int) -> None:

@@ -35,6 +35,7 @@ from strop.sandbox.contract import (
 )
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.engine import require_engine
+from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.inside import EXIT_KINDS
 from strop.sandbox.local_job import LocalJob, as_result
 from strop.sandbox.local_shell import LocalShell, open_shell
@@ -61,6 +62,7 @@ class LocalSandbox:
         self._client = client
         self._env = dict(spec.env)
         self._image = spec.image
+        self._has_users = spec.user is not None
         began_with = spec.snapshot
         self._began_with = began_with.layers if isinstance(began_with, LocalSnapshot) else ()
         self._isolation = isolation
@@ -236,6 +238,7 @@ class LocalSandbox:
         return LocalSnapshot(
             backend=self._isolation.backend,
             image=self._image,
+            has_users=self._has_users,
             layers=(Layer(new), *(known[path] for path in old)),
             uid=header["uid"],
             num_bytes=header["num_bytes"],
@@ -310,8 +313,8 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, architecture, mounts, network, snapshot, no_space, missing (no
-        bwrap or podman), graph_root, bubblewrap, podman, level or host.
+        Raises: SandboxRefused with kind image, architecture, user, mounts, network, snapshot, no_space,
+        missing (no bwrap or podman), graph_root, bubblewrap, podman, level or host.
         """
         if spec.network not in NETWORKS:
             raise SandboxRefused(
@@ -327,6 +330,8 @@ class LocalBackend:
                 next_step="leave the image out, or use backend podman",
                 kind="image",
             )
+        if spec.user is not None:
+            refuse_user(spec.user, self.name)
         if self.name == "process":
             refuse_mounts(spec)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
@@ -374,6 +379,7 @@ async def _start(
         "binds": _binds(spec, has_python=bool(program)),
         "program": program,
         "image": spec.image or "",
+        "user": spec.user,
         "layers": [layer.path for layer in snapshot.layers] if snapshot is not None else [],
         "snapshot_uid": snapshot.uid if snapshot is not None else None,
         "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
@@ -416,6 +422,20 @@ def _require_free(path: Path) -> None:
             allowed="a path where nothing is",
             next_step="remove it, or name another path",
             kind="exists",
+        )
+
+
+def refuse_user(user: int, backend: str) -> None:
+    """Refuse a user that a backend cannot give.
+
+    Raises: SandboxRefused with kind user.
+    """
+    if backend != "podman" or not 0 <= user < NUM_IDS:
+        raise SandboxRefused(
+            f"user {user} in a {backend} sandbox",
+            allowed=f"0 to {NUM_IDS - 1} of podman; programs of the others are a user of their own",
+            next_step="leave the user out, or use backend podman",
+            kind="user",
         )
 
 

@@ -26,6 +26,8 @@ class LocalSnapshot:
 
     backend: str
     image: str | None
+    has_users: bool
+    """Whether its files are of several users, as `SandboxSpec.user` gives them."""
     layers: tuple[Layer, ...]
     uid: int
     num_bytes: int
@@ -85,13 +87,15 @@ def require_snapshot(spec: SandboxSpec, backend: str) -> LocalSnapshot | None:
         wrong = f"a snapshot of backend {snapshot.backend}"
     elif snapshot.image != spec.image:
         wrong = f"a snapshot of image {snapshot.image!r}"
+    elif snapshot.has_users is not (spec.user is not None):
+        wrong = "a snapshot with a user of the image" if snapshot.has_users else "one without"
     elif not snapshot.is_open:
         wrong = "a snapshot that was closed"
     else:
         return snapshot
     raise SandboxRefused(
         f"a {backend} sandbox with image {spec.image!r} cannot begin with {wrong}",
-        allowed="an open snapshot of the same backend and image",
+        allowed="an open snapshot of the same backend and image, with a user or without as it was",
         next_step="take one of a sandbox that was made like this one",
         kind="snapshot",
     )

@@ -27,6 +27,8 @@ class Order:
     """A name in podman's store, or the absolute path of a directory tree; empty: this host's /usr."""
     image_root: str = ""
     """Where the image's tree is on this host; the daemon finds it."""
+    user: int | None = None
+    """Who programs are inside, where the image's users are there; None: a user that nobody else is."""
     layers: list[str] = field(default_factory=list)
     """Of the snapshot that it begins with, the newest first."""
     snapshot_uid: int | None = None
@@ -80,6 +82,8 @@ class Place(Protocol):
     """The private directory as a program sees it."""
     user: tuple[int, int] | None
     """User and group that a program changes to, as they are called inside; None if it is them already."""
+    capabilities: int
+    """What a program may do beyond its user's rights, a bit each; only with a user namespace."""
     max_user_processes: int | None
     """The kernel's limit for this user; None if it would count other programs' processes too."""
     cgroup: Cgroup
@@ -92,8 +96,8 @@ class Place(Protocol):
     """Whether `changes` lies over `layers`, and is no whole by itself."""
     layers: Sequence[str]
     """What it began with."""
-    host_uid: int
-    """The user that programs are on the host."""
+    first_id: int
+    """The user of the host that owns what programs write, or the first of them."""
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 
@@ -148,16 +152,24 @@ def own_namespaces(facts: Mapping[str, Any], outside: Mapping[str, str]) -> dict
 
 
 def is_contained(
-    facts: Mapping[str, Any], own: Mapping[str, bool], needed: Collection[str], *, uid: int, network: str
+    facts: Mapping[str, Any],
+    own: Mapping[str, bool],
+    needed: Collection[str],
+    *,
+    uid: int,
+    network: str,
+    capabilities: int = 0,
 ) -> bool:
     """Return whether a program has namespaces of its own of the kinds that are needed, and no power beyond.
 
-    The network's counts unless a sandbox was asked to have the host's.
+    The network's counts unless a sandbox was asked to have the host's. `capabilities`: what it may have, over
+    a user namespace of its own.
     """
+    allowed = capabilities if own["user"] else 0
     return (
         all(own[name] for name in needed if name != "net" or network == "none")
         and facts["no_new_privs"]
-        and facts["permitted"] == 0
+        and facts["permitted"] & ~allowed == 0
         and not facts["nested_userns"]
         and uid != 0
     )

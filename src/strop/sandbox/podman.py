@@ -6,8 +6,13 @@ control groups and what /proc and /sys hide. Process 1 is 200 bytes of machine c
 and wait: nothing of the image is started, so an image needs no shell, no Python and no libc. Commands join
 from outside, without a start of podman for each, and filter their own system calls.
 
-Covered: all that level `container` names. Not covered: an own user namespace, so programs are a user of the
-host that nobody else is; docker; podman of an ordinary user, whose containers do not see overlays of others.
+Programs are a user of the host that nobody else is, without a user namespace; or, where one is asked for, a
+user of the image, root too, in a user namespace over users that nothing on the host belongs to (`idmap`).
+That root may change owners and users in its container, nothing else; it may also trace process 1 and break
+it, which ends its own sandbox and is seen.
+
+Covered: all that level `container` names. Not covered: docker; podman of an ordinary user, whose containers
+do not see overlays of others.
 Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root.
 """
 
@@ -17,15 +22,17 @@ import errno
 import os
 import platform
 import signal
+import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.sandbox.bubblewrap import system_tree
+from strop.sandbox.bubblewrap import root_inside, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
 from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
@@ -43,6 +50,10 @@ from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 120.0
 _INIT = "/.strop-init"
+_NUM_OWN_FILES = 24
+ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
+"""Of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid, setgid, setuid,
+setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach what watches its programs."""
 _MAX_SAID = 600
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """What images call a machine."""
@@ -66,6 +77,7 @@ class PodmanPlace:
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
     has_overlay = True
+    capabilities = 0
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
@@ -76,14 +88,19 @@ class PodmanPlace:
         self.limits = limits = order.limits
         self._order = order
         self._ground = ground
-        self.host_uid = uid
+        self.first_id = self._host_uid = uid
         self.user: tuple[int, int] | None = (uid, uid)
+        self._claim: socket.socket | None = None
+        self._has_users = order.user is not None
+        if order.user is not None:
+            self._give_users(order.user, order.snapshot_uid)
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
         self.changes = f"{self._base}/upper"
         self.layers: Sequence[str] = order.layers
         self._name = container_name(ground.runtime_dir, os.getpid())
         try:
             pid = self._start()
+            self._pid = pid
             self.holder = os.pidfd_open(pid)
             # podman bounds the size alone.
             limit_files(pid, {"/dev/shm": False}, limits.max_scratch_files + 1)
@@ -103,6 +120,16 @@ class PodmanPlace:
             max_processes=None if "pids" in self.cgroup.dirs else limits.max_processes,
         )
 
+    def _give_users(self, user: int, snapshot_first_id: int | None) -> None:
+        """Make programs users of the image, in a range of the host's ids that is theirs, or a snapshot's."""
+        if snapshot_first_id is None:
+            self.first_id, self._claim = claim_ids(os.getpid())
+        else:
+            self.first_id = snapshot_first_id
+        self._host_uid = self.first_id + user
+        self.user = (user, user)
+        self.capabilities = ROOT_CAPABILITIES if user == 0 else 0
+
     def _start(self) -> int:
         """Mount the root, start the container and return its process 1."""
         binds = [*self._mount_root(), *self._order.binds]
@@ -110,6 +137,9 @@ class PodmanPlace:
         words = ["run", "--detach", "--name", self._name, "--pidfile", f"{self._base}/pid"]
         words += ["--log-driver", "none", "--network", self._order.network, "--no-hosts"]
         words += ["--hostname", "sandbox", "--entrypoint", _INIT]
+        if self._has_users:
+            mapping = f"0:{self.first_id}:{NUM_IDS}"
+            words += ["--uidmap", mapping, "--gidmap", mapping]
         words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
         words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
         words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
@@ -127,15 +157,19 @@ class PodmanPlace:
         """Mount the root; return what is bound into it beside the order's: as `Order.binds`."""
         limits, base = self.limits, Path(self._base)
         base.mkdir(mode=0o711)
-        # Eight: the directories of this file system itself and of the overlay.
+        # Beside programs' files there are the directories of the overlay, and what others are mounted on.
         mount_tmpfs(
-            self._base, f"size={limits.scratch_bytes},nr_inodes={limits.max_scratch_files + 8},mode=711"
+            self._base,
+            f"size={limits.scratch_bytes},nr_inodes={limits.max_scratch_files + _NUM_OWN_FILES},mode=711",
         )
         for name in ("upper", "work", "root"):
             (base / name).mkdir()
         temp = base / "upper" / "tmp"
         temp.mkdir()
         temp.chmod(0o1777)
+        if self._has_users:
+            for written in (temp, temp.parent):
+                os.chown(written, self.first_id, self.first_id)
         init = base / "init"
         init.write_bytes(make_init(platform.machine()))
         init.chmod(0o755)
@@ -148,14 +182,25 @@ class PodmanPlace:
             links, shown = system_tree()
             for place, target in links.items():
                 Path(lower, place.lstrip("/")).symlink_to(target)
+            for path in shown:
+                # Here: what podman makes itself, a container's own root could not write into.
+                where = Path(lower, path.lstrip("/"))
+                where.parent.mkdir(parents=True, exist_ok=True)
+                where.mkdir() if os.path.isdir(path) else where.touch()
             binds += [(path, path, True) for path in shown]
+        if self._has_users:
+            (base / "mapped").mkdir()
+            mount_for(lower, str(base / "mapped"), self.first_id)
+            lower = str(base / "mapped")
         lower = ":".join((*map(layer_files, self.layers), lower))
         mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
         return binds
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""
-        left_out = CLONE_NEWUSER | (CLONE_NEWNET if self._order.network == "host" else 0)
+        left_out = 0 if self._has_users else CLONE_NEWUSER
+        if self._order.network == "host":
+            left_out |= CLONE_NEWNET
         enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
 
     def kill(self) -> None:
@@ -168,7 +213,14 @@ class PodmanPlace:
         own = own_namespaces(facts, self._ground.namespaces)
         has_memory, has_pids = "memory" in self.cgroup.dirs, "pids" in self.cgroup.dirs
         needed = own.keys() - {"user"}
-        is_separate = is_contained(facts, own, needed, uid=self.host_uid, network=self._order.network)
+        is_separate = is_contained(
+            facts,
+            own,
+            needed,
+            uid=self._host_uid,
+            network=self._order.network,
+            capabilities=self.capabilities,
+        )
         level = IsolationLevel.NAMESPACE if is_separate else IsolationLevel.NONE
         if is_separate and facts["seccomp"] and has_memory and has_pids:
             level = IsolationLevel.CONTAINER
@@ -176,8 +228,8 @@ class PodmanPlace:
             level=level,
             backend="podman",
             **inside_fields(facts, own),
-            host_root_maps_to="0",
-            host_uid=self.host_uid,
+            host_root_maps_to=root_inside(read_file(f"/proc/{self._pid}/uid_map")),
+            host_uid=self._host_uid,
             memory=guard(has_memory, is_watched=True),
             pids=guard(has_pids, is_watched=True),
             cpu=guard(self.limits.cpus is not None and "cpu" in self.cgroup.dirs, is_watched=False),
@@ -194,11 +246,13 @@ class PodmanPlace:
 
     def _clear(self) -> None:
         remove_container(self._order.program, self._name, self._order.engine_env)
-        for place in (f"{self._base}/root", self._base):
+        for place in (f"{self._base}/root", f"{self._base}/mapped", self._base):
             with suppress(OSError):
                 detach_mount(place)
         with suppress(OSError):
             os.rmdir(self._base)
+        if self._claim is not None:
+            self._claim.close()
 
 
 def container_name(runtime_dir: str, supervisor_pid: int) -> str:

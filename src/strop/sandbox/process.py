@@ -29,11 +29,12 @@ class ProcessPlace:
 
     has_own_pids = False
     has_overlay = False
+    capabilities = 0
     holder: int | None = None
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
-        self.host_uid = uid
+        self.first_id = uid
         self._namespaces = ground.namespaces
         self._kernel = ground.kernel
         self.scratch = str(Path(ground.runtime_dir, str(os.getpid())))
@@ -41,13 +42,13 @@ class ProcessPlace:
         self._has_mount = False
         os.mkdir(self.scratch, 0o700)
         if ground.can_mount:
-            owner = f"mode=700,uid={self.host_uid},gid={self.host_uid}"
+            owner = f"mode=700,uid={self.first_id},gid={self.first_id}"
             # One inode is the directory itself.
             num_inodes = self.limits.max_scratch_files + 1
             mount_tmpfs(self.scratch, f"size={self.limits.scratch_bytes},nr_inodes={num_inodes},{owner}")
             self._has_mount = True
         elif os.geteuid() == 0:
-            os.chown(self.scratch, self.host_uid, self.host_uid)
+            os.chown(self.scratch, self.first_id, self.first_id)
         self.layers: Sequence[str] = order.layers
         if order.layers:
             copy_tree(layer_files(order.layers[0]), self.scratch, uid if os.geteuid() == 0 else None)
@@ -77,14 +78,14 @@ class ProcessPlace:
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached; namespaces are the host's."""
-        is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self.host_uid != 0
+        is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self.first_id != 0
         own = own_namespaces(facts, self._namespaces)
         return Isolation(
             level=IsolationLevel.RLIMIT if is_harmless else IsolationLevel.NONE,
             backend="process",
             **inside_fields(facts, own),
             host_root_maps_to="0",
-            host_uid=self.host_uid,
+            host_uid=self.first_id,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
             pids=guard(self._has_kernel_pids, is_watched=True),
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),

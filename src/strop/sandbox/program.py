@@ -98,10 +98,10 @@ class Program:
                 kept = (*kept, STATUS_FD)
             close_all_but((*kept, error_w, self._orders))
             os.umask(0o022)
-            forbid_privileges()
+            forbid_privileges(self.place.capabilities)
             if self.place.user is not None:
                 become(*self.place.user)
-            drop_capabilities()
+            drop_capabilities(self.place.capabilities)
             filter_calls()
             self._run(self._request or self._await_request(), error_w)
         except (OSError, ValueError, MemoryError) as error:
