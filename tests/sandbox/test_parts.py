@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from strop.errors import SandboxRefused
 from strop.sandbox import Limits, cgroup, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
-from strop.sandbox.daemon_handle import DaemonHandle
+from strop.sandbox.daemon_handle import DaemonHandle, daemon_of
 from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.linux import can_reach
 from strop.sandbox.runner import measure_tree
 from strop.sandbox.spawning import run_program
+from tests.fixtures.sandboxes import in_sandbox
 
 
 @given(
@@ -208,3 +210,18 @@ def test_a_program_for_its_own_ends_is_run_and_bounded(tmp_path: Path) -> None:
     assert run_program(["no-such-program"], env, prepare=lambda: None).exit_code == 127
     with pytest.raises(OSError, match="gave no answer"):
         run_program(["sleep", "7403"], env, limit_s=0.05)
+
+
+def test_groups_that_nobody_looks_after_any_more_are_removed() -> None:
+    made = []
+    for controller in find_controllers():
+        # No process has this number: ids end at 2**22.
+        path = controller.own_dir / f"strop-{2**22 + os.getpid()}"
+        with suppress(OSError):
+            path.mkdir()
+            made.append(path)
+    if not made:
+        pytest.skip("control groups (none may be made here)")
+    daemon_of(os.getpid()).close()
+    in_sandbox("process", lambda sandbox: sandbox.exec(["/bin/true"], wall_limit_s=60))
+    assert [path for path in made if path.exists()] == []

@@ -7,8 +7,8 @@ memory and bounded. `cat` is process 1, which nothing inside can kill; commands 
 in about 2 ms each.
 
 Covered: everything that level `namespace` names; kill of all by the end of process 1.
-Not covered: filtering of system calls; shares of the CPU; memory as a whole is watched where control
-groups cannot be made; a program may trace process 1 and break it, which ends its own sandbox and is seen.
+Not covered: a root of its own; memory as a whole is watched where control groups cannot be made; for an
+ordinary user, a program may trace process 1 and break it, which ends its own sandbox and is seen.
 Tried with bubblewrap 0.8.0 on Linux 6.18, as root and as an ordinary user.
 """
 
@@ -39,6 +39,7 @@ from strop.sandbox.linux import (
 )
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
 
+_FIRST = "/.strop/cat"
 INSIDE_ID = 1000
 """User and group of programs, as they are called inside."""
 _START_LIMIT_S = 10.0
@@ -187,9 +188,28 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     for host_path, inside_path, read_only in order.binds:
         source = ground.staged.get(host_path, host_path)
         words += ["--ro-bind" if read_only else "--bind", source, inside_path]
+    if ground.first:
+        words += ["--ro-bind", ground.first, _FIRST]
     # The directories that bwrap made for all this are in memory too, and unbounded.
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*words, "--", "/usr/bin/cat"]
+    return [*words, "--", _FIRST if ground.first else "/usr/bin/cat"]
+
+
+def copy_first(runtime_dir: str) -> str:
+    """Copy what is to be process 1, and return where it is.
+
+    Nobody but this user, who must be root, may read it: so the kernel lets no program trace the process, or
+    see its memory, although both are the same user.
+    """
+    path = f"{runtime_dir}/cat"
+    with open("/usr/bin/cat", "rb") as original:
+        code = original.read()
+    # Not a copy of the mode as well; and nobody reads it before it is closed to them.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o711)
+    with open(descriptor, "wb") as copy:
+        copy.write(code)
+        os.fchmod(descriptor, 0o711)
+    return path
 
 
 @cache

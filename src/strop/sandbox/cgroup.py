@@ -95,6 +95,16 @@ def remove_group(path: Path) -> None:
             time.sleep(0.005)
 
 
+def remove_abandoned(controllers: list[Controller]) -> None:
+    """Remove groups of sandboxes whose supervisors were killed, and all who would have done it."""
+    for controller in controllers:
+        for path in controller.own_dir.glob("strop-[0-9]*"):
+            if not Path("/proc", path.name.removeprefix("strop-")).exists():
+                # One with processes stays.
+                with suppress(OSError):
+                    path.rmdir()
+
+
 def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgroup:
     """Make a group with limits on memory, processes and processor time; what is not permitted is left out."""
     group = Cgroup()

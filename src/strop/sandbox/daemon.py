@@ -29,8 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from strop.sandbox.bubblewrap import BubblewrapPlace, system_tree
-from strop.sandbox.cgroup import Cgroup, find_controllers
+from strop.sandbox.bubblewrap import BubblewrapPlace, copy_first, system_tree
+from strop.sandbox.cgroup import Cgroup, find_controllers, remove_abandoned
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
@@ -335,6 +335,8 @@ def _prepare_ground() -> Ground:
         except OSError:
             # Root of a container without the right to mount: paths stay where they are.
             can_mount = False
+    controllers = find_controllers()
+    remove_abandoned(controllers)
     # Looked up once, so that the forks need not.
     system_tree()
     return Ground(
@@ -342,7 +344,8 @@ def _prepare_ground() -> Ground:
         kernel=platform.release(),
         namespaces=read_namespaces(),
         can_mount=can_mount,
-        controllers=find_controllers(),
+        first=copy_first(runtime_dir) if can_mount else "",
+        controllers=controllers,
     )
 
 

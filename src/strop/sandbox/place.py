@@ -59,6 +59,8 @@ class Ground:
     """What this host's namespaces are called, by their kind."""
     can_mount: bool
     """Whether file systems can be mounted below `runtime_dir`, unseen by the host."""
+    first: str = ""
+    """A copy of cat that programs may run and not read; empty where it would be readable all the same."""
     staged: dict[str, str] = field(default_factory=dict)
     """Host paths that a program's user cannot reach, and where they can be reached."""
     controllers: list[Controller] = field(default_factory=list)

@@ -20,26 +20,27 @@ _USER_COLUMN = 7
 _IPC = ("shm", "sem", "msg")
 
 
-async def find_leftovers(supervisor_pid: int, uid: int | None, token: str) -> list[str]:
+async def find_leftovers(supervisor_pid: int, uid: int | None, token: str, since: float) -> list[str]:
     """Return processes, mounts, ports, control groups, directories and shared memory of a stopped sandbox.
 
     `uid`: the host's user that its programs were, if nobody else is. `token`: a word of their command lines.
+    `since`: when it began, in seconds since the epoch: its process id may have been another's before.
     """
     deadline = time.monotonic() + _GRACE_S
     while True:
-        left = _look(supervisor_pid, uid, token)
+        left = _look(supervisor_pid, uid, token, since)
         if not left or time.monotonic() > deadline:
             return left
         await asyncio.sleep(0.01)
 
 
-def _look(supervisor_pid: int, uid: int | None, token: str) -> list[str]:
+def _look(supervisor_pid: int, uid: int | None, token: str, since: float) -> list[str]:
     return [
         *_processes(supervisor_pid, uid, token),
         *_mounts(supervisor_pid),
         *(_sockets(uid) if uid is not None else ()),
         *(_shared_memory(uid) if uid is not None else ()),
-        *(f"control group {group}" for group in _groups(supervisor_pid)),
+        *(f"control group {group}" for group in _groups(supervisor_pid, since)),
         *(f"directory {path}" for path in _directories(supervisor_pid)),
         *(f"file {path}" for path in planted_files(token)),
     ]
@@ -97,9 +98,9 @@ def _shared_memory(uid: int) -> Iterator[str]:
                     yield f"{kind} {line.split()[1]}"
 
 
-def _groups(supervisor_pid: int) -> list[Path]:
+def _groups(supervisor_pid: int, since: float) -> list[Path]:
     places = {one.own_dir / f"strop-{supervisor_pid}" for one in find_controllers()}
-    return sorted(path for path in places if path.exists())
+    return sorted(path for path in places if path.exists() and path.stat().st_mtime >= since)
 
 
 def _directories(supervisor_pid: int) -> list[Path]:

@@ -126,7 +126,7 @@ async def _attack_backend(
 
 async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) -> Verdict:
     """Make one attack on a fresh sandbox, then look for what it has disturbed and left."""
-    begun = time.perf_counter()
+    begun, begun_at = time.perf_counter(), time.time()
     spec = SandboxSpec(limits=attack.limits, min_level=IsolationLevel.NONE)
     expected = attack.expects.worst(control.sandbox.isolation)
     try:
@@ -142,7 +142,7 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
                 else:
                     found = Seen(code=Code.EXPOSED, what="not made: it would end this user's processes")
         uid = sandbox.isolation.host_uid if is_other_user(sandbox.isolation) else None
-        wrong = await find_leftovers(sandbox.supervisor_pid, uid, stage.token)
+        wrong = await find_leftovers(sandbox.supervisor_pid, uid, stage.token, begun_at)
         wrong += [f"the host's file {name} was changed" for name in bait.changed_files()]
         wrong += [said] if (said := await control.disturbance()) else []
     except TimeoutError:
