@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from strop.errors import CheckRefused, StoreError
@@ -43,6 +44,8 @@ class Placement:
         self.node_came = time.monotonic()
         """When the newest node registered."""
         self._looked = time.monotonic()
+        self._arrival = asyncio.Event()
+        """Set when the next node registers."""
         self._registry = registry
         self._host = host
         self._relays: dict[str, PortRelay] = {}
@@ -75,8 +78,15 @@ class Placement:
             self._registry.enter(session, State.IMAGE)
             self._placing[session.runtime_id] = self._registry.spawn(self._place(session, node_id))
 
-    def node_of(self, session: Session) -> Node:
-        """Return where a sandbox is. Raises: NodeFailed if that is not known now."""
+    async def node_of(self, session: Session) -> Node:
+        """Return where a sandbox is. After a restart, its node has to report first.
+
+        Raises: NodeFailed if it does not.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOST_AFTER_S):
+                while session.is_alive and session.node_id not in self.nodes:
+                    await self._arrival.wait()
         node = self.nodes.get(session.node_id)
         if node is None or not session.node_url:
             raise NodeFailed(f"the node of {session.runtime_id} has not reported")
@@ -120,6 +130,9 @@ class Placement:
             self._registry.tell("node_joined", node=node_id, host=report.host, url=report.url)
         node = Node(report=report, should_drain=known is not None and known.should_drain)
         self.nodes[node_id] = node
+        if known is None:
+            self._arrival.set()
+            self._arrival = asyncio.Event()
         self.admission.set_room(node_id, report.capacity, is_open=node.is_open)
         for old in report.replaces:
             self._move(old, node_id)

@@ -271,7 +271,7 @@ class Sessions:
 
     async def _operate(self, session: Session, verb: str) -> SandboxReport:
         try:
-            node = self.placement.node_of(session)
+            node = await self.placement.node_of(session)
             return await self.placement.client.operate(node.report.url, session.runtime_id, verb)
         except NodeFailed as error:
             raise Refusal(503, f"its node could not {verb} it: {error}") from error

@@ -146,7 +146,7 @@ def make_refusal(refusal: Refusal, scope: Scope) -> JSONResponse:
     declared = headers.get(b"content-length", b"0")
     is_short = declared.isdigit() and int(declared) <= MAX_BODY_BYTES and b"transfer-encoding" not in headers
     # The rest of a short body is read and dropped. A long one ends with the connection.
-    closing = {} if is_short and refusal.status not in (408, 413) else {"connection": "close"}
+    closing = {} if is_short and refusal.status != 408 else {"connection": "close"}
     return JSONResponse({"detail": refusal.detail}, status_code=refusal.status, headers=closing)
 
 
