@@ -236,6 +236,67 @@ def test_an_attack_earns_nothing(name: str) -> None:
     assert verdict.num_tests == 3
 
 
+PLANTS = """
+import os, sys
+home = os.path.expanduser("~")
+version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+for folder in (".", home, f"{home}/.local/lib/{version}/site-packages", f"{home}/bin"):
+    os.makedirs(folder, exist_ok=True)
+    for name in ("conftest", "sitecustomize", "usercustomize", "test_all", "json", "unittest", "pytest"):
+        with open(f"{folder}/{name}.py", "w") as file:
+            file.write("import os\\nos._exit(0)\\n")
+    with open(f"{folder}/first.pth", "w") as file:
+        file.write("import os; os._exit(0)\\n")
+    for name in ("python", "python3", "pytest", "git", "sh"):
+        with open(f"{folder}/{name}", "w") as file:
+            file.write("#!/bin/sh\\necho '1 passed'\\nexit 0\\n")
+        os.chmod(f"{folder}/{name}", 0o755)
+os.environ["PATH"] = f"{os.getcwd()}:{home}/bin"
+os.environ["PYTHONPATH"] = os.environ["PYTHONSTARTUP"] = os.getcwd()
+"""
+REWRITES = """
+import os, time
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.closerange(0, 256)
+    while True:
+        for top, _, names in os.walk("."):
+            for name in names:
+                try:
+                    with open(f"{top}/{name}", "w") as file:
+                        file.write("def f(x): return 2\\n")
+                except OSError:
+                    pass
+        time.sleep(0.001)
+"""
+EXIT_CODES = """
+import atexit, os, signal, sys
+sys.exit = os.abort = quit = exit = lambda *a: None
+atexit.register(lambda: os._exit(0))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+    signal.signal(number, lambda *a: os._exit(0))
+sys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)
+"""
+TAMPERING = {
+    "planted modules and programs": PLANTS,
+    "a daemon that rewrites files": REWRITES,
+    "patched ends": EXIT_CODES,
+}
+
+
+@pytest.mark.parametrize("name", TAMPERING)
+def test_tampering_changes_no_reward(name: str) -> None:
+    """Neither that of a wrong program nor that of a right one."""
+    for value, passed in ((2, 2), (3, 0)):
+        source = f"def f(x): return {value}"
+        tests = ("assert f(1) == 2", "assert f(2) in [2]")
+        untouched = judged(source, *tests)
+        assert untouched.num_passed == passed
+        assert counts(judged(TAMPERING[name] + source, *tests)) == counts(untouched)
+
+
 @pytest.mark.parametrize("x", [0, 1, 2])
 def test_a_right_program_that_kills_its_parent_always_loses_all_its_tests(x: int) -> None:
     """Incident: some such programs were paid: a reply races with the end that follows the parent's.
