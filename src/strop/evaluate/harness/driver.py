@@ -14,6 +14,7 @@ Not covered: replies that are drawn (do_sample=true), which lm-eval never keeps:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -50,18 +51,19 @@ def main() -> None:
         _import_vllm()
     if engine == "local-completions":
         _require_answers()
-    # Nothing of its modules is garbage, and walks over them are seconds.
+    # Nothing of its modules is garbage, here and at the end, and walks over them are seconds.
     gc.disable()
+    atexit.register(gc.freeze)
     from lm_eval import evaluator
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.task import Task
 
-    gc.freeze()
-    gc.enable()
-
     evaluate = evaluator.evaluate
 
     def evaluate_kept(lm: Any, task_dict: Any, **options: Any) -> Any:
+        # Its engines import most.
+        gc.freeze()
+        gc.enable()
         _require_shots(task_dict, given["shots"])
         _set_greedy(task_dict)
         if engine == "local-completions":
