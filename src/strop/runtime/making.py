@@ -128,6 +128,7 @@ class Maker:
         slot = kind.slot
         limits = Limits(
             memory_bytes=slot.memory_bytes,
+            has_address_limit=False,
             max_processes=slot.processes,
             file_bytes=slot.disk_bytes,
             scratch_bytes=slot.disk_bytes,

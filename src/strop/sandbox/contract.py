@@ -98,7 +98,9 @@ class Limits:
     """What a sandbox may use. Source of the defaults: the rules for judging code of one sample."""
 
     memory_bytes: int = 512 * MIB
-    """Address space of each process, and memory of all of them together."""
+    """Memory of all processes together."""
+    has_address_limit: bool = True
+    """Whether the address space of each process is as small. Java, Go and Node ask for more than they use."""
     max_processes: int = 64
     """Processes and threads at once."""
     file_bytes: int = 16 * MIB

@@ -135,7 +135,8 @@ class Program:
             set_limit(resource.RLIMIT_NPROC, self.place.max_user_processes)
         if request.builtin:
             os._exit(run_builtin(request.builtin, request.details))
-        set_limit(resource.RLIMIT_AS, limits.memory_bytes)
+        if limits.has_address_limit:
+            set_limit(resource.RLIMIT_AS, limits.memory_bytes)
         if request.is_main and self._main is not None:
             os.close(error_w)
             os.close(self._orders)

