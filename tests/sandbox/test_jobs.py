@@ -208,6 +208,40 @@ def test_servers_inside_are_reached_from_outside(backend: str) -> None:
     in_sandbox(backend, work)
 
 
+BACKLOG = """
+import socket
+local = socket.socket(socket.AF_UNIX)
+local.bind("full.sock")
+local.listen(0)
+print(flush=True)
+import time; time.sleep(600)
+"""
+
+
+@on_every_backend
+def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> None:
+    async def work(sandbox: LocalSandbox) -> None:
+        job = await sandbox.start([*sandbox.python_argv, "-c", BACKLOG])
+        await read_until(job, b"\n")
+        waiting = [asyncio.create_task(sandbox.connect(f"{sandbox.scratch}/full.sock")) for _ in range(80)]
+        # One or two are in its queue, and the others are told that it is full, or that many wait.
+        pending = set(waiting)
+        ended: list[asyncio.Task[socket.socket]] = []
+        while len(ended) < 10:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            ended += done
+        assert (await sandbox.exec(["/bin/echo", "on"], wall_limit_s=60)).stdout == b"on\n"
+        for task in pending:
+            task.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        for result in results:
+            if isinstance(result, socket.socket):
+                result.close()
+        assert {result.kind for result in results if isinstance(result, SandboxError)} == {"busy"}
+
+    in_sandbox(backend, work)
+
+
 @on_every_backend
 def test_many_connections_at_once(backend: str) -> None:
     async def work(sandbox: LocalSandbox) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import SandboxError, SandboxRefused
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox import Limits, Sandbox, Snapshot, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import find_descendants, parent_of
 from strop.sandbox.local import LocalSandbox
+from strop.sandbox.local_snapshot import LocalSnapshot
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, needs_podman, on_every_backend, spec_of
 
 
@@ -133,6 +134,27 @@ def test_a_snapshot_shows_one_moment_and_nothing_is_lost_meanwhile(backend: str)
         await sandbox.resume()
 
     in_sandbox(backend, act)
+
+
+@on_every_backend
+def test_a_stop_in_the_middle_leaves_no_layer(backend: str) -> None:
+    async def run() -> None:
+        async with await make_backend(backend).create(spec_of()) as keeper:
+            sandbox = await make_backend(backend).create(spec_of())
+            await say(sandbox, "for i in 1 2 3; do head -c 15000000 /dev/zero > big$i; done")
+            taking = asyncio.create_task(sandbox.snapshot())
+            await asyncio.sleep(0)
+            await sandbox.stop()
+            # It was lost, or taken just before.
+            (taken,) = await asyncio.gather(taking, return_exceptions=True)
+            if isinstance(taken, LocalSnapshot):
+                await taken.close()
+            else:
+                assert isinstance(taken, SandboxLost)
+            await say(keeper, "true")
+            assert_no_layer_is_left()
+
+    asyncio.run(run())
 
 
 @on_every_backend

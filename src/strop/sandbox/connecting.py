@@ -27,7 +27,7 @@ _KINDS = {
     errno.ENOTSOCK: "refused",
     errno.EPROTOTYPE: "refused",
     errno.ETIMEDOUT: "timed_out",
-    errno.EAGAIN: "timed_out",
+    errno.EAGAIN: "busy",
 }
 _WORDS_BYTES = 4096
 
@@ -40,6 +40,10 @@ class Host(Protocol):
 
     def send(self, header: dict[str, Any], body: bytes = b"", *, descriptor: int | None = None) -> None:
         """Send a frame to the client, and a descriptor with it."""
+        ...
+
+    def on_connected(self) -> None:
+        """Note that a connection is open, or has failed."""
         ...
 
 
@@ -59,6 +63,7 @@ class Connecting:
 
     def _on_answer(self) -> None:
         self._host.selector.unregister(self._answer)
+        self._host.on_connected()
         with self._answer:
             said, descriptors = receive_descriptors(self._answer, _WORDS_BYTES, 1)
         if descriptors:

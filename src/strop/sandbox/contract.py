@@ -331,7 +331,8 @@ class Sandbox(Protocol):
         It is opened inside as the programs' user, and works where the sandbox has no network. A sandbox that
         has the host's network connects to the host's loopback.
 
-        Raises: SandboxError with kind refused, missing, denied or timed_out; SandboxLost.
+        Raises: SandboxError with kind refused, missing, denied, timed_out, or busy where the server's queue
+        is full or 64 are being opened; SandboxLost.
         """
         ...
 

@@ -27,13 +27,15 @@ from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
 from strop.sandbox.family import find_grandchildren, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
-from strop.sandbox.layers import PREFIX, Copying
+from strop.sandbox.layers import PREFIX, Copying, remove_layer
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
 from strop.sandbox.runner import ASK, KILL, signal_order
 from strop.sandbox.shell import Shell
 
 _NAMESPACE_KILL_S = 0.05
+_MAX_CONNECTING = 64
+"""Connections that are being opened at once. One waits for long only if its server does not accept."""
 
 
 class Supervisor:
@@ -47,6 +49,9 @@ class Supervisor:
         self._layer_numbers = itertools.count()
         self._held: list[tuple[dict[str, Any], bytes]] | None = None
         """Requests that wait while a snapshot is taken."""
+        self._layer = ""
+        """What is being copied, of which the client does not know yet."""
+        self._num_connecting = 0
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._python = python
         self._first: Started | None = None
@@ -229,7 +234,15 @@ class Supervisor:
             self.send({"id": header["id"], "failed": "ended", "why": "the shell has ended"})
 
     def _connect(self, header: dict[str, Any], _: bytes) -> None:
+        if self._num_connecting >= _MAX_CONNECTING:
+            self.send({"id": header["id"], "failed": "busy", "why": f"{_MAX_CONNECTING} connections wait"})
+            return
         Connecting(header["id"], header["address"], self)
+        self._num_connecting += 1
+
+    def on_connected(self) -> None:
+        """Note that a connection is open, or has failed."""
+        self._num_connecting -= 1
 
     def _snapshot(self, request_id: int) -> None:
         """Copy what was written while nothing runs; what is asked meanwhile waits."""
@@ -239,11 +252,13 @@ class Supervisor:
             return
         path = f"{self._ground.runtime_dir}/{PREFIX}{os.getpid()}-{next(self._layer_numbers)}"
         self._held = []
+        self._layer = path
 
         def end(reply: dict[str, Any]) -> None:
             if not was_paused:
                 self._resume()
             self.send({"id": request_id, **reply})
+            self._layer = ""
             held, self._held = self._held or [], None
             for header, body in held:
                 self._obey(header, body)
@@ -306,6 +321,8 @@ class Supervisor:
             for job in self._jobs.values():
                 job.next_at = min(job.next_at, give_up_at)
             self._turn()
+        if self._layer:
+            remove_layer(self._layer, can_mount=self._ground.can_mount)
         self._freezer.close()
         self.place.close()
         if self._lost_kind:
