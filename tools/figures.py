@@ -37,6 +37,7 @@ ROOMS = {
     "packing": ("engine", "policy"),
     "planning": ("plan", *_LEARNING),
     "ray-demo": ("cluster", *_LEARNING),
+    "runtime": ("runtime",),
     "sharded": ("cluster", "policy"),
     "start-up": ("cli", "plan", "spec"),
     "store": ("io", "store"),

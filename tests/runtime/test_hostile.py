@@ -254,7 +254,9 @@ def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptu
             await it.session("S1")
             await it.post("/stop", record["runtime_id"])
             secrets = [record["session_api_key"], it.node_key, it.client.headers[KEY_HEADER]]
-            events = (tmp_path / "events.jsonl").read_text()
+            log = tmp_path / "events.jsonl"
+            await until(lambda: "stopped" in log.read_text())
+            events = log.read_text()
             states = [json.loads(line).get("state") for line in events.splitlines()]
             assert [one for one in states if one] == ["image", "ready", "stopped"]
             assert not any(secret in events or secret in caplog.text for secret in secrets)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -47,6 +48,7 @@ from strop.runtime.web import KEEP_ALIVE_S, BoundedProtocol, Guard, add_error_an
 _TICK_S = 1.0
 _BACKLOG = 2048
 _EVENT_LOG_BYTES = 64 << 20
+_EVENT_DELAY_S = 0.1
 _log = logging.getLogger("strop.runtime.controller")
 
 
@@ -102,7 +104,7 @@ async def serve(
     raise_descriptor_limit()
     async with AsyncExitStack() as stack:
         journal = Journal.open(options.state_dir / "journal.jsonl")
-        log = EventLog(options.state_dir / "events.jsonl", maxBytes=_EVENT_LOG_BYTES, backupCount=2)
+        log = EventLog(options.state_dir / "events.jsonl")
         stack.callback(log.close)
         registry = Registry(journal, log.tell)
         stack.push_async_callback(registry.close)
@@ -209,11 +211,28 @@ def _listen(options: ControllerOptions) -> socket.socket:
 
 
 class EventLog(RotatingFileHandler):
-    """One JSON line for each transition, in files of bounded size."""
+    """One JSON line for each transition, in files of bounded size; those of one moment in one write."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=_EVENT_LOG_BYTES, backupCount=2)
+        self._lines: list[str] = []
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """Write a line."""
-        self.emit(logging.makeLogRecord({"msg": json.dumps(facts)}))
+        """Write a line, a moment later."""
+        if not self._lines:
+            asyncio.get_running_loop().call_later(_EVENT_DELAY_S, self.write_out)
+        self._lines.append(json.dumps(facts))
+
+    def write_out(self) -> None:
+        """Write what was told."""
+        if self._lines:
+            self.emit(logging.makeLogRecord({"msg": "\n".join(self._lines)}))
+            self._lines.clear()
+
+    def close(self) -> None:
+        """Write what was told, and close the file."""
+        self.write_out()
+        super().close()
 
 
 def raise_descriptor_limit() -> None:
@@ -277,6 +296,9 @@ async def _serve_until_signal(options: ControllerOptions) -> None:
         sys.stdout.write(json.dumps(asdict(serving)) + "\n")
         sys.stdout.flush()
 
+    # What was imported never becomes garbage, and many starts at once make much that is not either.
+    gc.freeze()
+    gc.set_threshold(50_000)
     await serve(options, tell, until)
 
 
