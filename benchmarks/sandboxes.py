@@ -1,7 +1,8 @@
 """How quick sandboxes are: commands beside many that live, starts and stops; beside podman's own program.
 
 Commands are `true`, given one after the other to sandboxes drawn in turn while all of them live, so that each
-is what a tool call costs. Starts and stops are asked for at once, as a step of rollouts asks. podman's own
+is what a tool call costs; beside them, in one of these sandboxes, connections to a server and commands of a
+shell that stays open. Starts and stops are asked for at once, as a step of rollouts asks. podman's own
 program starts and enters containers of the same kind, in the same run, one at a time.
 """
 
@@ -20,6 +21,7 @@ from benchmarks.figures import Figure, Measured
 from strop.sandbox import Sandbox, SandboxSpec, make_backend
 from strop.sandbox.family import find_descendants
 from strop.sandbox.linux import read_file
+from strop.sandbox.local import LocalSandbox
 
 _NUM_LIVE = 64
 _NUM_COMMANDS = 1000
@@ -53,6 +55,7 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
         begun = time.perf_counter()
         await live[index % num_live].exec(["/bin/true"], wall_limit_s=_WALL_LIMIT_S)
         taken_ms.append(1e3 * (time.perf_counter() - begun))
+    followed = await _measure_followed(live[0], num_commands // 5)
     await _stop_all(live)
     begun = time.perf_counter()
     started = await asyncio.gather(*(backend.create(spec) for _ in range(num_starts)))
@@ -69,10 +72,39 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
     return [
         figure("command, p50", "ms", cuts[49], at_most=_MAX_P50_MS),
         figure("command, p99", "ms", cuts[98], at_most=_MAX_P99_MS),
+        *(figure(f"{what}, p50", "ms", value) for what, value in followed.items()),
         figure("memory of an idle one", "MB", idle_mb, at_most=_MAX_IDLE_MB),
         figure("starts", "a second", starts, at_least=_MIN_STARTS_PER_S[name]),
         figure("stops", "a second", stops),
     ]
+
+
+_SERVER = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    listener.accept()[0].close()
+"""
+
+
+async def _measure_followed(sandbox: LocalSandbox, num: int) -> dict[str, float]:
+    """Return the median time in ms of a connection to a server inside, and of a command of an open shell."""
+    server = await sandbox.start([*sandbox.python_argv, "-c", _SERVER])
+    output = await server.read()
+    assert output is not None
+    port = int(output.stdout)
+    taken_ms: dict[str, list[float]] = {"connection": [], "command of an open shell": []}
+    async with await sandbox.open_shell() as shell:
+        for _ in range(num):
+            begun = time.perf_counter()
+            (await sandbox.connect(port)).close()
+            connected = time.perf_counter()
+            await shell.run(":", wall_limit_s=_WALL_LIMIT_S)
+            taken_ms["connection"].append(1e3 * (connected - begun))
+            taken_ms["command of an open shell"].append(1e3 * (time.perf_counter() - connected))
+    await server.stop()
+    return {what: statistics.median(values) for what, values in taken_ms.items()}
 
 
 async def _stop_all(sandboxes: Sequence[Sandbox]) -> None:
