@@ -127,8 +127,10 @@ class BubblewrapPlace:
             info += more
         holder = os.pidfd_open(json.loads(info)["child-pid"])
         self._holder_pid = json.loads(info)["child-pid"]
-        for descriptor in (cat_out_r, error_r, info_r):
+        for descriptor in (error_r, info_r):
             os.close(descriptor)
+        # A program of the same user may write to cat's input, and cat must not die of saying it again.
+        self._cat_out = cat_out_r
         return cat_in_w, holder
 
     def enter(self) -> None:
@@ -167,7 +169,7 @@ class BubblewrapPlace:
     def close(self) -> None:
         """Let go; the kernel has removed the file systems with their last process."""
         self.cgroup.remove()
-        for descriptor in (self._cat_in, self.holder, self._bwrap):
+        for descriptor in (self._cat_in, self._cat_out, self.holder, self._bwrap):
             os.close(descriptor)
 
 

@@ -176,7 +176,8 @@ hold()
     12,
     tries="find the descriptors and sockets that sandboxes are ordered by, and give orders",
     judged="whether this sandbox and the other still do as they are told, and nothing else",
-    expects=always(Code.BLOCKED),
+    expects=by_user("pidns"),
+    spares_user=False,
 )
 async def _steal_orders(stage: Stage) -> Seen:
     place = f"{stage.sandbox.scratch}/forged"

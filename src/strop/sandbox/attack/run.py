@@ -140,7 +140,11 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
                 if attack.spares_user or sandbox.isolation.pidns or is_other_user(sandbox.isolation):
                     found = await attack.work(stage)
                 else:
-                    found = Seen(code=Code.EXPOSED, what="not made: it would end this user's processes")
+                    # By the record: the processes of the host are there, and are this user's.
+                    found = Seen(
+                        code=Code.EXPOSED, what="not made: it would reach all of this user's processes"
+                    )
+                    expected = Code.EXPOSED
         uid = sandbox.isolation.host_uid if is_other_user(sandbox.isolation) else None
         wrong = await find_leftovers(sandbox.supervisor_pid, uid, stage.token, begun_at)
         wrong += [f"the host's file {name} was changed" for name in bait.changed_files()]

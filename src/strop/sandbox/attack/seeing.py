@@ -218,7 +218,7 @@ async def _signal_others(stage: Stage) -> Seen:
     own = [
         pid for pid in stage.control.processes() if stage.control.word in read_or_empty(f"/proc/{pid}/comm")
     ]
-    pids = [stage.bait.process.pid, stage.sandbox.supervisor_pid, stage.control.sandbox.supervisor_pid, *own]
+    pids = [stage.bait.process.pid, stage.control.sandbox.supervisor_pid, *own]
     await stage.python(_SIGNAL, *map(str, pids), wall_limit_s=5.0)
     states = {pid: read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] for pid in pids}
     return _found(
