@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.runtime.contract import NodeReport, SandboxReport, StartRequest, State
+from strop.runtime.contract import FailureKind, NodeReport, SandboxReport, StartRequest, State
 from strop.runtime.journal import Journal
 from strop.runtime.keys import open_keys
 from strop.runtime.nodes import NodeClient
@@ -227,5 +227,38 @@ def test_ended_sandboxes_are_kept_for_a_bounded_time_and_number(tmp_path: Path) 
             assert not registry.by_name
             assert not registry.by_runtime
             assert registry.journal.read() == []
+
+    asyncio.run(main())
+
+
+def test_a_stop_that_only_the_node_wanted_is_a_loss(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with sessions_of(tmp_path) as sessions:
+            session = await begin(sessions)
+            make_ready(sessions, session)
+            report = sessions.placement.nodes["n"].report
+            over = report.sandboxes[0].model_copy(update={"state": State.STOPPED, "cause": "the node ends"})
+            sessions.placement.report(report.model_copy(update={"sandboxes": (over,)}))
+            assert (session.state, session.failure_kind) == (State.FAILED, FailureKind.INFRA_LOST)
+            assert session.cause == "the node ends"
+
+    asyncio.run(main())
+
+
+def test_what_its_node_has_forgotten_when_a_controller_comes_back_is_lost(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with sessions_of(tmp_path) as before:
+            session = await begin(before)
+            make_ready(before, session)
+            await before.registry.write(session)
+            report = before.placement.nodes["n"].report
+        async with sessions_of(tmp_path) as after:
+            await after.restore()
+            (session,) = after.registry.alive.values()
+            assert (session.node_id, session.state) == ("n", State.READY)
+            for _ in range(2):
+                after.placement.report(report.model_copy(update={"sandboxes": ()}))
+            assert session.failure_kind is FailureKind.INFRA_LOST
+            assert not after.placement.admission.rooms["n"].taken
 
     asyncio.run(main())

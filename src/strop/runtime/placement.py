@@ -134,6 +134,11 @@ class Placement:
             self._arrival.set()
             self._arrival = asyncio.Event()
         self.admission.set_room(node_id, report.capacity, is_open=node.is_open)
+        if known is None:
+            # Of what the journal knows to be there, the report may lack some.
+            for session in self._registry.alive.values():
+                if session.node_id == node_id:
+                    self.admission.assign(session, node_id)
         for old in report.replaces:
             self._move(old, node_id)
         to_stop = [one.runtime_id for one in report.sandboxes if not self._take(one, node_id)]
@@ -278,8 +283,9 @@ class Placement:
         session.take(one)
         session.used = max(session.used, time.monotonic() - one.last_used_s)
         if has_ended:
-            kind = one.failure_kind or (FailureKind.AGENT_ERROR if one.state is State.FAILED else None)
-            self._registry.end(session, one.state, kind, one.cause, is_gone=True)
+            # Nobody here asked for its end, so a stop was the node's own: its time was over.
+            own = FailureKind.AGENT_ERROR if one.state is State.FAILED else FailureKind.INFRA_LOST
+            self._registry.end(session, State.FAILED, one.failure_kind or own, one.cause, is_gone=True)
             return True
         if one.url and one.url != session.node_url and not self._take_address(session, one.url):
             return False
