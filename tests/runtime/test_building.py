@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -70,7 +71,7 @@ def test_one_content_is_built_once_and_found_by_another_node(tmp_path: Path) -> 
         finally:
             await builds.close()
             await other.close()
-            remove_images(*names)
+            remove_images(*names, f"localhost/strop-build:{hashlib.sha256(good).hexdigest()[:32]}")
 
     with imported(make_small_root(tmp_path / "root")) as base:
         asyncio.run(main(base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
-from tests.fixtures.small_root import imported, make_small_root
+from tests.fixtures.small_root import imported, make_small_root, podman, remove_images
 
 on_every_backend = pytest.mark.parametrize(
     "backend",
@@ -86,8 +87,14 @@ def test_images_are_started_built_and_blamed(tmp_path: Path) -> None:
         imported(trees["hungry"]) as hungry,
     ):
         extra = {"no_agent_image": fatal, "oom_image": hungry, "base_image": plain}
-        with service_of(tmp_path, "--backend", "podman") as service:
-            require_passed(service, (10, 11, 22), image=plain, extra=extra)
+        try:
+            with service_of(tmp_path, "--backend", "podman", cache=tmp_path / "cache") as service:
+                require_passed(service, (10, 11, 22), image=plain, extra=extra)
+        finally:
+            built = podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+            remove_images(*(name for name in built if name.startswith("localhost/strop-conformance:")))
+            results = (tmp_path / "cache").glob("runtime/builds/*.json")
+            remove_images(*(json.loads(path.read_text()).get("image", "none") for path in results))
 
 
 def test_what_there_is_not_is_refused() -> None:

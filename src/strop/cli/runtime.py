@@ -63,6 +63,20 @@ def run_node(
     asyncio.run(serve_node(options, say=output.say))
 
 
+@runtime_commands.command("janitor")
+def clear_up(context: typer.Context, json: Json = False) -> None:
+    """End and remove what sandboxes of this machine have left whose agents were killed."""
+    from strop.sandbox.janitor import clear_abandoned
+
+    output: Output = context.obj
+    cleared = clear_abandoned()
+    if json:
+        output.give_json(cleared)
+        return
+    for line in cleared or ["nothing is left"]:
+        output.give(line)
+
+
 @runtime_commands.command("conformance")
 def prove_conformance(
     context: typer.Context,

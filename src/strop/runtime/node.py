@@ -46,6 +46,7 @@ from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, PullSettings, describe_image
 from strop.runtime.starting import NodeMaking
+from strop.sandbox.janitor import clear_abandoned
 
 if TYPE_CHECKING:
     import httpx
@@ -108,6 +109,8 @@ class Node:
 
         Raises: CheckRefused if the address cannot be listened on.
         """
+        for line in await asyncio.to_thread(clear_abandoned):
+            _log.warning("an agent that was killed had left: %s", line)
         listener = hold_listener(self._settings.host, self._settings.port, backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{host}:{port}"
@@ -142,6 +145,7 @@ class Node:
         await asyncio.gather(*self._stopping, return_exceptions=True)
         await self._builds.close()
         await self._making.close()
+        await asyncio.to_thread(clear_abandoned)
         with suppress(OSError):
             await self._tell_last()
 

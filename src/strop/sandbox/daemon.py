@@ -56,7 +56,8 @@ from strop.sandbox.supervisor import Supervisor
 # More than a socket of this kind takes in one message, so none is cut.
 MAX_ORDER_BYTES = 1 << 18
 _END_LIMIT_S = 10.0
-_PREFIX = "strop-sandbox-"
+FOLDER_PREFIX = "strop-sandbox-"
+"""What the names of daemons' folders begin with, and those of their containers."""
 SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 """Where a daemon may make its folder; the first that it can write to."""
 _ABANDONED_AFTER_S = 60.0
@@ -311,7 +312,7 @@ def _prepare_ground() -> Ground:
         (path for path in SCRATCH_BASES if can_reach(path) and os.access(path, os.W_OK)), SCRATCH_BASES[0]
     )
     # Daemons that were killed left their directories.
-    for path in Path(base).glob(f"{_PREFIX}*"):
+    for path in Path(base).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             found = path.lstat()
             # A young one may not have been locked yet.
@@ -321,7 +322,7 @@ def _prepare_ground() -> Ground:
                 remove_tree(str(path))
                 os.close(descriptor)
     # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.
-    runtime_dir = f"{base}/{_PREFIX}{os.urandom(8).hex()}"
+    runtime_dir = f"{base}/{FOLDER_PREFIX}{os.urandom(8).hex()}"
     os.mkdir(runtime_dir, 0o711)
     os.chmod(runtime_dir, 0o711)
     # Held until this process and all of its sandboxes have ended.

@@ -1,0 +1,125 @@
+"""Ends what sandboxes have left whose supervisors and daemon were all killed, and nothing else.
+
+Sandboxes clear up after themselves, and a daemon after its supervisors. When both are killed together, most
+of it ends with them; what can stay is a container, a control group, a directory, and processes that work in
+it. A daemon holds a lock on its directory as long as it or one of its sandboxes lives: only what belongs to a
+directory that nobody holds, or that is gone, is touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from strop.hardware.identity import read_start_ticks, send_signal
+from strop.sandbox.cgroup import find_controllers, remove_abandoned
+from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
+from strop.sandbox.local import find_program
+from strop.sandbox.podman import remove_container, run_podman
+from strop.sandbox.process import remove_tree
+
+_YOUNG_S = 2.0
+"""A directory that was just made may not have been locked yet."""
+_END_LIMIT_S = 5.0
+_CONTAINER = re.compile(rf"({FOLDER_PREFIX}[0-9a-f]{{16}})-[0-9]+")
+
+
+def clear_abandoned() -> list[str]:
+    """End and remove what nobody holds any more; return what that was, one line each. Twice does no harm."""
+    told = []
+    dead = list(_find_dead())
+    try:
+        told += [f"container {name}" for name in _remove_containers({path.name for path, _ in dead})]
+        for path, _ in dead:
+            told += [f"process {pid} in {path}" for pid in _end_processes(path)]
+            remove_tree(str(path))
+            told.append(f"directory {path}")
+        remove_abandoned(find_controllers())
+    finally:
+        for _, descriptor in dead:
+            os.close(descriptor)
+    return told
+
+
+def _find_dead() -> Iterator[tuple[Path, int]]:
+    """Yield the directories of this user that no daemon holds, each locked by a descriptor."""
+    for base in SCRATCH_BASES:
+        for path in Path(base).glob(f"{FOLDER_PREFIX}*"):
+            with suppress(OSError):
+                found = path.lstat()
+                is_young = time.time() - found.st_mtime < _YOUNG_S
+                if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or is_young:
+                    continue
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(descriptor)
+                    continue
+                yield path, descriptor
+
+
+def _remove_containers(dead: set[str]) -> list[str]:
+    """Remove the containers whose daemon's directory is dead or gone; return their names.
+
+    To podman a process that nobody has waited for still runs, and it is init who waits: so more than once.
+    """
+    removed: set[str] = set()
+    deadline = time.monotonic() + _END_LIMIT_S
+    while (found := _find_containers(dead)) and time.monotonic() < deadline:
+        for name in found:
+            remove_container(find_program("podman", "podman"), name, os.environ)
+        removed.update(found)
+    return sorted(removed)
+
+
+def _find_containers(dead: set[str]) -> list[str]:
+    """Return the containers whose daemon's directory is dead, or is not there."""
+    program = shutil.which("podman")
+    if program is None or os.geteuid() != 0:
+        return []
+    words = ["ps", "--all", "--format", "{{.Names}}", "--filter", f"name={FOLDER_PREFIX}"]
+    try:
+        names = run_podman(program, words, os.environ).split()
+    except OSError:
+        # A podman that does not work has made no containers.
+        return []
+    matches = [match for name in names if (match := _CONTAINER.fullmatch(name))]
+    return [match[0] for match in matches if match[1] in dead or not _is_there(match[1])]
+
+
+def _is_there(name: str) -> bool:
+    return any(Path(base, name).exists() for base in SCRATCH_BASES)
+
+
+def _end_processes(path: Path) -> list[int]:
+    """Kill the processes whose working directory is in a dead directory; return them."""
+    ended = set()
+    deadline = time.monotonic() + _END_LIMIT_S
+    while (found := _find_inside(path)) and time.monotonic() < deadline:
+        for pid in found:
+            start_ticks = read_start_ticks(pid)
+            # Looked at again: what it is since that start is what is killed.
+            if start_ticks is not None and _works_in(pid, path):
+                ended |= {pid} if send_signal(pid, start_ticks, signal.SIGKILL) else set()
+        time.sleep(0.01)
+    return sorted(ended)
+
+
+def _find_inside(path: Path) -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), path)]
+
+
+def _works_in(pid: int, path: Path) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(path)
+    except OSError:
+        return False

@@ -1,0 +1,89 @@
+"""What stays when a client, its daemon and its supervisors are killed together, and who clears it up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.hardware.identity import read_start_ticks
+from strop.sandbox import ExecKind
+from strop.sandbox.daemon import FOLDER_PREFIX
+from strop.sandbox.family import find_descendants
+from strop.sandbox.janitor import clear_abandoned
+from strop.sandbox.local import LocalSandbox
+from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman
+
+CLIENT = """
+import asyncio, sys
+from strop.sandbox import SandboxSpec, IsolationLevel, make_backend
+async def main():
+    sandbox = await make_backend(sys.argv[1]).create(SandboxSpec(min_level=IsolationLevel.RLIMIT))
+    await sandbox.start(["/bin/sleep", "3600"])
+    print("made", flush=True)
+    await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+def places_held_by(pids: list[int]) -> set[str]:
+    places = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                places.add(os.readlink(link))
+            except OSError:
+                continue
+    return {one for one in places if Path(one).name.startswith(FOLDER_PREFIX) and one.count("/") == 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "process",
+        pytest.param("bubblewrap", marks=needs_bubblewrap),
+        pytest.param("podman", marks=needs_podman),
+    ],
+)
+def test_nothing_stays_when_all_are_killed(backend: str) -> None:
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, backend], stdout=subprocess.PIPE)
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"made\n"
+    # Stopped first: else one clears up while the others are killed.
+    pids = [client.pid, *find_descendants(client.pid)]
+    places = places_held_by(pids)
+    assert places
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+    client.wait()
+    client.stdout.close()
+    deadline = time.monotonic() + 30.0
+    while any(Path(place).exists() for place in places):
+        clear_abandoned()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for place in places:
+        words = ["podman", "ps", "--all", "--quiet", "--filter", f"name={Path(place).name}"]
+        if backend == "podman":
+            assert subprocess.run(words, capture_output=True, check=True).stdout == b""
+    # One that only init has not waited for yet has ended.
+    assert [pid for pid in pids if read_start_ticks(pid) is not None] == []
+
+
+def test_what_lives_is_left_alone() -> None:
+    async def work(sandbox: LocalSandbox) -> None:
+        held = asyncio.create_task(sandbox.exec(["/bin/sleep", "2.5"], wall_limit_s=60.0))
+        await asyncio.sleep(2.1)
+        told = clear_abandoned()
+        assert [line for line in told if Path(sandbox.scratch).parent.name in line] == []
+        assert (await held).kind is ExecKind.EXITED
+
+    in_sandbox("process", work)
