@@ -124,6 +124,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
             "ray.port",
             "ray.ports",
         ),
+        *("runtime.serve", "runtime.url", "runtime.key_file", "runtime.backend"),
         *("tripwires.max_zero_variance_frac", "tripwires.max_duplicate_frac"),
         *("tripwires.max_truncated_frac", "tripwires.max_failed_frac", "tripwires.max_drift_nats"),
         *("tripwires.min_entropy_nats", "tripwires.max_length_ratio", "tripwires.max_grad_norm_ratio"),

@@ -1,17 +1,65 @@
-"""`strop runtime`: sandboxes as a service, and what proves it."""
+"""`strop runtime`: sandboxes as a service, the processes that it consists of, and what proves it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json
+from strop.cli.arguments import Json, lasting, takes
 from strop.cli.output import Output
-from strop.errors import EXIT_FAILED
+from strop.errors import EXIT_FAILED, ConfigError
 
-runtime_commands = typer.Typer(help="Sandboxes as a service, for OpenHands' clients.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from strop.cli.submit import SubmitArguments
+    from strop.launch.contract import JobRequest
+
+runtime_commands = typer.Typer(
+    help="Sandboxes as a service, for OpenHands' clients and for runs.", no_args_is_help=True
+)
+
+DEFAULT_FOLDER = Path("strop-runtime")
+Folder = Annotated[
+    Path, typer.Option("--dir", metavar="DIR", help="The service's folder: keys, journal, logs, address.")
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Address of this machine to listen on. Default: in a job the node's, else the loopback's.",
+    ),
+]
+BackendNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A kind of sandbox that may be made: podman, bubblewrap, process; repeated. Default: all that"
+        " work here.",
+    ),
+]
+DataPlaneName = Annotated[
+    str,
+    typer.Option(
+        help="Who serves a sandbox's address: image (its own server), inject (one from here), own (strop,"
+        " from outside), or auto."
+    ),
+]
+Network = Annotated[str, typer.Option(help="What sandboxes reach: none or host.")]
+Warm = Annotated[
+    list[str] | None,
+    typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of an image ready on each node; repeated."),
+]
+PolicyText = Annotated[
+    str,
+    typer.Option(
+        metavar="JSON",
+        help='Limits of sandboxes that differ, such as {"slot": {"cpus": 1, "memory_bytes": 1073741824,'
+        ' "disk_bytes": 1073741824, "processes": 256}, "idle_limit_s": 600}.',
+    ),
+]
 KeyFile = Annotated[
     Path | None, typer.Option("--key-file", metavar="FILE", help="File with the key that clients send.")
 ]
@@ -19,48 +67,184 @@ KeyFile = Annotated[
 
 @runtime_commands.callback()
 def _group() -> None:
-    """Sandboxes as a service, for OpenHands' clients."""
+    """Sandboxes as a service."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeArguments:
+    """Arguments of `strop runtime node`."""
+
+    dir: Folder = DEFAULT_FOLDER
+    controller: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where the controller is, without --dir.")
+    ] = None
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", metavar="FILE", help="File with the key of the nodes.")
+    ] = None
+    host: Host = None
+    backend: BackendNames = None
+    data_plane: DataPlaneName = "auto"
+    network: Network = "none"
+    warm: Warm = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeArguments:
+    """Arguments of `strop runtime serve`."""
+
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="With --on: settings of its job, such as job.nodes=4 or name=pool.",
+        ),
+    ] = None
+    on: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Serve as a job of a site. Default: here.")
+    ] = None
+    dir: Folder = DEFAULT_FOLDER
+    backend: BackendNames = None
+    data_plane: DataPlaneName = "auto"
+    network: Network = "none"
+    warm: Warm = None
+    policy: PolicyText = "{}"
+    host: Host = None
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the controller; 0: as before.")] = 0
+    node: Annotated[
+        str | None,
+        typer.Option(metavar="K/FIRST", help="This is node K of a job, and node FIRST has the controller."),
+    ] = None
+    disable_auth: Annotated[
+        bool, typer.Option("--disable-auth", help="Ask for no key; on the loopback address alone.")
+    ] = False
+    max_jobs: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="With --on: jobs of one node that may be added while sandboxes wait."
+        ),
+    ] = 0
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --on: show everything; submit nothing.")
+    ] = False
+
+
+@runtime_commands.command("serve")
+@takes(ServeArguments)
+def serve(context: typer.Context, args: ServeArguments) -> None:
+    """Serve sandboxes until it is ended: a controller, and a node agent here or on each node of a job."""
+    import asyncio
+
+    output: Output = context.obj
+    if args.on is not None:
+        _submit(output, args.on, args)
+        return
+    for_jobs = [*(args.settings or ()), *(["--dry-run"] if args.dry_run else [])]
+    if for_jobs or args.max_jobs:
+        raise ConfigError(
+            f"{' '.join(for_jobs or ['--max-jobs'])} without --on",
+            allowed="settings of a job, --max-jobs and --dry-run for a service that is one",
+            next_step="name the site with --on, or leave them out",
+        )
+    from strop.runtime.controller import read_policy
+    from strop.runtime.serve import ServeOptions
+    from strop.runtime.serve import serve as serve_here
+    from strop.runtime.service_dir import ServiceDir
+
+    # Here, where its message is read: the controller writes a log.
+    read_policy(args.policy)
+    own, first = _read_node(args.node)
+    address = ("--host", args.host) if args.host is not None else ()
+    auth = ("--disable-auth",) if args.disable_auth else ()
+    options = ServeOptions(
+        folder=ServiceDir(args.dir),
+        has_controller=own == first,
+        controller_words=(*address, "--port", str(args.port), "--policy", args.policy, *auth),
+        node_words=(*address, *_words_of_nodes(args)),
+    )
+    work = serve_here(
+        options,
+        on_ready=lambda endpoint: output.say(
+            f"serving at {endpoint.url}; its keys are in {options.folder.keys_path}"
+        ),
+        say=output.say,
+    )
+    with lasting():
+        asyncio.run(work)
+
+
+@runtime_commands.command("controller", hidden=True)
+def control(
+    folder: Folder,
+    host: Host = None,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    policy: PolicyText = "{}",
+    disable_auth: Annotated[bool, typer.Option("--disable-auth")] = False,
+) -> None:
+    """Run the controller of a service."""
+    import asyncio
+    import os
+    import signal
+
+    from strop.io.endpoints import Endpoint
+    from strop.runtime.controller import ControllerOptions, Serving, read_policy
+    from strop.runtime.controller import serve as serve_controller
+    from strop.runtime.service_dir import ServiceDir, read_key
+
+    place = ServiceDir(folder)
+    options = ControllerOptions(
+        state_dir=place.path,
+        host=_find_host(host, os.environ),
+        port=port,
+        keys_file=place.keys_path,
+        node_keys_file=place.node_keys_path,
+        disable_auth=disable_auth,
+        policy=read_policy(policy),
+    )
+
+    def announce(serving: Serving) -> None:
+        key = "" if disable_auth else read_key(place.keys_path)
+        place.announce(Endpoint(url=serving.url, key=key), node_key=read_key(place.node_keys_path))
+
+    async def work() -> None:
+        until = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, until.set)
+        await serve_controller(options, announce, until)
+
+    with lasting():
+        asyncio.run(work())
 
 
 @runtime_commands.command("node")
-def run_node(
-    context: typer.Context,
-    controller: Annotated[str, typer.Option(metavar="URL", help="Where the controller is.")],
-    key_file: Annotated[
-        Path, typer.Option("--key-file", metavar="FILE", help="File with the key of the nodes, mode 0600.")
-    ],
-    host: Annotated[
-        str, typer.Option(help="The address of this machine at which the agent and all sandboxes listen.")
-    ] = "127.0.0.1",
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(help="A kind of sandbox that may be made; repeated. Default: all that work here."),
-    ] = None,
-    data_plane: Annotated[
-        str, typer.Option(help="Who serves a sandbox's address: auto, image, inject or own.")
-    ] = "auto",
-    network: Annotated[str, typer.Option(help="What sandboxes reach: none or host.")] = "none",
-    warm: Annotated[
-        list[str] | None,
-        typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of an image ready; repeated."),
-    ] = None,
-) -> None:
-    """Make sandboxes on this machine, as a controller orders, until a signal or until it is gone."""
+@takes(NodeArguments)
+def run_node(context: typer.Context, args: NodeArguments) -> None:
+    """Make sandboxes on this machine for a service, until a signal or until the service is gone."""
     import asyncio
+    import os
 
     from strop.runtime.node_options import NodeOptions, serve_node
+    from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
 
     output: Output = context.obj
-    options = NodeOptions(
-        controller=controller,
-        key_file=key_file,
-        host=host,
-        backends=tuple(backend or ()),
-        data_plane=data_plane,
-        network=network,
-        warm=tuple(warm or ()),
-    )
-    asyncio.run(serve_node(options, say=output.say))
+    place = ServiceDir(args.dir)
+
+    async def work() -> None:
+        url = args.controller
+        if url is None:
+            url = (await place.wait_for(place.find_for_nodes, limit_s=START_LIMIT_S)).url
+        options = NodeOptions(
+            controller=url,
+            key_file=args.key_file or place.node_keys_path,
+            host=_find_host(args.host, os.environ),
+            backends=tuple(args.backend or ()),
+            data_plane=args.data_plane,
+            network=args.network,
+            warm=tuple(args.warm or ()),
+        )
+        await serve_node(options, say=output.say)
+
+    with lasting():
+        asyncio.run(work())
 
 
 @runtime_commands.command("janitor")
@@ -100,7 +284,7 @@ def prove_conformance(
     from dataclasses import asdict
 
     from strop.runtime.conformance import CASES, ConformanceOptions, parse_extra, run_conformance
-    from strop.runtime.node_options import read_key
+    from strop.runtime.service_dir import read_key
 
     output: Output = context.obj
     extra = parse_extra(given or ())
@@ -116,3 +300,112 @@ def prove_conformance(
         output.give_table(("case", "situation", "result", "took", "detail"), rows)
     if any(one.status == "failed" for one in results):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _submit(output: Output, site: str, args: ServeArguments) -> None:
+    from strop.cli.submit import prepare, submit_request
+
+    given = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
+    if given or args.dir != DEFAULT_FOLDER:
+        raise ConfigError(
+            f"{', '.join(given or ['dir'])} with --on {site}",
+            allowed="options of sandboxes, --max-jobs and settings of the job, whose folder is the service's",
+            next_step="leave it out; output.dir=DIR names the job's folder",
+        )
+    asked = _describe(site, list(args.settings or ()), dry_run=args.dry_run)
+    words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
+    request = _read_request(asked, max_jobs=args.max_jobs, words=words)
+    launcher, request = prepare(output, request, asked)
+    submit_request(output, launcher, request, asked)
+
+
+def _words_of_nodes(args: ServeArguments) -> list[str]:
+    """Return the options that each node agent of a service is given."""
+    words = [word for name in args.backend or () for word in ("--backend", name)]
+    words += [word for text in args.warm or () for word in ("--warm", text)]
+    if args.data_plane != "auto":
+        words += ["--data-plane", args.data_plane]
+    return words + (["--network", args.network] if args.network != "none" else [])
+
+
+@runtime_commands.command("pool", hidden=True)
+def keep_pool(
+    context: typer.Context,
+    max_jobs: Annotated[int, typer.Option(min=1)],
+    on: Annotated[str, typer.Option()],
+    settings: Annotated[list[str] | None, typer.Argument()] = None,
+    folder: Folder = DEFAULT_FOLDER,
+    words: Annotated[str, typer.Option(help="Options of the added node agents, as a shell would.")] = "",
+    idle: Annotated[float, typer.Option(help="Seconds after which an idle node gives its job back.")] = 300.0,
+) -> None:
+    """Submit jobs of one node to a site while a service's sandboxes wait, and end idle ones."""
+    import asyncio
+    import shlex
+
+    from strop.launch.backends import open_backend
+    from strop.launch.launcher import Launcher
+    from strop.launch.pool import Pool, PoolLimits
+    from strop.launch.serving import ServiceOptions, joining_request
+    from strop.runtime.service_dir import ServiceDir
+
+    output: Output = context.obj
+    place = ServiceDir(folder)
+
+    def make(number: int) -> JobRequest:
+        home = place.path.parent / "pool" / str(number)
+        asked = _describe(on, [*(settings or ()), f"output.dir={home}"])
+        options = ServiceOptions(words=tuple(shlex.split(words)))
+        return joining_request(_read_request(asked), place.path, options)
+
+    pool = Pool(
+        folder=place,
+        launcher=Launcher(open_backend(make(0).site)),
+        limits=PoolLimits(max_jobs=max_jobs, idle_s=idle),
+        make_request=make,
+        say=output.say,
+    )
+    with lasting():
+        asyncio.run(pool.run())
+
+
+def _describe(site: str, settings: list[str], *, dry_run: bool = False) -> SubmitArguments:
+    """Return what a service asks of a site, as `strop submit` would. There is no run file."""
+    from strop.cli.submit import SubmitArguments
+    from strop.launch.serving import SERVE
+
+    return SubmitArguments(
+        run_file="", overrides=settings, on=site, command=SERVE, snapshot=False, dry_run=dry_run
+    )
+
+
+def _read_request(asked: SubmitArguments, *, max_jobs: int = 0, words: Sequence[str] = ()) -> JobRequest:
+    import os
+    import time
+
+    from strop.cli.submit import to_options
+    from strop.launch.build_request import read_request
+    from strop.launch.serving import ServiceOptions
+
+    options = replace(to_options(asked, ()), service=ServiceOptions(words=tuple(words), max_jobs=max_jobs))
+    return read_request("", options, environ=os.environ, now=time.time())
+
+
+def _read_node(text: str | None) -> tuple[int, int]:
+    try:
+        own, _, first = (text or "0/0").partition("/")
+        return int(own), int(first)
+    except ValueError as error:
+        raise ConfigError(
+            f"--node {text} is not understood",
+            allowed="K/FIRST, two numbers of nodes",
+            next_step="leave it out on a machine of your own",
+        ) from error
+
+
+def _find_host(given: str | None, environ: Mapping[str, str]) -> str:
+    from strop.hardware.ports import find_host_address
+
+    if given is not None:
+        return given
+    # A job has other nodes, or workers of other jobs, that ask it.
+    return find_host_address(2 if "SLURM_JOB_ID" in environ else 1, environ.get("GLOO_SOCKET_IFNAME"))

@@ -277,6 +277,7 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
     from strop.launch.environment import describe_auth
     from strop.launch.index import find_job_dir
     from strop.launch.launcher import watch
+    from strop.launch.serving import SERVE
 
     plan = launcher.plan(request)
     for conflict in plan.conflicts:
@@ -285,7 +286,8 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
         tell(notice)
     if (auth := describe_auth(plan.environment)) is not None:
         output.say(auth)
-    output.say(f"placement {request.resolved.spec.layout.describe()}")
+    if request.command != SERVE:
+        output.say(f"placement {request.resolved.spec.layout.describe()}")
     if len(plan.roles) > 1:
         for role in plan.roles:
             output.say(f"role {role.name}: {_describe_place(role)}")

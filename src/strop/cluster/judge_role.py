@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,24 +111,20 @@ class JudgeRoles:
 
         Raises: EngineError naming the judge, its process and its last log lines.
         """
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
-                for one in self._started:
-                    end = one.process.find_death()
-                    if end is not None:
-                        raise EngineError(
-                            f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
-                            f"{tail(one.process.log_path)}\n",
-                            allowed="a judge that lives as long as the run",
-                            next_step="mend the cause and start the run again; it goes on from its last"
-                            " checkpoint, and no reply was scored without the judge",
-                        )
-            return await task
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+        return await guard_work(work, self._find_failure)
+
+    def _find_failure(self) -> EngineError | None:
+        for one in self._started:
+            end = one.process.find_death()
+            if end is not None:
+                return EngineError(
+                    f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
+                    f"{tail(one.process.log_path)}\n",
+                    allowed="a judge that lives as long as the run",
+                    next_step="mend the cause and start the run again; it goes on from its last"
+                    " checkpoint, and no reply was scored without the judge",
+                )
+        return None
 
     def _make_process(
         self, section: LlmJudgeSpec, work_dir: Path, host: str, share: DeviceShare | None
@@ -155,3 +151,18 @@ def _find_host(spec: RunSpec) -> str:
     from strop.cluster.ray.node import find_own_address
 
     return find_own_address(os.environ, len(spec.layout.nodes))
+
+
+async def guard_work(work: Coroutine[Any, Any, T], find_failure: Callable[[], Exception | None]) -> T:
+    """Wait for a work, and end it once `find_failure` returns why it cannot go on, which is raised."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
+            failure = find_failure()
+            if failure is not None:
+                raise failure
+        return await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -33,12 +33,31 @@ def hand_over(folder: Path, endpoints: Mapping[str, Endpoint]) -> None:
     All servers of a run are handed over in one folder, which is created.
     Raises: OSError if it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for name, endpoint in endpoints.items():
-        path = _path_of(folder, name)
-        path.unlink(missing_ok=True)
-        write_secret(path, json.dumps({"name": name, **asdict(endpoint)}))
+        write_endpoint(folder, name, endpoint)
     os.environ[ENDPOINTS_VARIABLE] = str(folder.absolute())
+
+
+def write_endpoint(folder: Path, name: str, endpoint: Endpoint) -> None:
+    """Write a server's address and key for this user's processes that know the folder.
+
+    Raises: OSError if it cannot be written.
+    """
+    # Whole or not at all: others may be waiting for it, on a disk that nodes share.
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{_path_of(folder, name).name}.{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    write_secret(partial, json.dumps({"name": name, **asdict(endpoint)}))
+    os.replace(partial, _path_of(folder, name))
+
+
+def read_endpoint(folder: Path, name: str) -> Endpoint | None:
+    """Return a server that was written there; None where there is none, or nobody may read it."""
+    try:
+        found = json.loads(_path_of(folder, name).read_text())
+        return Endpoint(url=found["url"], key=found["key"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
 
 
 def withdraw(folder: Path, names: Iterable[str]) -> None:
@@ -60,13 +79,7 @@ def list_endpoints() -> dict[str, Endpoint]:
 def find_endpoint(name: str) -> Endpoint | None:
     """Return a server by its name, None where none of this name was handed over to this process."""
     folder = os.environ.get(ENDPOINTS_VARIABLE)
-    if not folder:
-        return None
-    try:
-        found = json.loads(_path_of(Path(folder), name).read_text())
-        return Endpoint(url=found["url"], key=found["key"])
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
+    return read_endpoint(Path(folder), name) if folder else None
 
 
 def write_secret(path: Path, text: str) -> None:

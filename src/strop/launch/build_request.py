@@ -40,6 +40,14 @@ from strop.launch.evaluating import (
 )
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
 from strop.launch.options import Site, SiteOptions
+from strop.launch.serving import (
+    SERVE,
+    ServiceOptions,
+    require_shared_disk,
+    resolve_service,
+    runtime_role,
+    service_roles,
+)
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
 from strop.record.prediction import PRICE_VARIABLE
@@ -87,6 +95,8 @@ class SubmitOptions:
     environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
     is_strict: bool = False
     """Refuse where a flag beats another value."""
+    service: ServiceOptions = field(default_factory=ServiceOptions)
+    """Of a job that serves sandboxes."""
 
 
 def read_request(
@@ -108,6 +118,8 @@ def read_request(
     python = site.profile.python or sys.executable
     profile = site.profile.with_options(given)
     notice = None
+    if options.command == SERVE:
+        require_shared_disk(site.name, profile)
     if options.command == AUTO:
         command, notice = guess_command(run_file, options.overrides)
         options = replace(options, command=command)
@@ -129,6 +141,8 @@ def read_request(
         # As it is named where the job runs.
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
         roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
+    elif options.command == SERVE:
+        roles = service_roles(resolved.spec, python, site.name, options.service)
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)
@@ -169,6 +183,8 @@ def _read_file(
     run_file: str, options: SubmitOptions, flags: Sequence[Flag]
 ) -> tuple[ResolvedSpec, EvalFile | None]:
     """Return what a file asks of its site, and for an evaluation what it asks of the model."""
+    if options.command == SERVE:
+        return resolve_service(options.overrides, flags), None
     if options.command != EVALUATION:
         return load_spec(run_file, options.overrides, flags), None
     may_run_code, has_sweep = options.may_run_code, bool(options.sweep)
@@ -193,11 +209,11 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
                 next_step="correct it",
             )
         axes[key] = [f"{key}={value}" for value in listed]
-    fixed = [key for key in axes if key.partition(".")[0] in {"name", "job", "output", "store"}]
+    fixed = [key for key in axes if key.partition(".")[0] in {"name", "job", "output", "store", "runtime"}]
     if fixed:
         raise ConfigError(
             f"--sweep varies {', '.join(fixed)}, which all trials share",
-            allowed="settings of what is trained; name, job, output and store are the whole job's",
+            allowed="settings of what is trained; name, job, output, store and runtime are the whole job's",
             next_step="submit a job for each value",
         )
     trials = tuple(itertools.product(*axes.values())) if axes else ()
@@ -231,7 +247,7 @@ def split_values(text: str) -> list[str]:
 
 def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
     """Refuse an unknown command, one that is not the run file's, and with --strict every conflict."""
-    if options.command not in COMMANDS:
+    if options.command not in (*COMMANDS, SERVE):
         raise ConfigError(
             f"--command {show_value(options.command)} is not a command that a job runs",
             allowed=" or ".join(COMMANDS),
@@ -340,6 +356,9 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
     if job.cpu_command is not None:
         words = tuple(shlex.split(job.cpu_command))
         roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", must_succeed=False))
+    if spec.runtime.serve == "cpu-nodes":
+        require_shared_disk(site.name, site.profile)
+        roles.append(runtime_role(spec, python))
     return roles
 
 
@@ -464,6 +483,8 @@ def hash_request(request: JobRequest) -> str:
         "options": dict(request.options),
         "evaluation": request.evaluation.to_text() if request.evaluation else None,
     }
+    if (runtime := request.resolved.spec.runtime).url is not None:
+        content["runtime"] = runtime.model_dump(mode="json")
     return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False, default=str))[:_HASH_LENGTH]
 
 

@@ -276,15 +276,19 @@ async def _train(
         from strop.cluster import ModelSource
         from strop.cluster.build import build_placement, with_frozen
         from strop.cluster.judge_role import JudgeRoles
+        from strop.cluster.runtime_role import RuntimeRole
         from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
     named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
-    judges = JudgeRoles(spec, source, named, run_dir.path / "roles" / "judges")
+    servers_dir = run_dir.path / "roles" / "servers"
+    judges = JudgeRoles(spec, source, named, servers_dir)
+    runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, task_builder(spec.task))
     try:
         # First: the judging processes inherit the addresses.
+        await runtime.start()
         await judges.start()
         roles = await with_frozen(await placement.start(), spec, source, _fetch)
         evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)
@@ -303,11 +307,12 @@ async def _train(
                 prediction=prediction,
             )
         )
-        await judges.guard(loop.run())
+        await runtime.guard(judges.guard(loop.run()))
     finally:
         await placement.stop()
         await judge.close()
         await judges.stop()
+        await runtime.stop()
     return TrainOutcome(
         run_path=run_dir.path,
         # From the record: an earlier attempt may have made them.

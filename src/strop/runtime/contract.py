@@ -167,6 +167,8 @@ class NodeReport(_Flow):
     """Where the controller reaches the node agent."""
     boot_id: str
     pid: int
+    job_id: str = ""
+    """The scheduler's, where the node agent runs in a job."""
     replaces: tuple[str, ...] = ()
     """Node ids of earlier starts whose sandboxes this one has taken back. They are gone from now on."""
     capacity: Slot

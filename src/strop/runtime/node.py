@@ -207,6 +207,7 @@ class Node:
             url=self._url,
             boot_id=read_boot_id(),
             pid=os.getpid(),
+            job_id=os.environ.get("SLURM_JOB_ID", ""),
             capacity=self._capacity,
             backends=self._settings.make.backends,
             is_draining=self._is_draining,

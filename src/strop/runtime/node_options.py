@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from strop.errors import ConfigError, SandboxRefused, given_of
 from strop.runtime.making import MakeSettings
 from strop.runtime.node import Node, NodeSettings
 from strop.runtime.planes import DataPlane
+from strop.runtime.service_dir import read_key
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
 from strop.sandbox.choose import BACKENDS
 
@@ -92,31 +92,6 @@ async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> 
     if not found:
         raise refusals[0]
     return tuple(found)
-
-
-def read_key(path: Path) -> str:
-    """Return the newest key of a file: the last word of its last line, which may begin with its owner.
-
-    Raises: ConfigError if it cannot be read, others can read it, or it has none.
-    """
-    try:
-        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad_key(path, f"cannot be read ({error})") from error
-    if mode & 0o077:
-        raise _bad_key(path, f"has mode {mode:04o}, so others can read it")
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if not lines:
-        raise _bad_key(path, "has no key")
-    return lines[-1][-1]
-
-
-def _bad_key(path: Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"key file {path} {what}",
-        allowed="a file of mode 0600 with a key in its last line",
-        next_step="name the file that the controller has made",
-    )
 
 
 def _parse_warm(words: tuple[str, ...]) -> Mapping[str, int]:

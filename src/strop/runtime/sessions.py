@@ -26,7 +26,7 @@ OPERATION_WAIT_S = 10.0
 """Clients give up after 15 s at the earliest; what was begun goes on, and may be asked for again."""
 STOP_WAIT_S = 5.0
 GIB = 1 << 30
-PLAIN_SLOT = Slot(cpus=1.0, memory_bytes=4 * GIB, disk_bytes=8 * GIB, processes=512)
+PLAIN_SLOT = Slot(cpus=1.0, memory_bytes=2 * GIB, disk_bytes=2 * GIB, processes=512)
 
 _Ending = tuple[State, FailureKind | None, str]
 

@@ -141,7 +141,7 @@ class JobSpec(Section):
         default=0,
         ge=0,
         le=256,
-        description="Nodes without GPUs beside the main part, for cpu_command.",
+        description="Nodes without GPUs beside the main part, for cpu_command and runtime.serve.",
         json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
     cpu_command: str | None = Field(
@@ -193,13 +193,6 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _check_sidecar(self) -> JobSpec:
-        if bool(self.cpu_nodes) != (self.cpu_command is not None):
-            raise SpecConflict(
-                {"job.cpu_nodes": self.cpu_nodes, "job.cpu_command": self.cpu_command},
-                "nodes and their command belong together",
-                allowed="both or neither",
-                next_step="set the other one too",
-            )
         try:
             shlex.split(self.cpu_command or "")
         except ValueError as error:

@@ -23,6 +23,7 @@ from strop.spec.objectives import (
     require_teacher,
 )
 from strop.spec.offline import DpoSpec, SftSpec
+from strop.spec.runtime import RuntimeSpec
 from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import TaskSection, TaskSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
@@ -63,6 +64,7 @@ class RunSpec(Section):
     engine: EngineSpec = Field(default=EngineSpec(), description="How rollouts are generated.")
     placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
     ray: RaySpec = Field(default=RaySpec(), description="How Ray is started, for placement.kind = 'ray'.")
+    runtime: RuntimeSpec = Field(default=RuntimeSpec(), description="Who serves sandboxes to the run.")
     tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
     output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
     store: StoreSpec = Field(default=StoreSpec(), description="Where models and data are kept.")
@@ -157,6 +159,22 @@ class RunSpec(Section):
                 "vLLM runs in a process of its own",
                 allowed="engine.kind = 'vllm' with another placement than 'inline'",
                 next_step="leave placement.kind out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_cpu_nodes(self) -> RunSpec:
+        is_served = self.runtime.serve == "cpu-nodes"
+        if bool(self.job.cpu_nodes) != (self.job.cpu_command is not None or is_served):
+            raise SpecConflict(
+                {
+                    "job.cpu_nodes": self.job.cpu_nodes,
+                    "job.cpu_command": self.job.cpu_command,
+                    "runtime.serve": self.runtime.serve,
+                },
+                "nodes and what runs on them belong together",
+                allowed="job.cpu_nodes with job.cpu_command or runtime.serve = 'cpu-nodes', or none of them",
+                next_step="set the other one too",
             )
         return self
 

@@ -66,9 +66,10 @@ def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> 
 def spec_digest(spec: RunSpec) -> str:
     """Return a hash over what was asked for: equal specs have equal digests, on every machine.
 
-    The `output` folders, the `store` and the `job` are left out: moving a run elsewhere does not change it.
+    The `output` folders, the `store`, the `job` and the `runtime` are left out: moving a run elsewhere does
+    not change it.
     """
-    left_out = {"output", "store", "job"}
+    left_out = {"output", "store", "job", "runtime"}
     if spec.harness == type(spec.harness)():
         # Runs have none: their digests stay those of before there was one.
         left_out.add("harness")

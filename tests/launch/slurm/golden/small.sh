@@ -22,6 +22,10 @@ mapfile -t nodes < <(for list in SLURM_JOB_NODELIST; do scontrol show hostnames 
 # Names of nodes need not resolve; their addresses do.
 address=$(scontrol show node -o "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 
+# Releases before 23 do not say it.
+[ -n "${SLURM_JOB_END_TIME:-}" ] ||
+  export SLURM_JOB_END_TIME="$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)" +%s 2>/dev/null)"
+
 # The verdict: what all agents said, or null where the end came before they could.
 began=$(date +%s); verdict=null; saw=
 write_verdict() {

@@ -1,0 +1,117 @@
+"""A sandbox service as a job: the processes of its nodes, and what it asks of its site."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from strop.errors import ConfigError
+from strop.launch.contract import JobRequest, RolePlan
+from strop.launch.options import SiteOptions
+from strop.runtime.service_dir import backend_words, serve_argv
+from strop.spec import ResolvedSpec, RunSpec
+from strop.spec.reader import Flag, resolve_sources
+from strop.spec.sources import read_sources
+
+SERVE = "serve"
+"""The command of a job that serves sandboxes and does nothing else."""
+RUNTIME = "runtime"
+"""The role that serves."""
+POOL = "pool"
+"""The role that submits further nodes."""
+FOLDER = "{run}/runtime"
+_WORDS = (
+    "name=sandboxes",
+    # A job's settings stand in a run file; the rest of it is not read.
+    "task.name=arithmetic",
+    "train.prompts_per_step=1",
+    # Its sandboxes would be gone, and clients have its address.
+    "job.max_requeue=0",
+    # Sandboxes end this long before the job; the node agents take nothing new from two minutes before.
+    "job.grace_s=30",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceOptions:
+    """What a service is beside its job."""
+
+    words: tuple[str, ...] = ()
+    """Options of `strop runtime serve` on each of its nodes."""
+    max_jobs: int = 0
+    """How many jobs of one node more may be submitted while sandboxes wait."""
+
+
+def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> ResolvedSpec:
+    """Return what a service asks of its site: `name`, `job`, `output` and `runtime.backend`.
+
+    Raises: ConfigError for other settings, and for what a job that serves cannot have.
+    """
+    given = read_sources(None, overrides)
+    foreign = [
+        ".".join(place) for source in given for place in source if place[0] not in ("name", "job", "output")
+    ]
+    if foreign:
+        raise ConfigError(
+            f"{', '.join(foreign)} in a job that serves sandboxes",
+            allowed="name, job and output",
+            next_step="remove it",
+        )
+    resolved = resolve_sources([*read_sources(None, _WORDS), *given], flags)
+    job = resolved.spec.job
+    if job.gpus_per_node or job.cpu_nodes or job.eval_config is not None:
+        raise ConfigError(
+            "GPUs, CPU nodes or an evaluation in a job that serves sandboxes",
+            allowed="job.nodes, job.cpus, job.memory and job.time_limit",
+            next_step="remove them",
+        )
+    return resolved
+
+
+def service_roles(spec: RunSpec, python: str, site: str, options: ServiceOptions) -> list[RolePlan]:
+    """Return the processes of a service: a node agent on each node, the controller on the first."""
+    argv = serve_argv(python, FOLDER, "--node", "{node}/0", *options.words)
+    roles = [RolePlan(name=RUNTIME, argv=argv)]
+    if spec.job.nodes > 1:
+        # The service goes on without a node that is lost.
+        roles.append(
+            RolePlan(name="sandboxes", argv=argv, nodes="others", must_succeed=False, may_be_lost=True)
+        )
+    if options.max_jobs:
+        pool = (python, "-m", "strop.cli", "runtime", "pool", "--dir", FOLDER, "--on", site)
+        more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
+        roles.append(RolePlan(name=POOL, argv=(*pool, *more, *_node_settings(spec)), must_succeed=False))
+    return roles
+
+
+def joining_request(request: JobRequest, folder: Path, options: ServiceOptions) -> JobRequest:
+    """Return a job of one node that joins the service with a folder, from a request for a service."""
+    argv = serve_argv(request.python, str(folder), "--node", "1/0", *options.words)
+    return replace(request, roles=(RolePlan(name=RUNTIME, argv=argv),))
+
+
+def _node_settings(spec: RunSpec) -> list[str]:
+    """Return what each job of a pool asks for, as the service's own does."""
+    job = spec.job
+    given = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
+    words = [f"{place}={value}" for place, value in given.items() if value is not None]
+    return [f"name={spec.name}-pool", *words]
+
+
+def runtime_role(spec: RunSpec, python: str) -> RolePlan:
+    """Return the process that serves a run on each of its job's CPU nodes, the first with the controller."""
+    # Numbers of nodes are over both parts.
+    words = ("--node", f"{{node}}/{spec.job.nodes}", *backend_words(spec.runtime.backend))
+    return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", must_succeed=False)
+
+
+def require_shared_disk(site: str, profile: SiteOptions) -> None:
+    """Refuse a site whose nodes would not find the service. Raises: ConfigError."""
+    if not profile.has_shared_disk:
+        raise ConfigError(
+            f"a sandbox service on {site}, whose hosts see no common disk",
+            allowed="a site with a shared disk, by which nodes and clients find its address and key",
+            next_step="serve on another site, or on one machine with `strop runtime serve`",
+        )

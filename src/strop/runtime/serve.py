@@ -1,0 +1,135 @@
+"""A service as it is run: a controller and the node agent beside it, or the node agent alone, kept alive.
+
+Both are processes of their own, so that either can be killed without the other. One that ends is started
+again: the controller has its port, its journal and its sandboxes back, and a node agent begins anew without
+any. All end together, by SIGTERM, SIGINT, or with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strop.errors import CheckRefused
+from strop.hardware.process import ChildProcess, spawn, terminate
+from strop.io.endpoints import Endpoint
+from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
+
+_LOOK_EVERY_S = 0.2
+_MIN_LIFE_S = 10.0
+_MAX_SHORT_LIVES = 3
+"""In a row: more is an error that a new start does not mend."""
+_STOP_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What is run here, and with which options."""
+
+    folder: ServiceDir
+    has_controller: bool = True
+    has_node: bool = True
+    controller_words: tuple[str, ...] = ()
+    """Further arguments of `strop runtime controller`."""
+    node_words: tuple[str, ...] = ()
+    """Further arguments of `strop runtime node`."""
+
+
+class _Kept:
+    """A process that is started again when it ends."""
+
+    def __init__(
+        self, name: str, words: Sequence[str], folder: ServiceDir, say: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self._argv = (sys.executable, "-m", "strop.cli", "runtime", name, *words)
+        # Jobs of a pool may share a node.
+        place = "-".join(filter(None, (os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID"))))
+        self._log_path = folder.path / f"{name}-{place or 'here'}.log"
+        self._say = say
+        self._num_short = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._began_at = time.monotonic()
+        self.child: ChildProcess = spawn(self._argv, self._log_path)
+
+    def look(self) -> bool:
+        """Start it again if it ended badly; return whether it ended well.
+
+        Raises: CheckRefused with its last lines if it ends again and again.
+        """
+        code = self.child.poll()
+        if code is None:
+            return False
+        if code == 0:
+            return True
+        is_short = time.monotonic() - self._began_at < _MIN_LIFE_S
+        self._num_short = self._num_short + 1 if is_short else 1
+        if self._num_short >= _MAX_SHORT_LIVES or code in (2, 76):
+            raise CheckRefused(
+                f"runtime {self.name} ended with {code}; its last lines:\n{self.child.tail()}",
+                allowed="a process that stays",
+                next_step=f"mend the cause; its log is {self._log_path}",
+            )
+        self._say(f"runtime {self.name} ended with {code} and is started again")
+        self._start()
+        return False
+
+
+async def serve(
+    options: ServeOptions, *, on_ready: Callable[[Endpoint], None], say: Callable[[str], None]
+) -> None:
+    """Run the service until it is told to end; `on_ready` is told where clients reach it.
+
+    Raises: CheckRefused if a part of it cannot be kept alive, or no controller is found.
+    """
+    folder = options.folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    is_told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, is_told.set)
+    kept: list[_Kept] = []
+    try:
+        if options.has_controller:
+            folder.retire()
+            words = ("--dir", str(folder.path), *options.controller_words)
+            kept.append(_Kept("controller", words, folder, say))
+        if options.has_node:
+            kept.append(_Kept("node", ("--dir", str(folder.path), *options.node_words), folder, say))
+
+        def check() -> None:
+            _look_at(kept)
+
+        ready = asyncio.create_task(folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=check))
+        told = asyncio.create_task(is_told.wait())
+        await asyncio.wait({ready, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not ready.done():
+            ready.cancel()
+            return
+        on_ready(ready.result())
+        while not is_told.is_set():
+            # A node agent that ends well was given up by a controller that is gone for good, or told to.
+            if _look_at(kept):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        # The node agent first: it ends its sandboxes and tells the controller.
+        for one in reversed(kept):
+            await asyncio.to_thread(terminate, one.child, _STOP_GRACE_S)
+        if options.has_controller:
+            folder.retire()
+
+
+def _look_at(kept: Sequence[_Kept]) -> bool:
+    """Look at all; return whether one ended well. Raises: as `_Kept.look`."""
+    return any(one.look() for one in kept)

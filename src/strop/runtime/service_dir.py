@@ -1,0 +1,122 @@
+"""A service's folder, on a disk that its nodes share: keys, journal, logs, and where it can be reached.
+
+The controller writes its address last, once it listens. Nodes and the workers of a run wait for that.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from strop.errors import CheckRefused, ConfigError
+from strop.io.endpoints import Endpoint, read_endpoint, withdraw, write_endpoint
+
+ENDPOINT = "runtime"
+"""The name under which a run's workers are handed the service."""
+START_LIMIT_S = 600.0
+"""For a controller on another node, whose allocation may begin later."""
+_NODES = "runtime-nodes"
+_LOOK_EVERY_S = 0.2
+_CONNECT_LIMIT_S = 2.0
+
+
+class ServiceDir:
+    """The places in the folder of one service."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.keys_path = self.path / "keys"
+        self.node_keys_path = self.path / "node-keys"
+        self.journal_path = self.path / "journal.jsonl"
+        self.events_path = self.path / "events.jsonl"
+
+    def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
+        """Say where the controller is, to clients and to nodes. Raises: OSError."""
+        write_endpoint(self.path, _NODES, Endpoint(url=endpoint.url, key=node_key))
+        write_endpoint(self.path, ENDPOINT, endpoint)
+
+    def find(self) -> Endpoint | None:
+        """Return where clients reach the service, and a key; None while it is not there."""
+        return read_endpoint(self.path, ENDPOINT)
+
+    def find_for_nodes(self) -> Endpoint | None:
+        """Return where nodes report, and the key for that."""
+        return read_endpoint(self.path, _NODES)
+
+    def retire(self) -> None:
+        """Take the address back; keys and journal stay. May be called twice."""
+        withdraw(self.path, (ENDPOINT, _NODES))
+
+    async def wait_for(
+        self, find: Callable[[], Endpoint | None], *, limit_s: float, check: Callable[[], None] = lambda: None
+    ) -> Endpoint:
+        """Wait for an address: `find` is `find` or `find_for_nodes`, and `check` may raise meanwhile.
+
+        Raises: CheckRefused if there is none in time; what `check` raises.
+        """
+        # Here: the launcher imports this module, and a short command waits for each import.
+        import asyncio
+
+        deadline = time.monotonic() + limit_s
+        # An address may be that of a service which was killed.
+        while (found := find()) is None or not await _is_listening(found.url):
+            check()
+            if time.monotonic() > deadline:
+                raise CheckRefused(
+                    f"no sandbox service has said in {self.path} where it is, for {limit_s:.0f} s",
+                    allowed="a service that was started with this folder, on a disk that both see",
+                    next_step="look at its log; on a cluster, at whether its job has begun",
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return found
+
+
+async def _is_listening(url: str) -> bool:
+    import asyncio
+
+    place = urlsplit(url)
+    try:
+        async with asyncio.timeout(_CONNECT_LIMIT_S):
+            _, writer = await asyncio.open_connection(place.hostname, place.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def serve_argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
+    """Return the command that serves sandboxes with a folder; `words` are further options."""
+    return (python, "-m", "strop.cli", "runtime", "serve", "--dir", folder, *words)
+
+
+def backend_words(backend: str) -> tuple[str, ...]:
+    """Return the option for a kind of sandbox; none for `auto`."""
+    return () if backend == "auto" else ("--backend", backend)
+
+
+def read_key(path: Path) -> str:
+    """Return the newest key of a file: the last word of its last line, which may begin with its owner.
+
+    Raises: ConfigError if it cannot be read, others can read it, or it has none.
+    """
+    try:
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad_key(path, f"cannot be read ({error})") from error
+    if mode & 0o077:
+        raise _bad_key(path, f"has mode {mode:04o}, so others can read it")
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise _bad_key(path, "has no key")
+    return lines[-1][-1]
+
+
+def _bad_key(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"key file {path} {what}",
+        allowed="a file of mode 0600 with a key in its last line",
+        next_step="name the file that the controller has made",
+    )

@@ -1,0 +1,100 @@
+"""The sandbox service of a run: handed to every worker, named when it dies, ended with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from strop.cluster import runtime_role
+from strop.cluster.runtime_role import RuntimeRole
+from strop.errors import SandboxLost
+from strop.io.endpoints import find_endpoint, list_endpoints
+from strop.spec.runtime import RuntimeSpec
+
+# A service in small: it says where it is, as the real one does, and lives until it is ended.
+SERVICE = """
+import socket, sys, time
+from pathlib import Path
+from strop.io.endpoints import Endpoint
+from strop.runtime.service_dir import ServiceDir
+
+held = socket.create_server(("127.0.0.1", 0))
+if sys.argv[2] == "bad":
+    sys.exit("no backend isolates here")
+url = f"http://127.0.0.1:{held.getsockname()[1]}"
+ServiceDir(Path(sys.argv[1])).announce(Endpoint(url=url, key="run-key"), node_key="n")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> None:
+    def argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
+        return (python, "-c", SERVICE, folder, "bad" if "podman" in words else "good")
+
+    monkeypatch.setattr(runtime_role, "serve_argv", argv)
+    monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
+
+
+def test_a_service_that_is_there_is_handed_over_and_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
+    key_file = tmp_path / "key"
+    key_file.write_text("lab secret\n")
+    key_file.chmod(0o600)
+    spec = RuntimeSpec(url="http://10.0.0.1:8000", key_file=str(key_file))
+    role = RuntimeRole(spec, tmp_path / "run", tmp_path / "servers")
+    asyncio.run(role.start())
+    found = find_endpoint("runtime")
+    assert found is not None
+    assert (found.url, found.key) == ("http://10.0.0.1:8000", "secret")
+    # What workers of other machines are sent.
+    assert list_endpoints() == {"runtime": found}
+    assert "secret" not in " ".join(os.environ.values())
+    asyncio.run(role.stop())
+    assert find_endpoint("runtime") is None
+
+
+@pytest.mark.usefixtures("service")
+def test_one_that_comes_with_the_run_lives_as_long_and_its_death_ends_the_run(tmp_path: Path) -> None:
+    role = RuntimeRole(RuntimeSpec(serve="here"), tmp_path / "run", tmp_path / "servers")
+
+    async def act() -> None:
+        await role.start()
+        found = find_endpoint("runtime")
+        assert found is not None
+        assert found.key == "run-key"
+        assert await role.guard(asyncio.sleep(0, "done")) == "done"
+        child = role._child
+        assert child is not None
+        os.kill(child.pid, signal.SIGKILL)
+        try:
+            with pytest.raises(SandboxLost, match="the sandbox service ended with -9") as caught:
+                await role.guard(asyncio.sleep(60))
+            assert caught.value.kind == "infra"
+        finally:
+            await role.stop()
+            await role.stop()
+
+    asyncio.run(act())
+    assert find_endpoint("runtime") is None
+
+
+@pytest.mark.usefixtures("service")
+def test_one_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    role = RuntimeRole(RuntimeSpec(serve="here", backend="podman"), tmp_path / "run", tmp_path / "servers")
+    with pytest.raises(SandboxLost, match="no backend isolates here"):
+        asyncio.run(role.start())
+    asyncio.run(role.stop())
+
+
+def test_a_run_without_a_service_is_handed_none(tmp_path: Path) -> None:
+    role = RuntimeRole(RuntimeSpec(), tmp_path / "run", tmp_path / "servers")
+    asyncio.run(role.start())
+    asyncio.run(role.stop())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,163 @@
+"""A sandbox service on a real cluster: as a job, and on the CPU part of a training job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.cli import main
+from strop.launch.contract import JobState
+from strop.launch.job_dir import job_path_of, read_ref
+from strop.record import RunDir
+from strop.record.rollouts import read_rollouts
+from strop.runtime.service_dir import ServiceDir
+from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
+from tests.fixtures.runtime_client import SERVER, RuntimeClient, processes_of, wait_for
+from tests.launch.slurm.plans import ALL_ENDS, LoginNode, slurm_log
+
+pytestmark = pytest.mark.slow
+SITE = """
+[sites.cluster]
+backend = "slurm"
+python = "{python}"
+gpus_per_node = 0
+# All nodes are one machine here, and nobody else reaches it.
+env = {{GLOO_SOCKET_IFNAME = "lo"}}
+"""
+
+
+@pytest.fixture
+def site(login: LoginNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoginNode:
+    monkeypatch.setenv("XDG_STATE_HOME", str(login.root / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(login.root)
+    (login.root / "strop-sites.toml").write_text(SITE.format(python=login.python))
+    return login
+
+
+def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
+    site: LoginNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["runtime", "serve", "--on", "cluster", "--backend", "bubblewrap"]
+    assert main([*words, "job.nodes=2", "job.cpus=1", "job.time_limit=15m"]) == 0, capsys.readouterr().err
+    (home,) = (path for path in (site.root / "runs").iterdir() if path.is_dir())
+    ref, folder = read_ref(job_path_of(home)), ServiceDir(home / "runtime")
+    site.wait_until(lambda: folder.find() or site.status(ref).state in ALL_ENDS)
+    endpoint = folder.find()
+    assert endpoint is not None, slurm_log(ref)
+    with RuntimeClient(endpoint) as client:
+        use_and_lose_a_node(client)
+        grow_and_shrink(client, folder, site)
+    assert main(["cancel", str(home)]) == 0
+    site.wait_for(ref, JobState.CANCELLED, JobState.SUCCEEDED)
+    wait_for(lambda: processes_of(home), lambda found: not found)
+    assert folder.find() is None
+    states = [json.loads(line).get("state") for line in folder.events_path.read_text().splitlines()]
+    assert states.count("ready") > 5
+
+
+def use_and_lose_a_node(client: RuntimeClient) -> None:
+    """Run commands on both nodes, kill one agent, and find the others' sandboxes alive."""
+    nodes = wait_for(client.nodes, lambda found: len(found) == 2)
+    assert all(node["ends_in_s"] is not None and node["ends_in_s"] > 60.0 for node in nodes), nodes
+    # A node is filled before the next: how many one holds is the machine's business.
+    records: list[dict[str, Any]] = []
+    while len({record["node"] for record in records}) < 2:
+        name = f"s{len(records)}"
+        assert client.start(name)["status"] == "starting"
+        records.append(client.wait_ready(name))
+        assert client.run(records[-1], "echo here; exit 3")["exit_code"] == 3
+    assert {record["node"] for record in records} == {node["node_id"] for node in nodes}
+
+    # A node is lost: its sandboxes are, the others live.
+    victim = next(node for node in nodes if node["node_id"] == records[0]["node"])
+    lost = [record for record in records if record["node"] == victim["node_id"]]
+    subprocess.run(["kill", "-9", str(victim["pid"])], check=True)
+    for record in lost:
+        ended = wait_for(
+            partial(client.session, record["session_id"]), lambda found: found["status"] == "error"
+        )
+        assert (ended["failure_kind"], ended["pod_status"]) == ("infra_lost", "unknown")
+    kept = next(record for record in records if record not in lost)
+    assert client.run(kept, "true")["exit_code"] == 0
+
+
+def grow_and_shrink(client: RuntimeClient, folder: ServiceDir, site: LoginNode) -> None:
+    """Ask for more than both nodes hold, which are one core each, promised four times."""
+    nodes = wait_for(client.nodes, lambda found: sum(node["is_open"] for node in found) == 2)
+    own = {node["node_id"]: node["job_id"] for node in nodes}
+    words = ["runtime", "pool", "--dir", str(folder.path), "--on", "cluster"]
+    words += ["--max-jobs", "1", "--idle", "1", "--words", "--backend bubblewrap"]
+    words += ["name=pool", "job.cpus=1", "job.time_limit=15m"]
+    pool = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], cwd=site.root)
+    try:
+        late, num_asked = client.session("s0"), 0
+        # Until both are full, and one waits for a node that there is not yet.
+        while late["node"] in own or late["status"] == "error":
+            num_asked += 1
+            assert client.start(f"more-{num_asked}")["url"]
+            late = client.wait_ready(f"more-{num_asked}")
+        (added,) = (node for node in client.nodes() if node["node_id"] not in own)
+        assert (added["node_id"], added["job_id"] in own.values()) == (late["node"], False)
+        assert client.run(late, "echo late")["stdout"] == "late\n"
+        client.stop(late)
+        # The idle node gives its job back.
+        wait_for(lambda: len(client.nodes()), lambda found: found == 2, limit_s=120.0)
+    finally:
+        pool.terminate()
+        assert pool.wait(60) == 0
+
+
+REWARD = """
+import httpx
+
+from strop.io.endpoints import find_endpoint
+
+_record = {}
+
+
+def score(reply):
+    \"\"\"A fifth of the length's remainder, computed in a sandbox of the run's own service.\"\"\"
+    endpoint = find_endpoint("runtime")
+    headers = {"X-API-Key": endpoint.key}
+    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=60.0) as client:
+        body = {"image": "host", "command": "SERVER", "session_id": "reward"}
+        found = client.post("/start", json=body).raise_for_status().json()
+        while found["pod_status"] != "ready":
+            assert found["status"] == "starting", found
+            found = client.get("/sessions/reward").raise_for_status().json()
+        answer = client.post(
+            found["url"] + "/api/bash/execute_bash_command",
+            json={"command": f"echo $(({sum(map(ord, reply))} % 5)) | tee -a /tmp/asked", "timeout": 20},
+            headers={"X-Session-API-Key": found["session_api_key"]},
+        )
+        return int(answer.raise_for_status().json()["stdout"]) / 4
+""".replace("SERVER", SERVER)
+
+
+def test_a_training_job_brings_its_sandboxes_on_its_cpu_nodes(
+    site: LoginNode, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_own_code(site.root, "runtime")
+    (site.root / "reward.py").write_text(REWARD)
+    (site.root / "run.toml").write_text(f'name = "served"\n{OWN_TASK}')
+    words = ["submit", "run.toml", "--on", "cluster", ACCEPTED, f"model.uri={tiny_model_dir}"]
+    words += ["runtime.serve=cpu-nodes", "runtime.backend=bubblewrap", "job.cpu_nodes=1", "job.max_requeue=0"]
+    words += ["train.steps=1", "train.prompts_per_step=2", "train.group_size=2", "train.checkpoint_every=1"]
+    words += ["eval.num_examples=1", "--time", "15m", "--no-snapshot"]
+    assert main(words) == 0, capsys.readouterr().err
+    (home,) = (path for path in (site.root / "runs").iterdir() if path.is_dir())
+    ref = read_ref(job_path_of(home))
+    status = site.wait_for(ref, *ALL_ENDS, limit_s=300.0)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    events = [json.loads(line) for line in (home / "runtime" / "events.jsonl").read_text().splitlines()]
+    assert [event.get("state") for event in events].count("ready") == 1, events
+    rewards = {rollout.outcome.reward for rollout in read_rollouts(RunDir.open(home).rollouts_path(1))}
+    assert rewards <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    wait_for(lambda: processes_of(home), lambda found: not found)

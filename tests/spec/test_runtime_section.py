@@ -1,0 +1,43 @@
+"""Who serves sandboxes to a run: what fits together, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.spec import load_spec, spec_digest
+
+RUN = 'name = "run"\n[task]\nname = "arithmetic"\n'
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["runtime.url=http://h:1"], "an address and the file of its key belong together"),
+        (["runtime.key_file=k"], "an address and the file of its key belong together"),
+        (["runtime.url=http://h:1", "runtime.key_file=k", "runtime.serve=here"], "two services are named"),
+        (["runtime.url=http://h:1/path", "runtime.key_file=k"], "runtime.url='http://h:1/path'"),
+        (["runtime.backend=podman"], "no service comes with the run"),
+        (["runtime.serve=cpu-nodes"], "nodes and what runs on them belong together"),
+        (["runtime.serve=everywhere"], "'none', 'here', 'cpu-nodes'"),
+    ],
+)
+def test_what_cannot_be_is_refused(run_file: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_file, overrides)
+    assert words in str(caught.value)
+
+
+def test_where_sandboxes_come_from_does_not_make_another_run(run_file: Path) -> None:
+    plain = load_spec(run_file).spec
+    served = load_spec(run_file, ["runtime.serve=here", "runtime.backend=bubblewrap"]).spec
+    assert spec_digest(plain) == spec_digest(served)
