@@ -261,6 +261,31 @@ def clear_up(context: typer.Context, json: Json = False) -> None:
         output.give(line)
 
 
+@runtime_commands.command("prebuild")
+def fetch_images(
+    context: typer.Context,
+    dataset: Annotated[Path, typer.Option(metavar="FILE", help="JSONL or Parquet whose rows name images.")],
+    results: Annotated[Path, typer.Option(metavar="DIR", help="One JSON result for each image.")],
+    field: Annotated[str, typer.Option(help="The field of a row that names its image.")] = "image",
+    shard: Annotated[str, typer.Option(metavar="I/N", help="The part that this process fetches.")] = "1/1",
+    at_once: Annotated[int, typer.Option(min=1, help="Pulls at once.")] = 2,
+) -> None:
+    """Fetch the images of a data set to this node. Given again, it goes on where it stopped."""
+    import asyncio
+
+    from strop.runtime.prebuild import list_images, prebuild, shard_of
+    from strop.runtime.pulling import Images, PullSettings
+
+    output: Output = context.obj
+    images = shard_of(list_images(dataset, field), shard)
+    results.mkdir(parents=True, exist_ok=True)
+    work = prebuild(images, Images(PullSettings()), results, num_at_once=at_once, say=output.say)
+    num_failed = asyncio.run(work)
+    output.give(f"{len(images)} images, {num_failed} failed; results in {results}")
+    if num_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
 @runtime_commands.command("conformance")
 def prove_conformance(
     context: typer.Context,

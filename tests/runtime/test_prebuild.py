@@ -1,0 +1,72 @@
+"""The images of a data set: listed, shared out, fetched once, failures tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.errors import ConfigError
+from strop.runtime.contract import FailureKind
+from strop.runtime.planes import SandboxFailed
+from strop.runtime.prebuild import list_images, prebuild, shard_of
+from strop.runtime.pulling import Images, PullSettings
+
+
+class ScriptedImages(Images):
+    """Fetches what it has."""
+
+    def __init__(self) -> None:
+        super().__init__(PullSettings())
+        self.asked: list[str] = []
+        self.missing = {"c:1"}
+
+    async def fetch(self, image: str, policy: str, say: object) -> str:
+        self.asked.append(image)
+        if image in self.missing:
+            raise SandboxFailed(FailureKind.IMAGE_ERROR, f"image {image} is not there")
+        return f"id of {image}"
+
+
+def test_images_are_listed_once_and_shared_out(tmp_path: Path) -> None:
+    rows = [{"image": f"{name}:1", "n": 1} for name in "abcab"]
+    lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    names = ["a:1", "b:1", "c:1"]
+    assert list_images(lines, "image") == list_images(table, "image") == names
+    parts = [shard_of(names, f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(name for part in parts for name in part) == names
+    for shard in ("0/3", "4/3", "1", "a/b"):
+        with pytest.raises(ConfigError, match="shard"):
+            shard_of(names, shard)
+    for path, field, said in (
+        (lines, "other", "no image in field 'other' of row 1"),
+        (tmp_path / "none.jsonl", "image", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list_images(path, field)
+
+
+def test_what_is_done_is_left_alone_and_failures_are_tried_again(tmp_path: Path) -> None:
+    store, said = ScriptedImages(), list[str]()
+    names = ["a:1", "b:1", "c:1"]
+
+    def run() -> int:
+        return asyncio.run(prebuild(names, store, tmp_path, num_at_once=2, say=said.append))
+
+    assert run() == 1
+    results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert {one["image"]: one.get("error", "") for one in results} == {
+        "a:1": "",
+        "b:1": "",
+        "c:1": "image c:1 is not there",
+    }
+    store.missing.clear()
+    assert run() == 0
+    assert store.asked == [*names, "c:1"]
+    assert "a:1: done before" in said
