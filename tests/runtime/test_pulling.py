@@ -95,7 +95,7 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(pushed: str) -> No
     real = int(host.rpartition(":")[2])
 
     async def main() -> tuple[str, list[str]]:
-        left = 5
+        left = 8
         said: list[str] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
