@@ -235,6 +235,9 @@ class Node:
             await serve_connection(
                 reader, writer, self._answer, admit=self._admit, max_body_bytes=_MAX_ORDER_BYTES
             )
+        except asyncio.CancelledError:
+            # The agent ends; asyncio would log the traceback of a connection that was kept.
+            pass
         finally:
             writer.close()
 
