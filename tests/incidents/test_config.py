@@ -258,9 +258,11 @@ SITE_CONSTANTS = re.compile(
 STANDARD_PLACES = re.compile(
     r"^/(?:tmp|usr|var|home|opt|root)$|^/var/tmp$|^/tmp/strop|^/opt/(?:strop|ml)\b"
     r"|^/usr(?:/local)?/s?bin\b|^/usr/(?:local)?$"
+    # Inside a sandbox.
+    r"|^/workspace$|^/tmp/(?:beats-)?$|^/usr/lib/python3/|^/usr/local/lib$|^/var/cache$"
     r"|^/aws/|arn:aws:[a-z]+:+(?:$|\.\.\.)|^123456789012$"
 )
-STANDARD_ROOMS = ("sandbox", "hardware", "run", "launch", "testing")
+STANDARD_ROOMS = ("sandbox", "runtime", "hardware", "run", "launch", "testing")
 
 
 def texts_of(tree: ast.Module) -> Iterator[ast.Constant]:

@@ -56,7 +56,7 @@ async def _understand(options: NodeOptions, say: Callable[[str], None]) -> NodeS
     if not options.controller.startswith(("http://", "https://")):
         raise ConfigError(
             f"controller {options.controller!r}",
-            allowed="a URL as the controller says it, such as http://10.0.0.1:8000",
+            allowed="a URL as the controller says it, http://HOST:PORT",
             next_step="give it with http:// and its port",
         )
     make = MakeSettings(
