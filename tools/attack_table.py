@@ -16,6 +16,7 @@ from typing import Any
 
 from strop.sandbox.attack import ATTACKS
 from strop.sandbox.doctor import read_facts
+from tools.audit_table import publish
 
 MARK = "<!-- Written by tools/attack_table.py; what stands below is replaced. -->"
 BACKENDS = ("process", "bubblewrap", "podman")
@@ -72,15 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if page is None:
-        print(text, end="")
-        return 0
-    head, mark, _ = page.read_text("utf-8").partition(MARK)
-    if not mark:
-        print(f"{page} has no line {MARK}", file=sys.stderr)
-        return 1
-    page.write_text(f"{head}{mark}\n\n{text}", "utf-8")
-    return 0
+    return publish(page, MARK, text)
 
 
 if __name__ == "__main__":

@@ -125,15 +125,19 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    text = render(reports, time.strftime("%Y-%m-%d"))
+    return publish(page, MARK, render(reports, time.strftime("%Y-%m-%d")))
+
+
+def publish(page: Path | None, mark: str, text: str) -> int:
+    """Write a text into a page, in place of what stands behind its mark, or print it; return an exit code."""
     if page is None:
         print(text, end="")
         return 0
-    head, mark, _ = page.read_text("utf-8").partition(MARK)
-    if not mark:
-        print(f"{page} has no line {MARK}", file=sys.stderr)
+    head, found, _ = page.read_text("utf-8").partition(mark)
+    if not found:
+        print(f"{page} has no line {mark}", file=sys.stderr)
         return 1
-    page.write_text(f"{head}{mark}\n\n{text}", "utf-8")
+    page.write_text(f"{head}{found}\n\n{text}", "utf-8")
     return 0
 
 

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import StropError
@@ -95,12 +94,6 @@ def decide(nodes: Sequence[PoolNode], job_ids: Sequence[str], num_waiting: int, 
 
 
 @dataclass(kw_only=True, slots=True)
-class _Job:
-    ref: JobRef
-    home: Path
-
-
-@dataclass(kw_only=True, slots=True)
 class Pool:
     """Submits and ends the jobs of one service."""
 
@@ -110,7 +103,7 @@ class Pool:
     make_request: Callable[[int], JobRequest]
     """From the number of a job to its request."""
     say: Callable[[str], None]
-    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _jobs: dict[str, JobRef] = field(default_factory=dict)
     _num_submitted: int = 0
     _busy_at: dict[str, float] = field(default_factory=dict)
     """When a node last had a sandbox, or came."""
@@ -143,8 +136,8 @@ class Pool:
                         self.say(f"the pool stays as it is: {error}")
                     await _wait_until(is_told, self.limits.look_every_s)
         finally:
-            for job in self._jobs.values():
-                self.launcher.backend.stop(job.ref, None, grace_s=_STOP_GRACE_S)
+            for ref in self._jobs.values():
+                self.launcher.backend.stop(ref, None, grace_s=_STOP_GRACE_S)
 
     async def _look(self, client: httpx.AsyncClient) -> None:
         answer = (await client.get("/nodes")).raise_for_status().json()
@@ -156,7 +149,7 @@ class Pool:
             self.say(f"node {node_id} is idle, and takes nothing new")
         for job_id in steps.to_end:
             await asyncio.to_thread(
-                self.launcher.backend.stop, self._jobs.pop(job_id).ref, None, grace_s=_STOP_GRACE_S
+                self.launcher.backend.stop, self._jobs.pop(job_id), None, grace_s=_STOP_GRACE_S
             )
             self.say(f"job {job_id} is ended: its node is idle")
         for _ in range(steps.num_to_submit):
@@ -166,13 +159,13 @@ class Pool:
         self._num_submitted += 1
         request = self.make_request(self._num_submitted)
         ref = self.launcher.submit(request, is_new=True).ref
-        self._jobs[ref.job_id] = _Job(ref=ref, home=Path(ref.home))
+        self._jobs[ref.job_id] = ref
         self.say(f"job {ref.job_id} is submitted: sandboxes wait")
 
     def _forget_ended(self) -> None:
         if not self._jobs:
             return
-        for status in self.launcher.status([job.ref for job in self._jobs.values()]):
+        for status in self.launcher.status(list(self._jobs.values())):
             if status.state.is_terminal and self._jobs.pop(status.ref.job_id, None) is not None:
                 self.say(f"job {status.ref.job_id} has ended: {status.state.value}")
 
@@ -186,7 +179,7 @@ class Pool:
             nodes.append(
                 PoolNode(
                     node_id=node_id,
-                    job_id=str(record.get("job_id", "")),
+                    job_id=str(record["job_id"]),
                     is_open=bool(record["is_open"]),
                     num_sandboxes=int(record["num_sandboxes"]),
                     idle_for_s=now - self._busy_at[node_id],

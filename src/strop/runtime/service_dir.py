@@ -30,7 +30,6 @@ class ServiceDir:
         self.path = path.absolute()
         self.keys_path = self.path / "keys"
         self.node_keys_path = self.path / "node-keys"
-        self.journal_path = self.path / "journal.jsonl"
         self.events_path = self.path / "events.jsonl"
 
     def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
