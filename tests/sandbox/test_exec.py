@@ -30,6 +30,7 @@ from tests.fixtures.sandboxes import (
     python,
     shell,
     spec_of,
+    where_users_differ,
 )
 
 
@@ -313,6 +314,48 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
     _wait_until_gone("7205")
     # The daemon lives on.
     assert shell(backend, "echo next").stdout == b"next\n"
+
+
+IPC = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+shared = [libc.shmget(0, 4096, 0o1600), libc.semget(0, 1, 0o1600), libc.msgget(0, 0o1600)]
+assert min(shared) >= 0, shared
+print("shared", flush=True)
+if len(sys.argv) > 1:
+    time.sleep(600)
+"""
+
+
+@where_users_differ
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_shared_memory_of_the_kernels_ends_with_a_sandbox(backend: str, is_killed: bool) -> None:
+    def owned() -> list[str]:
+        return [
+            f"{path.name}: {line}"
+            for path in Path("/proc/sysvipc").iterdir()
+            for line in path.read_text().splitlines()[1:]
+            if str(uid) in line.split()
+        ]
+
+    async def run() -> int:
+        sandbox = await make_backend(backend).create(spec_of())
+        command = [*sandbox.python_argv, "-c", IPC]
+        assert (await sandbox.exec(command, wall_limit_s=60)).stdout == b"shared\n"
+        if is_killed:
+            job = await sandbox.start([*command, "stay"])
+            assert await job.read() is not None
+            os.kill(sandbox.supervisor_pid, signal.SIGKILL)
+            with pytest.raises(SandboxLost):
+                await job.wait()
+        await sandbox.stop()
+        return sandbox.isolation.host_uid
+
+    uid = asyncio.run(run())
+    deadline = time.monotonic() + 60
+    while owned() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert owned() == []
 
 
 _OWNER = """

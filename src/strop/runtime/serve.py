@@ -123,6 +123,9 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        # First: a job that is cancelled may be killed before its sandboxes have ended.
+        if options.has_controller:
+            folder.retire()
         # The node agent first: it ends its sandboxes and tells the controller.
         for one in reversed(kept):
             await asyncio.to_thread(terminate, one.child, _STOP_GRACE_S)

@@ -46,6 +46,7 @@ from strop.sandbox.linux import (
     hide_from_tracers,
     mount_tmpfs,
     own_mounts,
+    remove_ipc,
     sandbox_uid,
 )
 from strop.sandbox.place import Ground, LoadedPython, Order, Place
@@ -226,6 +227,9 @@ class _Daemon:
             time.sleep(0.001)
         Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
         remove_freezers()
+        uid, is_private_uid = sandbox_uid(pid)
+        if is_private_uid:
+            remove_ipc(uid)
         remove_unfinished(self._ground.runtime_dir, pid, can_mount=self._ground.can_mount)
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
         if self._engine is not None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from strop.sandbox.linux import read_file
 
-_STATE_FIELD, _PARENT_FIELD, _START_FIELD = 0, 1, 19
+_STATE_FIELD, _PARENT_FIELD, _GROUP_FIELD, _START_FIELD = 0, 1, 2, 19
 """Of /proc/PID/stat, counted from behind the name."""
 _CPU_FIELDS = slice(11, 15)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -72,6 +72,30 @@ def start_times(pids: Collection[int]) -> dict[int, str]:
     return {pid: stat[_START_FIELD] for pid, stat in found.items() if stat}
 
 
+def find_copies(group: int) -> dict[int, str]:
+    """Return the command lines of those in a program's process group that are forks and no programs yet."""
+    found = {}
+    for pid in find_descendants(group):
+        stat, line = _read_stat(pid), _read_command_line(pid)
+        is_copy = (
+            stat and int(stat[_GROUP_FIELD]) == group and line == _read_command_line(stat[_PARENT_FIELD])
+        )
+        if is_copy and line:
+            found[pid] = line
+    return found
+
+
+def became_killable(pid: int, line: str, number: int) -> bool:
+    """Return whether a copy has become a program that a signal ends, by what `find_copies` said of it."""
+    try:
+        status = read_file(f"/proc/{pid}/status")
+    except OSError:
+        return False
+    fields = dict(one.split(":", 1) for one in status.splitlines() if one.startswith(("SigIgn:", "SigCgt:")))
+    is_minded = any(int(mask, 16) >> (number - 1) & 1 for mask in fields.values())
+    return not is_minded and _read_command_line(pid) not in ("", line)
+
+
 def kill_strays(root_pid: int, own: set[int]) -> list[int]:
     """Kill the children of a process that are not its own but came to it as orphans, and all below them.
 
@@ -125,6 +149,13 @@ def _read_children(pid: int) -> list[int]:
             continue
         children += map(int, text.split())
     return children
+
+
+def _read_command_line(pid: int | str) -> str:
+    try:
+        return read_file(f"/proc/{pid}/cmdline")
+    except OSError:
+        return ""
 
 
 def _list_threads(pid: int) -> list[str]:

@@ -19,7 +19,7 @@ from strop.sandbox.capture import Capture
 from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.place import Place
-from strop.sandbox.runner import ASK, KILL, TOLD
+from strop.sandbox.runner import ASK, KILL, TOLD, signal_order
 
 DETACH_S = 0.2
 """How long output is awaited from a pipe that a process still holds after a command."""
@@ -244,6 +244,10 @@ class Job:
             self._host.selector.unregister(self.started.control)
             self.started.control.close()
         self._host.on_end(self)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process group."""
+        self.order(signal_order(number))
 
     def drop(self) -> None:
         """End what it evaluates, if it is a shell."""

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,6 +41,7 @@ _NUM_CAPABILITIES = 64
 _FIRST_UID = 0x70000000
 _NOBODY = 65534
 
+_IPC_RMID = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -126,6 +127,26 @@ def mount_mapped(source: str, target: str, user_namespace: int) -> None:
 def detach_mount(target: str) -> None:
     """Unmount, at once and whatever is open. Raises: OSError."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
+
+
+def remove_ipc(uid: int) -> None:
+    """Remove System V shared memory, semaphores and message queues of a user, which outlive its processes."""
+    removals: dict[str, Callable[[int], object]] = {
+        "shm": lambda number: _libc.shmctl(number, _IPC_RMID, None),
+        "sem": lambda number: _libc.semctl(number, 0, _IPC_RMID),
+        "msg": lambda number: _libc.msgctl(number, _IPC_RMID, None),
+    }
+    for kind, remove in removals.items():
+        try:
+            header, *lines = read_file(f"/proc/sysvipc/{kind}").splitlines()
+        except OSError:
+            # A kernel without them.
+            continue
+        column = header.split().index("uid")
+        for line in lines:
+            words = line.split()
+            if words[column] == str(uid):
+                remove(int(words[1]))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:

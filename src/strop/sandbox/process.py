@@ -19,7 +19,7 @@ from typing import Any
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
 from strop.sandbox.layers import copy_tree, layer_files
-from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs
+from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs, remove_ipc
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 from strop.sandbox.spawning import run_program
 
@@ -96,8 +96,10 @@ class ProcessPlace:
         )
 
     def close(self) -> None:
-        """Remove the directory, whatever its files forbid."""
+        """Remove the directory, whatever its files forbid, and what its user has left in the kernel."""
         self.cgroup.remove()
+        if self._has_private_uid:
+            remove_ipc(self.first_id)
         if self._has_mount:
             detach_mount(self.scratch)
             os.rmdir(self.scratch)

@@ -20,6 +20,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from strop.sandbox.family import (
+    became_killable,
+    find_copies,
     find_descendants,
     kill_biggest,
     memory_bytes,
@@ -43,6 +45,8 @@ TERM_GRACE_S = 0.5
 _WATCH_PERIOD_S = 0.05
 _KILL_PERIOD_S = 0.005
 _MAX_KILL_PERIOD_S = 0.1
+_FORK_LIMIT_S = 2.0
+"""From a fork to the program that the copy becomes."""
 _MAX_WALKED_FILES = 100_000
 
 
@@ -85,6 +89,11 @@ class _Runner:
         """Processes that `ASK_NEW` and `KILL_NEW` spare, and when each was started."""
         self._num_clearings = 0
         """Orders `KILL_NEW` that are being carried out."""
+        self._signal = 0
+        """The last that was asked for."""
+        self._copies: dict[int, str] = {}
+        """Processes that were forked when it came: what was the shell's to mind is lost when they exec."""
+        self._forget_copies_at = math.inf
 
     def run(self) -> None:
         """Start the program, wait for it and for all that it started, report."""
@@ -133,6 +142,9 @@ class _Runner:
                     self._look()
                     next_watch_at = now + _WATCH_PERIOD_S
                 wait_s = max(0.0, min(next_watch_at, self._kill_at) - time.monotonic())
+                if self._copies:
+                    self._signal_again()
+                    wait_s = min(wait_s, _KILL_PERIOD_S)
             for descriptor, _ in poll.poll(wait_s * 1000):
                 if descriptor == wake_r:
                     with suppress(BlockingIOError):
@@ -160,8 +172,21 @@ class _Runner:
             elif order == KILL_NEW:
                 self._num_clearings += 1
             elif self._status is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._program_pid, number & ~_SIGNAL_BIT)
+                self._signal_group(number & ~_SIGNAL_BIT)
+
+    def _signal_group(self, number: int) -> None:
+        self._signal = number
+        self._copies = find_copies(self._program_pid)
+        self._forget_copies_at = time.monotonic() + _FORK_LIMIT_S
+        with suppress(ProcessLookupError):
+            os.killpg(self._program_pid, number)
+
+    def _signal_again(self) -> None:
+        """Send the last signal to those that have lost it."""
+        lost = [pid for pid, line in self._copies.items() if became_killable(pid, line, self._signal)]
+        signal_processes(lost, self._signal)
+        is_over = time.monotonic() > self._forget_copies_at
+        self._copies = {} if is_over else {pid: self._copies[pid] for pid in self._copies.keys() - lost}
 
     def _signal_new(self, number: signal.Signals) -> bool:
         """Send a signal to all that was started since the mark; return whether there was anything."""

@@ -21,7 +21,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from strop.sandbox.capture import Capture
@@ -36,8 +36,10 @@ _LOOK_PERIOD_S = 0.001
 _INSIST_PERIOD_S = 0.1
 _GIVE_UP_S = 1.0
 """After this and a grace, a shell that was told to drop its command is killed."""
+_INTERRUPTED = 128 + signal.SIGINT
 _STATUS = re.compile(rb"(\d+) (\d+)\n" + rb"(\d+)m([\d.]+)s (\d+)m([\d.]+)s\n" * 2)
-_NUM_LINES = 3
+_MAX_LINES = 12
+"""That are no status: more than interrupts leave."""
 # The empty line: after an unfinished quotation bash takes the next line's first word for an argument.
 _ASK_STATUS = b"\n{ \\command printf '%%s %d\\n' \"$?\"; \\command times; } >&%d\n"
 
@@ -61,6 +63,8 @@ class _Run:
     """Set once the command was told to end."""
     insist_at: float = float("inf")
     """When it is told so again, with force."""
+    signals: list[int] = field(default_factory=list)
+    """Asked for before the shell had the command: an idle shell would ignore them."""
     num_awaited: int = 0
     """Orders to kill what it started that the runner has not carried out yet."""
 
@@ -102,6 +106,13 @@ class Shell(Job):
         if self._run is not None:
             self._run.deadline = self.next_at = time.monotonic()
 
+    def signal(self, number: int) -> None:
+        """Send a signal to what it evaluates, as soon as it does."""
+        if self._run is None or self._run.has_asked:
+            super().signal(number)
+        else:
+            self._run.signals.append(number)
+
     def shift(self, delay_s: float) -> None:
         """Take a time in which nothing ran off its clock."""
         super().shift(delay_s)
@@ -118,6 +129,9 @@ class Shell(Job):
         if run.is_given and not run.has_asked and self._has_read_all():
             run.has_asked = True
             self.feed(_ASK_STATUS % (run.request_id, STATUS_FD))
+            for number in run.signals:
+                super().signal(number)
+            run.signals.clear()
         if run.give_up_at is None and now >= run.deadline:
             self._is_timed_out = True
             self._drop(run, now)
@@ -172,13 +186,14 @@ class Shell(Job):
         except BlockingIOError:
             return
         self._said += said
-        while (found := _STATUS.match(self._said)) is not None:
+        # What an interrupt has cut off stands before what was then told whole.
+        while (found := _STATUS.search(self._said)) is not None:
             self._said = self._said[found.end() :]
             self._take_status(int(found[1]), int(found[2]), [float(word) for word in found.groups()[2:]])
         if not said:
             # The shell has become another program, whose end will be its own.
             self._close_status()
-        elif self._said.count(b"\n") >= _NUM_LINES or len(self._said) > CHUNK_BYTES:
+        elif self._said.count(b"\n") >= _MAX_LINES or len(self._said) > CHUNK_BYTES:
             # Something else was written to it: there is no way to go on.
             self._close_status()
             self.order(KILL)
@@ -198,15 +213,21 @@ class Shell(Job):
     def on_told(self) -> None:
         """Go on: the runner knows what runs already, or has killed what it was told to."""
         run = self._run
-        if run is not None and not run.is_given:
+        if run is None:
+            return
+        if not run.is_given and run.give_up_at is None:
             run.is_given = True
             quoted = run.command.replace(b"'", b"'\\''")
             self.feed(b"\\eval '%b' </dev/null %d>&-\n" % (quoted, STATUS_FD))
             self.next_at = time.monotonic()
-        elif run is not None:
+            return
+        if run.is_given:
             run.num_awaited -= 1
-            if run.status is not None and run.num_awaited <= 0:
-                self._end_run(run)
+        else:
+            # Its time was over before the shell had it.
+            run.is_given, run.status = True, _INTERRUPTED
+        if run.status is not None and run.num_awaited <= 0:
+            self._end_run(run)
 
     def _end_run(self, run: _Run) -> None:
         # What the command itself has written is in the pipes, which hold no more than is read at once.

@@ -30,7 +30,7 @@ from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.layers import PREFIX, Copying, remove_layer
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
-from strop.sandbox.runner import ASK, KILL, signal_order
+from strop.sandbox.runner import ASK, KILL
 from strop.sandbox.shell import Shell
 
 _NAMESPACE_KILL_S = 0.05
@@ -81,7 +81,7 @@ class Supervisor:
         self._steps: dict[str, Callable[[Job, dict[str, Any], bytes], None]] = {
             "cancel": lambda job, header, body: job.order(KILL),
             "end": lambda job, header, body: job.order(ASK),
-            "signal": lambda job, header, body: job.order(signal_order(header["number"])),
+            "signal": lambda job, header, body: job.signal(header["number"]),
             "drop": lambda job, header, body: job.drop(),
             "input": lambda job, header, body: job.feed(body, header["id"]),
             "input_end": lambda job, header, body: job.close_stdin(),
