@@ -18,6 +18,7 @@ import pytest
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.daemon_handle import daemon_of
 from strop.sandbox.family import parent_of
 from strop.sandbox.podman import make_init
 from tests.fixtures.sandboxes import (
@@ -314,6 +315,24 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
     _wait_until_gone("7205")
     # The daemon lives on.
     assert shell(backend, "echo next").stdout == b"next\n"
+
+
+@on_every_backend
+def test_signals_do_what_a_program_expects(backend: str) -> None:
+    """Also where strop runs in the background of a shell, which lets it ignore interrupts."""
+    numbers = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    daemon_of(os.getpid()).close()
+    try:
+        for number in (*numbers, signal.SIGUSR1, signal.SIGPIPE):
+            result = shell(backend, f"kill -{number.name[3:]} $$; echo lives")
+            assert (result.signal, result.stdout) == (number, b"")
+    finally:
+        daemon_of(os.getpid()).close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 IPC = """

@@ -141,17 +141,30 @@ class Program:
             os.close(error_w)
             os.close(self._orders)
             _run_main(self._main, request.env)
-        # Python ignores these two; a program expects them as they were.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        restore_signals()
         os.execvpe(request.argv[0], request.argv, request.env)
+
+
+def restore_signals() -> None:
+    """Let every signal do what a program expects.
+
+    Python ignores two; a shell lets what it runs in the background ignore interrupts, `nohup` hang-ups.
+    """
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
     """Go on as an interpreter that has just been started."""
     exit_code = 1
     try:
+        restore_signals()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         open_to_tracers()
         os.environ.update(env)
         sys.argv = ["-c"]
