@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind, State
+from strop.runtime.making import Maker, MakeSettings
 from strop.runtime.planes import DataPlane
 from tests.fixtures.nodes import Orders, on_node, order_of, workspace_at
 from tests.fixtures.sandboxes import needs_bubblewrap
@@ -90,12 +92,16 @@ def test_what_a_client_gets_wrong_is_answered() -> None:
         failed = await orders.wait_for("own", State.FAILED)
         assert failed.failure_kind is FailureKind.IMAGE_ERROR
         assert "not OpenHands' agent server" in failed.log_tail
-        await orders.start("image", image="python:3.12")
-        failed = await orders.wait_for("image", State.FAILED)
-        assert failed.failure_kind is FailureKind.IMAGE_ERROR
-        assert "image 'python:3.12' on a node that makes sandboxes by process" in failed.cause
+        for image in ("python:3.12", "/usr/share"):
+            await orders.start(image, image=image)
+            failed = await orders.wait_for(image, State.FAILED)
+            assert failed.failure_kind is FailureKind.IMAGE_ERROR
+            assert f"image '{image}' on a node that makes sandboxes by process" in failed.cause
 
     on_node(work, data_plane=DataPlane.OWN)
+    tree = order_of("r", image="/usr/share")
+    with pytest.raises(ConfigError, match="makes sandboxes by bubblewrap"):
+        Maker(MakeSettings(backends=("bubblewrap",))).kind_of(tree.request, tree.slot)
 
 
 def test_a_node_that_drains_takes_nothing_new_and_obeys_its_controller() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_mounts_need_a_file_system_of_ones_own() -> None:
     with pytest.raises(SandboxRefused, match="asked to mount '/usr' at '/data'") as caught:
         asyncio.run(make_backend("process").create(spec_of(mounts=mounts)))
     assert caught.value.kind == "mounts"
+
+
+def test_a_directory_below_the_root_needs_a_root_of_ones_own() -> None:
+    with pytest.raises(SandboxRefused, match="a directory /workspace") as caught:
+        asyncio.run(make_backend("process").create(replace(spec_of(), has_workspace=True)))
+    assert caught.value.kind == "workspace"
 
 
 @needs_bubblewrap

@@ -19,7 +19,14 @@ from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import find_descendants, parent_of
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.local_snapshot import LocalSnapshot
-from tests.fixtures.sandboxes import appearance_of, in_sandbox, needs_podman, on_every_backend, spec_of
+from tests.fixtures.sandboxes import (
+    appearance_of,
+    in_sandbox,
+    needs_bubblewrap,
+    needs_podman,
+    on_every_backend,
+    spec_of,
+)
 
 
 async def say(sandbox: Sandbox, script: str) -> str:
@@ -53,6 +60,33 @@ def assert_no_layer_is_left() -> None:
     while layers_of_daemons() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert layers_of_daemons() == []
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("bubblewrap", marks=needs_bubblewrap),
+        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
+    ],
+)
+def test_a_workspace_is_the_programs_own_bounded_and_in_snapshots(backend: str) -> None:
+    spec = replace(spec_of(Limits(scratch_bytes=4 * MIB)), has_workspace=True)
+
+    async def main() -> None:
+        async with await make_backend(backend).create(spec) as first:
+            await first.write("/workspace/deep/file", b"one")
+            assert await say(first, "cd /workspace && mkdir made && cat deep/file") == "one"
+            script = "head -c 8388608 /dev/zero > /workspace/much; rm /workspace/much"
+            told = await first.exec(["/bin/sh", "-c", script], wall_limit_s=60)
+            assert b"No space left" in told.stderr
+            async with (
+                await first.snapshot() as snapshot,
+                await make_backend(backend).create(replace(spec, snapshot=snapshot)) as second,
+            ):
+                assert await second.read("/workspace/deep/file") == b"one"
+                await second.write("/workspace/other", b"two")
+
+    asyncio.run(main())
 
 
 PREPARE = (

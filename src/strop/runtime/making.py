@@ -58,17 +58,14 @@ class Maker:
     def kind_of(self, request: StartRequest, slot: Slot, mounts: Sequence[Mount] = ()) -> Kind:
         """Return what a request needs. Raises: ConfigError if no backend here has such images."""
         allowed = self._settings.backends
-        is_tree = request.image.startswith("/")
         if request.image == HOST_IMAGE:
             fitting = allowed
         else:
-            with_images = ("podman", "bubblewrap") if is_tree else ("podman",)
-            fitting = tuple(name for name in allowed if name in with_images)
+            fitting = tuple(name for name in allowed if name == "podman")
         if not fitting:
             raise ConfigError(
                 f"image {request.image!r} on a node that makes sandboxes by {', '.join(allowed)}",
-                allowed=f"{HOST_IMAGE!r}, whose programs are the node's own"
-                + (", or the absolute path of a directory tree" if "bubblewrap" in allowed else ""),
+                allowed=f"{HOST_IMAGE!r}, whose programs are the node's own",
                 next_step="name it, or start the node with --backend podman, as root",
             )
         image = None if request.image == HOST_IMAGE else request.image
@@ -143,6 +140,7 @@ class Maker:
             limits=limits,
             image=kind.image,
             mounts=kind.mounts,
+            has_workspace=kind.backend != "process",
             network=self._settings.network,
             min_level=self._settings.min_level,
         )

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
-from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
 from strop.sandbox.layers import layer_files, unpack_inside
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
@@ -187,6 +187,10 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     words += ["--proc", "/proc", "--dev", "/dev"]
     for where in ("/tmp", "/dev/shm"):
         words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
+    if order.has_workspace:
+        # The root is read-only, and a file system more would be a limit more.
+        inside = f"/tmp{WORKSPACE}"
+        words += ["--dir", inside, "--symlink", inside, WORKSPACE]
     for host_path, inside_path, read_only in order.binds:
         source = ground.staged.get(host_path, host_path)
         words += ["--ro-bind" if read_only else "--bind", source, inside_path]

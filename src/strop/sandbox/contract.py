@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 KIB = 1 << 10
 MIB = 1 << 20
+WORKSPACE = "/workspace"
+"""Where agents expect the files that they work on."""
 
 
 class IsolationLevel(IntEnum):
@@ -143,6 +145,9 @@ class SandboxSpec:
     """Who programs are of the image's own users, 0 to 65535: root, who may change owners and users, where an
     image expects it. To the host they are unprivileged. None: a user that nobody else is, and that the
     image need not know. A backend that has no images refuses one."""
+    has_workspace: bool = False
+    """Whether programs find a directory of theirs at `WORKSPACE` too, within the limits of the private one.
+    A backend without a root of its own refuses it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written before the first command, by path; a relative one starts in the private directory."""
     snapshot: Snapshot | None = None

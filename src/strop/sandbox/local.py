@@ -24,6 +24,7 @@ from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
     MIB,
+    WORKSPACE,
     ExecKind,
     ExecResult,
     FrozenBy,
@@ -313,8 +314,8 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, architecture, user, mounts, network, snapshot, no_space,
-        missing (no bwrap or podman), graph_root, bubblewrap, podman, level or host.
+        Raises: SandboxRefused with kind image, architecture, user, mounts, workspace, network, snapshot,
+        no_space, missing (no bwrap or podman), graph_root, bubblewrap, podman, level or host.
         """
         if spec.network not in NETWORKS:
             raise SandboxRefused(
@@ -334,6 +335,7 @@ class LocalBackend:
             refuse_user(spec.user, self.name)
         if self.name == "process":
             refuse_mounts(spec)
+            refuse_workspace(spec)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
         if self.name == "podman":
             await asyncio.to_thread(require_engine, program)
@@ -380,6 +382,7 @@ async def _start(
         "program": program,
         "image": spec.image or "",
         "user": spec.user,
+        "has_workspace": spec.has_workspace,
         "layers": [layer.path for layer in snapshot.layers] if snapshot is not None else [],
         "snapshot_uid": snapshot.uid if snapshot is not None else None,
         "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
@@ -452,6 +455,17 @@ def refuse_mounts(spec: SandboxSpec) -> None:
             allowed="files that a program reads where they are, or where `find_mount` says",
             next_step="use backend bubblewrap, or write the files into the sandbox",
             kind="mounts",
+        )
+
+
+def refuse_workspace(spec: SandboxSpec) -> None:
+    """Refuse a directory below a root that is the host's. Raises: SandboxRefused with kind workspace."""
+    if spec.has_workspace:
+        raise SandboxRefused(
+            f"backend process was asked for a directory {WORKSPACE}",
+            allowed="the private directory, which `scratch` names",
+            next_step="use backend bubblewrap, or work in the private directory",
+            kind="workspace",
         )
 
 

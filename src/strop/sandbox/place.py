@@ -29,6 +29,7 @@ class Order:
     """Where the image's tree is on this host; the daemon finds it."""
     user: int | None = None
     """Who programs are inside, where the image's users are there; None: a user that nobody else is."""
+    has_workspace: bool = False
     layers: list[str] = field(default_factory=list)
     """Of the snapshot that it begins with, the newest first."""
     snapshot_uid: int | None = None

@@ -31,7 +31,7 @@ from typing import Any
 
 from strop.sandbox.bubblewrap import root_inside, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers
-from strop.sandbox.contract import Guard, Isolation, IsolationLevel
+from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
 from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
 from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
@@ -192,9 +192,20 @@ class PodmanPlace:
             (base / "mapped").mkdir()
             mount_for(lower, str(base / "mapped"), self.first_id)
             lower = str(base / "mapped")
+        if self._order.has_workspace:
+            self._make_workspace(Path(lower))
         lower = ":".join((*map(layer_files, self.layers), lower))
         mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
         return binds
+
+    def _make_workspace(self, image_root: Path) -> None:
+        """Make a directory of programs, or give them that of the image; what is in it stays as it is."""
+        its = image_root / WORKSPACE.lstrip("/")
+        if its.is_symlink() or (its.exists() and not its.is_dir()):
+            return
+        written = Path(self.changes, its.name)
+        written.mkdir()
+        os.chown(written, self._host_uid, self._host_uid)
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""

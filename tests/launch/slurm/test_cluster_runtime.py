@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from strop.cli import main
+from strop.io.endpoints import Endpoint
 from strop.launch.contract import JobState
 from strop.launch.job_dir import job_path_of, read_ref
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
+from strop.runtime.openhands import OPENHANDS
 from strop.runtime.service_dir import ServiceDir
+from strop.store.python_environment import KEEP_BYTECODE
+from tests.conftest import require_system_part
 from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, processes_of, wait_for
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, slurm_log
@@ -52,6 +57,7 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     endpoint = folder.find()
     assert endpoint is not None, slurm_log(ref)
     with RuntimeClient(endpoint) as client:
+        follow_the_page(endpoint, folder)
         use_and_lose_a_node(client)
         grow_and_shrink(client, folder, site)
     assert main(["cancel", str(home)]) == 0
@@ -60,6 +66,24 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     assert folder.find() is None
     states = [json.loads(line).get("state") for line in folder.events_path.read_text().splitlines()]
     assert states.count("ready") > 5
+
+
+def follow_the_page(endpoint: Endpoint, folder: ServiceDir) -> None:
+    """Run the program of docs/runtime.md as it stands there, with OpenHands' own client."""
+    require_system_part("OpenHands' client (make openhands-deps)", OPENHANDS.is_ready())
+    page = Path(__file__).parents[3] / "docs" / "runtime.md"
+    code = page.read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    for word, value in (("http://HOST:PORT", endpoint.url), ("FOLDER", str(folder.path))):
+        assert word in code
+        code = code.replace(word, value)
+    place = folder.path.parent / "client"
+    place.mkdir()
+    environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "no_proxy": "*", **KEEP_BYTECODE}
+    words = [str(OPENHANDS.python), "-c", code]
+    done = subprocess.run(words, cwd=place, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "exit_code=3" in done.stdout
+    assert (place / "word").read_text() == "hello\n"
 
 
 def use_and_lose_a_node(client: RuntimeClient) -> None:
