@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from pathlib import Path
 
 import pytest
 
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.making import Maker, MakeSettings
+from strop.runtime.node_options import NodeOptions, serve_node
 from strop.runtime.planes import DataPlane
 from tests.fixtures.nodes import Orders, on_node, order_of, workspace_at
 from tests.fixtures.sandboxes import needs_bubblewrap
@@ -137,3 +139,9 @@ def test_a_silent_controller_ends_the_node() -> None:
         raise AssertionError("it still listens")
 
     on_node(work, silence_limit_s=0.3)
+
+
+def test_a_network_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    options = NodeOptions(controller="http://127.0.0.1:1", key_file=tmp_path / "key", network="allow:a")
+    with pytest.raises(ConfigError, match=r"'a' is not HOST:PORT. Allowed: none, host, or allow:HOST:PORT"):
+        asyncio.run(serve_node(options, say=print))

@@ -85,6 +85,21 @@ def test_an_attack_sees_what_is_open(backend: str, monkeypatch: pytest.MonkeyPat
     assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
 
 
+OPEN = """
+import strop.sandbox.allowlist as allowlist
+allowlist.AllowList.has = allowlist.AllowList.may_connect = lambda *_: True
+"""
+
+
+@needs_bubblewrap
+def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = daemon_handle._DAEMON_CODE.replace("main(", OPEN + "main(", 1)
+    monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
+    names = ["list-other-port", "list-rebound-name"]
+    (found,) = asyncio.run(attack_sandboxes(["bubblewrap"], names))
+    assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
+
+
 @pytest.mark.slow
 @needs_bubblewrap
 @needs_podman

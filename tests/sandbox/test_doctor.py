@@ -24,6 +24,7 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(run: Run) -> None
     assert list(by_name) == ["bubblewrap", "podman", "process"]
     for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
         assert by_name[name]["isolation"]["level"] == level
+        assert by_name[name]["has_list"] is (name == "bubblewrap")
         assert by_name[name]["start_s"] > 0.0
         assert by_name[name]["command_s"] > 0.0
     assert found["facts"]["bwrap"].startswith("bubblewrap ")

@@ -47,7 +47,9 @@ DataPlaneName = Annotated[
         " from outside), or auto."
     ),
 ]
-Network = Annotated[str, typer.Option(help="What sandboxes reach: none or host.")]
+Network = Annotated[
+    str, typer.Option(help="What sandboxes reach: none, host, or a list, allow:HOST:PORT,HOST:PORT.")
+]
 Warm = Annotated[
     list[str] | None,
     typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of an image ready on each node; repeated."),

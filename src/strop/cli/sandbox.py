@@ -41,7 +41,8 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
         reached = one.isolation
         guards = [guard.value for guard in (reached.memory, reached.pids, reached.cpu, reached.disk)]
         times = [f"{seconds * 1000:.0f} ms" for seconds in (one.start_s, one.command_s, one.stop_s)]
-        rows.append((one.name, reached.level.word, *guards, reached.network, *times))
+        network = reached.network + (" or a list" if one.has_list else "")
+        rows.append((one.name, reached.level.word, *guards, network, *times))
     limits = ("memory", "processes", "CPU time", "disk")
     output.give_table(("backend", "level", *limits, "network", "start", "command", "stop"), rows)
     output.give_table(("this host", "has"), list(found.facts.items()))

@@ -14,6 +14,7 @@ from strop.runtime.node import Node, NodeSettings
 from strop.runtime.planes import DataPlane
 from strop.runtime.service_dir import read_key
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.choose import BACKENDS
 
 
@@ -51,8 +52,12 @@ async def _understand(options: NodeOptions, say: Callable[[str], None]) -> NodeS
         raise ConfigError(
             f"data plane {options.data_plane!r}", allowed=", ".join(DataPlane), next_step="name one of them"
         )
-    if options.network not in ("none", "host"):
-        raise ConfigError(f"network {options.network!r}", allowed="none, host", next_step="name one of them")
+    try:
+        parse_network(options.network)
+    except ValueError as error:
+        raise ConfigError(
+            f"network {options.network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
+        ) from error
     if not options.controller.startswith(("http://", "https://")):
         raise ConfigError(
             f"controller {options.controller!r}",

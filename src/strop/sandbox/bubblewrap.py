@@ -37,7 +37,16 @@ from strop.sandbox.linux import (
     limit_files,
     read_file,
 )
-from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
+from strop.sandbox.place import (
+    Ground,
+    Order,
+    Watch,
+    guard,
+    inside_fields,
+    is_contained,
+    network_word,
+    own_namespaces,
+)
 
 _FIRST = "/.strop/cat"
 INSIDE_ID = 1000
@@ -162,7 +171,7 @@ class BubblewrapPlace:
             cpu=guard("cpu" in self.cgroup.dirs, is_watched=False),
             disk=guard(self._has_kernel_files, is_watched=True),
             files=Guard.ENFORCED,
-            network="none" if own["net"] else "host",
+            network=network_word(own, self._network),
             kernel=self._kernel,
         )
 

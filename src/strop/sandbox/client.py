@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,8 @@ _NEXT_STEPS = {
     "refused": "wait until something listens there",
     "missing": "wait until something listens there",
 }
+_MAX_REFUSED_CALLS = 1000
+_log = logging.getLogger("strop.sandbox.client")
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -34,6 +38,8 @@ class Client:
         self._backend = backend
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.refused_calls: deque[str] = deque(maxlen=_MAX_REFUSED_CALLS)
+        """The newest that its network refused: host, port and why."""
         self.lost_kind = ""
         """Why it answers nothing any more; empty while it does."""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
@@ -136,6 +142,11 @@ class Client:
     def _take(self, header: dict[str, Any], body: bytes) -> None:
         if header.get("has_descriptor"):
             header["descriptor"] = self._channel.take_descriptor()
+        if "refused_call" in header:
+            call = "{target}: {why}".format(**header["refused_call"])
+            self.refused_calls.append(call)
+            _log.warning("a %s sandbox may not reach %s", self._backend, call)
+            return
         if "id" not in header:
             self.lost_kind = header.get("lost", self.lost_kind)
             if not self._first.done():

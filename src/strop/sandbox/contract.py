@@ -90,7 +90,7 @@ class Isolation:
     files: Guard
     """Number of open files and size of each file."""
     network: str
-    """'none' or 'host'."""
+    """'none', 'host', or the list of what it may reach, as in a spec."""
     kernel: str
     """Release of the kernel that serves the program's calls."""
 
@@ -153,7 +153,9 @@ class SandboxSpec:
     snapshot: Snapshot | None = None
     """What it begins with, instead of an empty private directory. Of the same backend and image."""
     network: str = "none"
-    """'none', or 'host' where a backend has it. A backend that cannot do without says so in its record."""
+    """'none'; 'host' where a backend has it; or 'allow:HOST:PORT,HOST:PORT': exactly what programs may reach,
+    through an HTTP proxy that their environment names (`allowlist`). A backend that cannot give a sandbox a
+    network of its own refuses a list; asked for 'none', it says 'host' in its record."""
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     """A sandbox that reaches less is refused."""
 
@@ -245,6 +247,8 @@ class SandboxStats:
     """Of the newest commands' durations; None before the first."""
     exec_p99_s: float | None
     is_paused: bool
+    refused_calls: int = 0
+    """What its programs asked of a network that is a list, and that is not in it."""
 
 
 class Snapshot(Protocol):

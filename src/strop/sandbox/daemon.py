@@ -29,10 +29,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from strop.sandbox.allowlist import parse_network
 from strop.sandbox.bubblewrap import BubblewrapPlace, copy_first, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers, remove_abandoned
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
+from strop.sandbox.egress import Egress
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.freezer import clear_freezers
@@ -279,9 +281,10 @@ def _become_supervisor(
         if order.backend == "podman" and order.snapshot_uid is not None:
             # The snapshot's files are its programs' own, without a copy.
             uid, is_private_uid = order.snapshot_uid, False
-        place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
-        if place is not None:
-            Supervisor(place, python, ground, Channel(connection), daemon_end).serve(
+        made = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
+        if made is not None:
+            place, egress = made
+            Supervisor(place, python, ground, Channel(connection), daemon_end, egress).serve(
                 IsolationLevel(order.min_level)
             )
             os._exit(0)
@@ -295,9 +298,15 @@ def _become_supervisor(
 
 def _make_place(
     order: Order, ground: Ground, uid: int, *, is_private_uid: bool, connection: socket.socket
-) -> Place | None:
+) -> tuple[Place, Egress | None] | None:
     try:
-        return _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
+        allowed = parse_network(order.network)
+        # Ahead: what is forked behind a place may be in its namespaces.
+        egress = None if allowed is None else Egress(allowed)
+        place = _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
+        if egress is not None:
+            egress.open_in(place)
+        return place, egress
     except OSError as error:
         is_full = error.errno == errno.ENOSPC
         _refuse(connection, "no_space" if is_full else order.backend, str(error))

@@ -16,14 +16,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import SandboxError, SandboxRefused, given_of
 from strop.hardware.disks import Disk, describe_disk
 from strop.sandbox.cgroup import find_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
-from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
 from strop.sandbox.daemon import SCRATCH_BASES
 
 _TIMES = 5
@@ -41,6 +41,8 @@ class BackendReport:
     isolation: Isolation | None
     """None where it makes no sandbox."""
     refusal: str = ""
+    has_list: bool = False
+    """Whether its sandboxes can reach a list of hosts, and nothing else."""
     start_s: float = 0.0
     """Until its first command has ended; the median of a few, as the others."""
     command_s: float = 0.0
@@ -72,6 +74,7 @@ async def _try(name: str) -> BackendReport:
         # The first one starts what the others share.
         async with await backend.create(spec) as first:
             isolation = first.isolation
+        has_list = await _has_list(backend, spec)
         for _ in range(_TIMES):
             begun = time.perf_counter()
             sandbox = await backend.create(spec)
@@ -86,7 +89,23 @@ async def _try(name: str) -> BackendReport:
     except SandboxError as error:
         return BackendReport(name=name, isolation=None, refusal=given_of(error))
     start_s, command_s, stop_s = (statistics.median(column) for column in zip(*taken, strict=True))
-    return BackendReport(name=name, isolation=isolation, start_s=start_s, command_s=command_s, stop_s=stop_s)
+    return BackendReport(
+        name=name,
+        isolation=isolation,
+        has_list=has_list,
+        start_s=start_s,
+        command_s=command_s,
+        stop_s=stop_s,
+    )
+
+
+async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
+    try:
+        # Where nobody listens.
+        async with await backend.create(replace(spec, network="allow:127.0.0.1:9")) as sandbox:
+            return sandbox.isolation.network.startswith("allow:")
+    except SandboxRefused:
+        return False
 
 
 def read_facts() -> dict[str, str]:

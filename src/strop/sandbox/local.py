@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxRefused
+from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
     MIB,
@@ -86,6 +87,14 @@ class LocalSandbox:
     def find_mount(self, host_path: str) -> str:
         """Return where a mounted path is inside. Raises: LookupError if it was not mounted."""
         return self._mounts[os.path.realpath(host_path)]
+
+    @property
+    def refused_calls(self) -> tuple[str, ...]:
+        """What programs asked of a network that is a list, and was not in it: host, port and why.
+
+        The newest 1,000; `stats` has their number.
+        """
+        return tuple(self._client.refused_calls)
 
     @property
     def is_lost(self) -> bool:
@@ -317,13 +326,7 @@ class LocalBackend:
         Raises: SandboxRefused with kind image, architecture, user, mounts, workspace, network, snapshot,
         no_space, missing (no bwrap or podman), graph_root, bubblewrap, podman, level or host.
         """
-        if spec.network not in NETWORKS:
-            raise SandboxRefused(
-                f"network {spec.network!r} in a {self.name} sandbox",
-                allowed=" or ".join(NETWORKS),
-                next_step="leave the network out: there is none then",
-                kind="network",
-            )
+        refuse_network(spec.network, self.name)
         if spec.image is not None and self.name != "podman":
             raise SandboxRefused(
                 f"image {spec.image!r} in a {self.name} sandbox",
@@ -361,7 +364,6 @@ class LocalBackend:
         return made
 
 
-NETWORKS = ("none", "host")
 _PROGRAMS = {"bubblewrap": ("bwrap", "bubblewrap"), "podman": ("podman", "podman")}
 """What makes a backend's sandboxes, and the package that brings it."""
 _ENGINE_VARIABLES = ("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")
@@ -377,7 +379,7 @@ async def _start(
         "backend": backend,
         "limits": asdict(spec.limits),
         "min_level": int(spec.min_level),
-        "network": spec.network,
+        "network": str(parse_network(spec.network) or spec.network),
         "binds": _binds(spec, has_python=bool(program)),
         "program": program,
         "image": spec.image or "",

@@ -170,12 +170,17 @@ def is_contained(
     """
     allowed = capabilities if own["user"] else 0
     return (
-        all(own[name] for name in needed if name != "net" or network == "none")
+        all(own[name] for name in needed if name != "net" or network != "host")
         and facts["no_new_privs"]
         and facts["permitted"] & ~allowed == 0
         and not facts["nested_userns"]
         and uid != 0
     )
+
+
+def network_word(own: Mapping[str, bool], asked: str) -> str:
+    """Return what `Isolation.network` says: with a network of its own, what a sandbox was asked to have."""
+    return asked if own["net"] and asked != "host" else "host"
 
 
 def inside_fields(facts: Mapping[str, Any], own: Mapping[str, bool]) -> dict[str, Any]:

@@ -45,7 +45,16 @@ from strop.sandbox.linux import (
     mount_tmpfs,
     read_file,
 )
-from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, is_contained, own_namespaces
+from strop.sandbox.place import (
+    Ground,
+    Order,
+    Watch,
+    guard,
+    inside_fields,
+    is_contained,
+    network_word,
+    own_namespaces,
+)
 from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 120.0
@@ -134,8 +143,9 @@ class PodmanPlace:
         """Mount the root, start the container and return its process 1."""
         binds = [*self._mount_root(), *self._order.binds]
         limits = self.limits
+        network = "host" if self._order.network == "host" else "none"
         words = ["run", "--detach", "--name", self._name, "--pidfile", f"{self._base}/pid"]
-        words += ["--log-driver", "none", "--network", self._order.network, "--no-hosts"]
+        words += ["--log-driver", "none", "--network", network, "--no-hosts"]
         words += ["--hostname", "sandbox", "--entrypoint", _INIT]
         if self._has_users:
             mapping = f"0:{self.first_id}:{NUM_IDS}"
@@ -246,7 +256,7 @@ class PodmanPlace:
             cpu=guard(self.limits.cpus is not None and "cpu" in self.cgroup.dirs, is_watched=False),
             disk=Guard.ENFORCED,
             files=Guard.ENFORCED,
-            network="none" if own["net"] else "host",
+            network=network_word(own, self._order.network),
             kernel=self._ground.kernel,
         )
 

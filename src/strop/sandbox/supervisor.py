@@ -24,6 +24,7 @@ from strop.sandbox.channel import Channel
 from strop.sandbox.command import Started, as_record, start_command
 from strop.sandbox.connecting import Connecting
 from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
+from strop.sandbox.egress import Egress
 from strop.sandbox.family import find_grandchildren, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
@@ -42,7 +43,13 @@ class Supervisor:
     """Serves one connection over one place."""
 
     def __init__(
-        self, place: Place, python: LoadedPython, ground: Ground, channel: Channel, daemon_end: int
+        self,
+        place: Place,
+        python: LoadedPython,
+        ground: Ground,
+        channel: Channel,
+        daemon_end: int,
+        egress: Egress | None = None,
     ) -> None:
         self.place = place
         self._ground = ground
@@ -58,6 +65,9 @@ class Supervisor:
         """The command that waits for the first request."""
         self._channel = channel
         self._daemon_end = daemon_end
+        self._egress = egress
+        self._env = clean_env(place.scratch) | (egress.env if egress is not None else {})
+        self._num_refused_calls = 0
         self._jobs: dict[int, Job] = {}
         self._is_ending = False
         self._lost_kind = ""
@@ -75,7 +85,7 @@ class Supervisor:
         self._states: dict[str, Callable[[], dict[str, Any]]] = {
             "pause": self._pause,
             "resume": self._resume,
-            "stats": lambda: self._accounts.describe(place) | {"is_paused": self._paused_at is not None},
+            "stats": self._describe,
         }
         """Requests about the sandbox, answered at once."""
         self._steps: dict[str, Callable[[Job, dict[str, Any], bytes], None]] = {
@@ -99,6 +109,8 @@ class Supervisor:
                 selectors.EVENT_READ,
                 lambda: self.lose("from_inside" if self._jobs else "infra"),
             )
+        if self._egress is not None:
+            self.selector.register(self._egress.control, selectors.EVENT_READ, self._on_refused_call)
         self._measure(min_level)
         while not self._is_ending:
             self._turn()
@@ -187,7 +199,7 @@ class Supervisor:
             argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
         request = Request(
             argv=argv,
-            env={**clean_env(self.place.scratch), **header.get("env", {})},
+            env={**self._env, **header.get("env", {})},
             cwd=header.get("cwd") or self.place.scratch,
             wall_limit_s=header["wall_limit_s"],
             builtin=header.get("builtin", ""),
@@ -210,7 +222,7 @@ class Supervisor:
     def _open_shell(self, header: dict[str, Any], _: bytes) -> None:
         request = Request(
             argv=header["argv"],
-            env={**clean_env(self.place.scratch), **header["env"]},
+            env={**self._env, **header["env"]},
             cwd=header["cwd"] or self.place.scratch,
             wall_limit_s=math.inf,
         )
@@ -285,6 +297,21 @@ class Supervisor:
             self._paused_at = None
         return {}
 
+    def _describe(self) -> dict[str, Any]:
+        own = {"is_paused": self._paused_at is not None, "refused_calls": self._num_refused_calls}
+        return self._accounts.describe(self.place) | own
+
+    def _on_refused_call(self) -> None:
+        assert self._egress is not None
+        try:
+            report = self._egress.read_report()
+        except EOFError:
+            self.selector.unregister(self._egress.control)
+            self.lose("infra")
+            return
+        self._num_refused_calls += 1
+        self.send({"refused_call": report})
+
     def on_run_end(self, header: dict[str, Any]) -> None:
         """Count a command that has ended."""
         self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
@@ -331,6 +358,8 @@ class Supervisor:
         self._flush()
 
     def _kill_all(self) -> None:
+        if self._egress is not None:
+            self._egress.kill()
         if self.place.holder is not None:
             with suppress(KeyError):
                 self.selector.unregister(self.place.holder)

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.sandbox.attack.doors import Door, open_doors
+from strop.sandbox.attack.doors import INWARD, LISTED, Door, open_doors
 from strop.sandbox.linux import read_file
 
 ENVIRONMENT, COMMAND_LINE, DESCRIPTOR = "environment", "command line", "descriptor"
@@ -50,6 +50,12 @@ class Bait:
     def public_file(self) -> Path:
         """Readable by every user."""
         return self.folder / "public"
+
+    @property
+    def network(self) -> str:
+        """What programs may reach: one door by name and address, one by a name that leads inward."""
+        listed, inward = (self.doors[name].port for name in (LISTED, INWARD))
+        return f"allow:localhost:{listed},127.0.0.1:{listed},localhost:{inward}"
 
     def leaked(self, output: bytes) -> list[str]:
         """Return the places whose secret is in what a sandbox gave away."""

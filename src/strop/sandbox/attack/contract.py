@@ -83,6 +83,8 @@ class Attack:
     spares_user: bool = True
     """False: where programs are this process's own user and see its processes, it would end them all, so it
     is not tried there and counts as exposed."""
+    has_list: bool = False
+    """Whether its sandbox may reach `Bait.network`; a backend that refuses such a list counts as exposed."""
 
 
 def attack(
@@ -94,6 +96,7 @@ def attack(
     expects: Expect,
     limits: Limits = SMALL,
     spares_user: bool = True,
+    has_list: bool = False,
 ) -> Callable[[Work], Work]:
     """Add an attack that is called as its function is, underscores as hyphens."""
 
@@ -108,6 +111,7 @@ def attack(
             work=work,
             limits=limits,
             spares_user=spares_user,
+            has_list=has_list,
         )
         into.append(made)
         return work

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from strop.sandbox.attack.network import INTERFACE, METADATA
 
+LISTED, INWARD = "listed", "inward"
 _SETTLE_LIMIT_S = 10.0
 _TALK_LIMIT_S = 10.0
 _MAX_BYTES = 1 << 16
@@ -27,6 +28,12 @@ class Door:
     kind: int
     address: tuple[str, int] | str
     heard: list[bytes] = field(default_factory=list)
+    answer: bytes = b""
+
+    @property
+    def port(self) -> int:
+        """Of its address, which has one."""
+        return int(self.address[1])
 
     @property
     def words(self) -> list[object]:
@@ -55,6 +62,8 @@ async def open_doors(folder: Path, *, has_own_network: bool) -> AsyncIterator[di
         with suppress(OSError):
             closing.append(await _open(door))
             doors[door.name] = door
+    target = doors["loopback"].port
+    doors[LISTED].answer = f"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:{target}/\r\n\r\n".encode()
     try:
         yield doors
     finally:
@@ -68,6 +77,8 @@ def _list_doors(folder: Path, *, has_own_network: bool) -> list[Door]:
     doors = [
         Door(name="loopback", family=inet, kind=stream, address=("127.0.0.1", 0)),
         Door(name="loopback of IPv6", family=inet6, kind=stream, address=("::1", 0)),
+        Door(name=LISTED, family=inet, kind=stream, address=("127.0.0.1", 0)),
+        Door(name=INWARD, family=inet, kind=stream, address=("127.0.0.1", 0)),
         Door(name="abstract socket", family=unix, kind=stream, address=f"\0strop-bait-{os.getpid()}"),
         Door(name="socket file", family=unix, kind=stream, address=str(folder / "socket")),
     ]
@@ -99,6 +110,7 @@ async def _open(door: Door) -> asyncio.Server | asyncio.DatagramTransport:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_TALK_LIMIT_S):
                 door.heard.append(await reader.read(_MAX_BYTES))
+                writer.write(door.answer)
         writer.close()
 
     if door.kind == socket.SOCK_DGRAM:

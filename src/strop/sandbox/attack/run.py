@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -30,6 +31,7 @@ ATTACKS: tuple[Attack, ...] = tuple(
 _LIMIT_S = 90.0
 """Of one attack, with the start and end of its sandbox."""
 _AT_ONCE = 3
+_refusals_log = logging.getLogger("strop.sandbox.client")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,8 @@ async def attack_sandboxes(
     chosen = [attack for attack in ATTACKS if attack.name in only or not only]
     daemon = daemon_of(os.getpid())
     daemon.close()
+    # Here refused calls are what is looked for, and no news.
+    _refusals_log.disabled = True
     try:
         with own_network() as has_own_network:
             async with laid_bait(has_own_network=has_own_network) as bait:
@@ -88,6 +92,7 @@ async def attack_sandboxes(
                 works = [_attack_backend(name, chosen, bait, free) for name in names]
                 return tuple(await asyncio.gather(*works))
     finally:
+        _refusals_log.disabled = False
         daemon.close()
 
 
@@ -127,7 +132,8 @@ async def _attack_backend(
 async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) -> Verdict:
     """Make one attack on a fresh sandbox, then look for what it has disturbed and left."""
     begun, begun_at = time.perf_counter(), time.time()
-    spec = SandboxSpec(limits=attack.limits, min_level=IsolationLevel.NONE)
+    network = bait.network if attack.has_list else "none"
+    spec = SandboxSpec(limits=attack.limits, network=network, min_level=IsolationLevel.NONE)
     expected = attack.expects.worst(control.sandbox.isolation)
     try:
         async with asyncio.timeout(_LIMIT_S):
