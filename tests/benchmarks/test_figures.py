@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.apart import can_run_apart
 from benchmarks.figures import Figure
 from benchmarks.run import FIGURES, measure_figures
 from tests.conftest import require_system_part
@@ -38,11 +39,15 @@ def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
     if name == "sandboxes":
         require_system_part("podman", shutil.which("podman") is not None and os.geteuid() == 0)
+    if name == "runtime-kills":
+        require_system_part(
+            "bubblewrap, and namespaces as root", bool(shutil.which("bwrap")) and can_run_apart()
+        )
     if name == "launch":
         require_system_part("slurm-wlm", is_installed())
     measured = measure_figures(name, is_quick=True, model=str(smollm2_dir))
     assert any(figure.at_least is not None or figure.at_most is not None for figure in measured.figures)
     assert all(figure.measured for figure in measured.figures)
-    if name == "kills":
-        # Not a speed: three kills must leave the same curve and nothing else, on any machine.
+    if name in ("kills", "runtime-kills"):
+        # No speeds: kills must leave the same curve, or the same answers, and nothing else, on any machine.
         assert all(figure.is_reached for figure in measured.figures), measured.details

@@ -17,6 +17,7 @@ from strop.sandbox import ExecKind
 from strop.sandbox.daemon import FOLDER_PREFIX
 from strop.sandbox.family import find_descendants
 from strop.sandbox.janitor import clear_abandoned
+from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman
 
@@ -30,6 +31,20 @@ async def main():
     await asyncio.sleep(3600)
 asyncio.run(main())
 """
+
+
+def places_of_containers(pids: list[int]) -> list[Path]:
+    """Return the control groups of the containers that processes are in, and what their runtime keeps."""
+    groups, states = set(), set()
+    for pid in pids:
+        for line in read_file(f"/proc/{pid}/cgroup").splitlines():
+            names, _, inside = line.partition(":")[2].partition(":")
+            if (name := Path(inside).name).startswith("libpod-") and "conmon" not in name:
+                groups |= {Path("/sys/fs/cgroup", names.removeprefix("name="), inside.lstrip("/"))}
+                states |= {
+                    Path("/run", runtime, name.removeprefix("libpod-")) for runtime in ("runc", "crun")
+                }
+    return [one for one in (*groups, *states) if one.exists()]
 
 
 def places_held_by(pids: list[int]) -> set[str]:
@@ -60,6 +75,8 @@ def test_nothing_stays_when_all_are_killed(backend: str) -> None:
     pids = [client.pid, *find_descendants(client.pid)]
     places = places_held_by(pids)
     assert places
+    of_containers = places_of_containers(pids)
+    assert bool(of_containers) is (backend == "podman")
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
@@ -74,8 +91,25 @@ def test_nothing_stays_when_all_are_killed(backend: str) -> None:
         words = ["podman", "ps", "--all", "--quiet", "--filter", f"name={Path(place).name}"]
         if backend == "podman":
             assert subprocess.run(words, capture_output=True, check=True).stdout == b""
+    assert [one for one in of_containers if one.exists()] == []
     # One that only init has not waited for yet has ended.
     assert [pid for pid in pids if read_start_ticks(pid) is not None] == []
+
+
+@needs_podman
+@pytest.mark.slow
+def test_a_container_whose_monitor_was_killed_leaves_nothing() -> None:
+    async def work(sandbox: LocalSandbox) -> list[Path]:
+        await sandbox.start(["/bin/sleep", "3600"])
+        pids = find_descendants(sandbox.supervisor_pid)
+        found = places_of_containers(pids)
+        (monitor,) = (pid for pid in pids if read_file(f"/proc/{pid}/comm").strip() == "conmon")
+        os.kill(monitor, signal.SIGKILL)
+        return found
+
+    of_container = in_sandbox("podman", work)
+    assert of_container
+    assert [one for one in of_container if one.exists()] == []
 
 
 def test_what_lives_is_left_alone() -> None:

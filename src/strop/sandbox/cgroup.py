@@ -11,6 +11,7 @@ Tried on a hybrid host (version 1 controllers, Linux 6.18); version 2 on a direc
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -93,6 +94,17 @@ def remove_group(path: Path) -> None:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.005)
+
+
+def clear_container_groups(container_id: str) -> None:
+    """Kill what is left in the groups that podman made for a container, in every hierarchy; remove them."""
+    mounts = _read_or_empty("/proc/self/mountinfo").splitlines()
+    places = {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}
+    for path in sorted(path for place in places for path in place.glob(f"*/libpod-*{container_id}*")):
+        for member in _read_names(path / "cgroup.procs"):
+            with suppress(ProcessLookupError):
+                os.kill(int(member), signal.SIGKILL)
+        remove_group(path)
 
 
 def remove_abandoned(controllers: list[Controller]) -> None:

@@ -52,7 +52,14 @@ from strop.sandbox.linux import (
     sandbox_uid,
 )
 from strop.sandbox.place import Ground, LoadedPython, Order, Place
-from strop.sandbox.podman import PodmanPlace, container_name, mount_image, remove_container, run_podman
+from strop.sandbox.podman import (
+    PodmanPlace,
+    container_name,
+    mount_image,
+    read_container_id,
+    remove_container,
+    run_podman,
+)
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
@@ -236,7 +243,8 @@ class _Daemon:
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
         if self._engine is not None:
             name = container_name(self._ground.runtime_dir, pid)
-            remove_container(self._engine.program, name, self._engine.engine_env)
+            container_id = read_container_id(scratch)
+            remove_container(self._engine.program, name, self._engine.engine_env, container_id)
             with suppress(OSError):
                 detach_mount(f"{scratch}/root")
         if os.path.isdir(scratch):
@@ -252,6 +260,10 @@ class _Daemon:
             self._reap()
             time.sleep(0.005)
         signal_descendants(os.getpid(), signal.SIGKILL)
+        while self._supervisors and time.monotonic() < deadline + _END_LIMIT_S:
+            # Those that did not end in time, and what they leave.
+            self._reap()
+            time.sleep(0.005)
         for target in self._ground.staged.values():
             with suppress(OSError):
                 detach_mount(target)

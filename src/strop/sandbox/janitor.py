@@ -75,25 +75,26 @@ def _remove_containers(dead: set[str]) -> list[str]:
     removed: set[str] = set()
     deadline = time.monotonic() + _END_LIMIT_S
     while (found := _find_containers(dead)) and time.monotonic() < deadline:
-        for name in found:
-            remove_container(find_program("podman", "podman"), name, os.environ)
+        for name, container_id in found.items():
+            remove_container(find_program("podman", "podman"), name, os.environ, container_id)
         removed.update(found)
     return sorted(removed)
 
 
-def _find_containers(dead: set[str]) -> list[str]:
-    """Return the containers whose daemon's directory is dead, or is not there."""
+def _find_containers(dead: set[str]) -> dict[str, str]:
+    """Return the containers whose daemon's directory is dead, or is not there, with podman's ids of them."""
     program = shutil.which("podman")
     if program is None or os.geteuid() != 0:
-        return []
-    words = ["ps", "--all", "--format", "{{.Names}}", "--filter", f"name={FOLDER_PREFIX}"]
+        return {}
+    words = ["ps", "--all", "--no-trunc", "--format", "{{.Names}} {{.ID}}", "--filter"]
     try:
-        names = run_podman(program, words, os.environ).split()
+        lines = run_podman(program, [*words, f"name={FOLDER_PREFIX}"], os.environ).splitlines()
     except OSError:
         # A podman that does not work has made no containers.
-        return []
-    matches = [match for name in names if (match := _CONTAINER.fullmatch(name))]
-    return [match[0] for match in matches if match[1] in dead or not _is_there(match[1])]
+        return {}
+    found = {name: container_id for name, _, container_id in (line.partition(" ") for line in lines)}
+    matches = [match for name in found if (match := _CONTAINER.fullmatch(name))]
+    return {one[0]: found[one[0]] for one in matches if one[1] in dead or not _is_there(one[1])}
 
 
 def _is_there(name: str) -> bool:

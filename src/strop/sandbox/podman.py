@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.bubblewrap import root_inside, system_tree
-from strop.sandbox.cgroup import Cgroup, find_controllers
+from strop.sandbox.cgroup import Cgroup, clear_container_groups, find_controllers
 from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
 from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
 from strop.sandbox.layers import layer_files
@@ -55,10 +55,14 @@ from strop.sandbox.place import (
     network_word,
     own_namespaces,
 )
+from strop.sandbox.process import remove_tree
 from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 120.0
 _INIT = "/.strop-init"
+_ID_FILE = "id"
+_RUNTIMES = ("runc", "crun")
+"""Each keeps the state of its containers in a directory of /run that is named like it."""
 _NUM_OWN_FILES = 24
 ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
 """Of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid, setgid, setuid,
@@ -145,6 +149,7 @@ class PodmanPlace:
         limits = self.limits
         network = "host" if self._order.network == "host" else "none"
         words = ["run", "--detach", "--name", self._name, "--pidfile", f"{self._base}/pid"]
+        words += ["--cidfile", f"{self._base}/{_ID_FILE}"]
         words += ["--log-driver", "none", "--network", network, "--no-hosts"]
         words += ["--hostname", "sandbox", "--entrypoint", _INIT]
         if self._has_users:
@@ -266,7 +271,8 @@ class PodmanPlace:
         os.close(self.holder)
 
     def _clear(self) -> None:
-        remove_container(self._order.program, self._name, self._order.engine_env)
+        container_id = read_container_id(self._base)
+        remove_container(self._order.program, self._name, self._order.engine_env, container_id)
         for place in (f"{self._base}/root", f"{self._base}/mapped", self._base):
             with suppress(OSError):
                 detach_mount(place)
@@ -281,10 +287,26 @@ def container_name(runtime_dir: str, supervisor_pid: int) -> str:
     return f"{Path(runtime_dir).name}-{supervisor_pid}"
 
 
-def remove_container(program: str, name: str, environ: Mapping[str, str]) -> None:
-    """Remove a container, running or not, or there is none."""
+def remove_container(program: str, name: str, environ: Mapping[str, str], container_id: str) -> None:
+    """Remove a container, running or not, or there is none.
+
+    `container_id`: podman's own, empty if it has none yet. Where podman itself or its monitor was killed, it
+    forgets the container and leaves what the runtime has of it, which is found by that.
+    """
     with suppress(OSError):
         run_podman(program, ["rm", "--force", "--time", "0", "--ignore", name], environ)
+    if container_id:
+        clear_container_groups(container_id)
+        for runtime in _RUNTIMES:
+            remove_tree(f"/run/{runtime}/{container_id}")
+
+
+def read_container_id(scratch: str) -> str:
+    """Return podman's id of the container whose supervisor has a private directory; empty if none."""
+    try:
+        return read_file(f"{scratch}/{_ID_FILE}").strip()
+    except OSError:
+        return ""
 
 
 def mount_image(program: str, image: str, environ: Mapping[str, str]) -> str:
