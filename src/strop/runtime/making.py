@@ -66,7 +66,7 @@ class Maker:
             raise ConfigError(
                 f"image {request.image!r} on a node that makes sandboxes by {', '.join(allowed)}",
                 allowed=f"{HOST_IMAGE!r}, whose programs are the node's own",
-                next_step="name it, or start the node with --backend podman, as root",
+                next_step="name it, or start the node with --backend podman",
             )
         image = None if request.image == HOST_IMAGE else request.image
         return Kind(backend=fitting[0], image=image, slot=slot, mounts=tuple(mounts))

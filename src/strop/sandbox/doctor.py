@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import pwd
 import resource
 import shutil
 import statistics
@@ -25,6 +24,7 @@ from strop.sandbox.cgroup import find_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
 from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.rootless import count_ids, names_of, ranges_of
 
 _TIMES = 5
 _PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
@@ -154,14 +154,7 @@ def _describe_namespaces() -> str:
 
 
 def _describe_ranges(uid: int) -> str:
-    try:
-        names = {pwd.getpwuid(uid).pw_name, str(uid)}
-    except KeyError:
-        names = {str(uid)}
-    lines = _read("/etc/subuid").splitlines()
-    total = sum(
-        int(line.split(":")[2]) for line in lines if line.count(":") == 2 and line.split(":")[0] in names
-    )
+    total = count_ids(ranges_of(_read("/etc/subuid"), names_of(uid)))
     return f"{total:,}" if total else "none"
 
 
@@ -203,9 +196,15 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
     if facts["bwrap"] == "missing":
         yield "as root, run make system-deps: bubblewrap isolates quickest"
     if facts["podman"] == "missing":
-        yield "as root, run make system-deps: podman gives level container"
-    elif facts["user"] != "root":
-        yield "backend podman is for root so far; for an ordinary user, bubblewrap isolates best"
+        has_docker = facts["docker"] != "missing"
+        yield "as root, run make system-deps: podman gives level container" + (
+            "; docker alone makes no sandboxes" if has_docker else ""
+        )
+    elif _lacks_groups(reports):
+        yield (
+            "podman makes no containers here for want of control groups: be root, or let systemd hand memory"
+            " and pids down (Delegate=yes)"
+        )
     if facts["user namespaces"] != "allowed" and "bubblewrap" in failed:
         yield f"user namespaces are {facts['user namespaces']}; whoever runs this host may allow them"
     if not facts["control groups"].startswith("version"):
@@ -215,3 +214,9 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
         )
     if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"
+
+
+def _lacks_groups(reports: tuple[BackendReport, ...]) -> bool:
+    """Whether podman makes sandboxes here that are less than containers."""
+    reached = [one.isolation.level for one in reports if one.name == "podman" and one.isolation is not None]
+    return bool(reached) and max(reached) < IsolationLevel.CONTAINER

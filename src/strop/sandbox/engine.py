@@ -5,12 +5,14 @@ Not covered: a disk that becomes full later, which podman then says.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
 
 from strop.errors import SandboxRefused
 from strop.hardware.disks import describe_disk
+from strop.sandbox.rootless import require_ranges
 
 _ANSWER_LIMIT_S = 60.0
 
@@ -19,8 +21,11 @@ _ANSWER_LIMIT_S = 60.0
 def require_engine(program: str) -> None:
     """Refuse a podman that does not answer, or that keeps its containers where overlays do not work.
 
-    Blocks for a tenth of a second. Raises: SandboxRefused with kind podman or graph_root.
+    Blocks for a tenth of a second. Raises: SandboxRefused with kind podman or graph_root; for an ordinary
+    user, newuidmap or subuid.
     """
+    if os.geteuid() != 0:
+        require_ranges(program, os.environ)
     words = [program, "info", "--format", "{{.Store.GraphRoot}}"]
     try:
         done = subprocess.run(

@@ -29,7 +29,7 @@ MAX_LAYERS = 16
 """A container's layers from snapshots of snapshots."""
 _FILES, _DONE = "files", "done"
 _NUM_OWN_FILES = 4
-_KINDS = {errno.ENOSPC: "no_space", errno.EMLINK: "too_deep"}
+_KINDS = {errno.ENOSPC: "no_space", errno.EMLINK: "too_deep", errno.ENOTSUP: "snapshot"}
 _MAX_SAID = 600
 _ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
 
@@ -77,6 +77,8 @@ def _copy_and_exit(path: str, place: Place, ground: Ground, answer: socket.socke
 
 
 def _make_layer(path: str, place: Place, ground: Ground) -> dict[str, Any]:
+    if place.has_overlay and not ground.can_mount:
+        raise OSError(errno.ENOTSUP, "containers of an ordinary user have no snapshots")
     if len(place.layers) >= MAX_LAYERS:
         raise OSError(errno.EMLINK, f"a container of {MAX_LAYERS} layers")
     limits = place.limits

@@ -71,9 +71,14 @@ def mount_tmpfs(target: str, options: str) -> None:
     _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
-def mount_overlay(lower: str, upper: str, work: str, target: str) -> None:
-    """Show a tree whose changes go elsewhere. Raises: OSError."""
-    _mount("overlay", target, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work}")
+def mount_overlay(lower: str, upper: str, work: str, target: str, *, has_host_root: bool = True) -> None:
+    """Show a tree whose changes go elsewhere. Raises: OSError.
+
+    Marks that belong to the host's root are left to it: others have those of users, for which a file system
+    in memory has room since Linux 6.6.
+    """
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    _mount("overlay", target, "overlay", 0, options + ("" if has_host_root else ",userxattr"))
 
 
 def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:

@@ -435,10 +435,10 @@ def refuse_user(user: int, backend: str) -> None:
 
     Raises: SandboxRefused with kind user.
     """
-    if backend != "podman" or not 0 <= user < NUM_IDS:
+    if backend != "podman" or not 0 <= user < NUM_IDS or os.geteuid() != 0:
         raise SandboxRefused(
             f"user {user} in a {backend} sandbox",
-            allowed=f"0 to {NUM_IDS - 1} of podman; programs of the others are a user of their own",
+            allowed=f"0 to {NUM_IDS - 1} of podman as root; programs of the others are a user of their own",
             next_step="leave the user out, or use backend podman",
             kind="user",
         )

@@ -11,9 +11,12 @@ user of the image, root too, in a user namespace over users that nothing on the 
 That root may change owners and users in its container, nothing else; it may also trace process 1 and break
 it, which ends its own sandbox and is seen.
 
-Covered: all that level `container` names. Not covered: docker; podman of an ordinary user, whose containers
-do not see overlays of others.
-Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root.
+For an ordinary user, all of it happens in podman's own user namespace (`rootless`); that is level `namespace`
+with a root of its own, unless control groups are handed down.
+
+Covered: all that level `container` names. Not covered: docker.
+Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root and as an
+ordinary user.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
 from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
+    CLONE_NEWCGROUP,
     CLONE_NEWNET,
     CLONE_NEWUSER,
     detach_mount,
@@ -56,6 +60,7 @@ from strop.sandbox.place import (
     own_namespaces,
 )
 from strop.sandbox.process import remove_tree
+from strop.sandbox.rootless import claim_id, enter_podman
 from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 120.0
@@ -94,7 +99,11 @@ class PodmanPlace:
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
-        if not ground.can_mount:
+        self._is_rootless = os.geteuid() != 0
+        self._environ = order.engine_env
+        if self._is_rootless:
+            self._environ = enter_podman(order.program, order.engine_env)
+        elif not ground.can_mount:
             raise OSError(
                 errno.EPERM, "backend podman mounts the root of its containers, which needs root here"
             )
@@ -107,6 +116,9 @@ class PodmanPlace:
         self._has_users = order.user is not None
         if order.user is not None:
             self._give_users(order.user, order.snapshot_uid)
+        if self._is_rootless:
+            self.first_id, self._host_uid, self._claim = claim_id(os.getpid())
+            self.user, is_private_uid = (self.first_id, self.first_id), True
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
         self.changes = f"{self._base}/upper"
         self.layers: Sequence[str] = order.layers
@@ -120,8 +132,13 @@ class PodmanPlace:
         except OSError:
             self._clear()
             raise
+        # Of control groups; with version 1 podman makes none, and that of the host only its root may enter.
+        own, its = (os.readlink(f"/proc/{one}/ns/cgroup") for one in ("self", pid))
+        self._has_own_view = own != its
         membership = read_file(f"/proc/{pid}/cgroup")
-        found = find_controllers(membership=membership, is_for_children=False)
+        # Where podman may make none, the container stands in this process's own.
+        has_own_groups = membership != read_file("/proc/self/cgroup")
+        found = find_controllers(membership=membership, is_for_children=False) if has_own_groups else []
         self.cgroup = Cgroup(
             {one.name: one.own_dir for one in found}, max((one.version for one in found), default=0)
         )
@@ -165,7 +182,7 @@ class PodmanPlace:
         for host, inside, read_only in binds:
             source = self._ground.staged.get(host, host)
             words += ["--volume", f"{source}:{inside}:{'ro' if read_only else 'rw'}"]
-        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._order.engine_env)
+        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._environ)
         return int(read_file(f"{self._base}/pid"))
 
     def _mount_root(self) -> list[tuple[str, str, bool]]:
@@ -210,7 +227,13 @@ class PodmanPlace:
         if self._order.has_workspace:
             self._make_workspace(Path(lower))
         lower = ":".join((*map(layer_files, self.layers), lower))
-        mount_overlay(lower, str(base / "upper"), str(base / "work"), str(base / "root"))
+        mount_overlay(
+            lower,
+            str(base / "upper"),
+            str(base / "work"),
+            str(base / "root"),
+            has_host_root=not self._is_rootless,
+        )
         return binds
 
     def _make_workspace(self, image_root: Path) -> None:
@@ -220,13 +243,16 @@ class PodmanPlace:
             return
         written = Path(self.changes, its.name)
         written.mkdir()
-        os.chown(written, self._host_uid, self._host_uid)
+        owner = self.first_id if self._is_rootless else self._host_uid
+        os.chown(written, owner, owner)
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""
         left_out = 0 if self._has_users else CLONE_NEWUSER
         if self._order.network == "host":
             left_out |= CLONE_NEWNET
+        if not self._has_own_view:
+            left_out |= CLONE_NEWCGROUP
         enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
 
     def kill(self) -> None:
@@ -257,7 +283,7 @@ class PodmanPlace:
             host_root_maps_to=root_inside(read_file(f"/proc/{self._pid}/uid_map")),
             host_uid=self._host_uid,
             memory=guard(has_memory, is_watched=True),
-            pids=guard(has_pids, is_watched=True),
+            pids=guard(has_pids or self.max_user_processes is not None, is_watched=True),
             cpu=guard(self.limits.cpus is not None and "cpu" in self.cgroup.dirs, is_watched=False),
             disk=Guard.ENFORCED,
             files=Guard.ENFORCED,
@@ -272,7 +298,7 @@ class PodmanPlace:
 
     def _clear(self) -> None:
         container_id = read_container_id(self._base)
-        remove_container(self._order.program, self._name, self._order.engine_env, container_id)
+        remove_container(self._order.program, self._name, self._environ, container_id)
         for place in (f"{self._base}/root", f"{self._base}/mapped", self._base):
             with suppress(OSError):
                 detach_mount(place)
@@ -314,11 +340,13 @@ def mount_image(program: str, image: str, environ: Mapping[str, str]) -> str:
 
     Raises: OSError if there is none; with ENOEXEC if its programs are for another machine.
     """
-    path = run_podman(program, ["image", "mount", image], environ).strip()
+    # An ordinary user's image is mounted where its containers are.
+    ahead = ["unshare", program] if os.geteuid() != 0 else []
+    path = run_podman(program, [*ahead, "image", "mount", image], environ).strip()
     words = ["image", "inspect", "--format", "{{.Architecture}}", image]
     its, ours = run_podman(program, words, environ).strip(), _ARCHITECTURES.get(platform.machine(), "")
     if its and ours and its != ours:
-        run_podman(program, ["image", "unmount", image], environ)
+        run_podman(program, [*ahead, "image", "unmount", image], environ)
         raise OSError(errno.ENOEXEC, f"image {image} is for {its}, and this host is {ours}")
     return path
 
