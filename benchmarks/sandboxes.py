@@ -21,7 +21,7 @@ from benchmarks.figures import Figure, Measured
 from strop.sandbox import Sandbox, SandboxSpec, make_backend
 from strop.sandbox.family import find_descendants
 from strop.sandbox.linux import read_file
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 
 _NUM_LIVE = 64
 _NUM_COMMANDS = 1000
@@ -88,7 +88,7 @@ while True:
 """
 
 
-async def _measure_followed(sandbox: LocalSandbox, num: int) -> dict[str, float]:
+async def _measure_followed(sandbox: ServedSandbox, num: int) -> dict[str, float]:
     """Return the median time in ms of a connection to a server inside, and of a command of an open shell."""
     server = await sandbox.start([*sandbox.python_argv, "-c", _SERVER])
     output = await server.read()

@@ -16,7 +16,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.keys import KeyRing
 from strop.runtime.sessions import Policy
-from strop.runtime.web import KEY_HEADER
+from strop.sandbox.wire import SERVICE_KEY_HEADER
 from tests.fixtures.runtime_service import Service, service, start_body, until
 
 ADA, BOB = "a" * 24, "b" * 24
@@ -47,7 +47,7 @@ def test_without_a_key_or_with_a_wrong_one_everything_but_health_is_401(tmp_path
     async def main() -> None:
         async with service(tmp_path) as it:
             await it.start("S1")
-            for headers in ({}, {KEY_HEADER: "wrong"}, {"Authorization": "Bearer wrong"}):
+            for headers in ({}, {SERVICE_KEY_HEADER: "wrong"}, {"Authorization": "Bearer wrong"}):
                 async with httpx.AsyncClient(
                     base_url=it.serving.url, headers=headers, trust_env=False, verify=False
                 ) as other:
@@ -59,9 +59,9 @@ def test_without_a_key_or_with_a_wrong_one_everything_but_health_is_401(tmp_path
                     assert (await other.get("/health")).status_code == 200
             # A client's key is no node's key, and the other way round.
             assert (await it.client.post("/nodes/n", json={})).status_code == 401
-            as_node = {KEY_HEADER: it.node_key}
+            as_node = {SERVICE_KEY_HEADER: it.node_key}
             assert (await it.client.get("/list", headers=as_node)).status_code == 401
-            bearer = {"Authorization": f"Bearer {it.client.headers[KEY_HEADER]}"}
+            bearer = {"Authorization": f"Bearer {it.client.headers[SERVICE_KEY_HEADER]}"}
             async with httpx.AsyncClient(trust_env=False, verify=False) as prometheus:
                 assert (await prometheus.get(it.serving.url + "/metrics", headers=bearer)).status_code == 200
 
@@ -77,10 +77,10 @@ def test_a_key_is_changed_without_a_restart(tmp_path: Path) -> None:
             keys.write_text(f"ada {BOB}\n")
 
             async def is_new() -> bool:
-                return (await it.client.get("/list", headers={KEY_HEADER: BOB})).status_code == 200
+                return (await it.client.get("/list", headers={SERVICE_KEY_HEADER: BOB})).status_code == 200
 
             await until(is_new)
-            assert (await it.client.get("/list", headers={KEY_HEADER: ADA})).status_code == 401
+            assert (await it.client.get("/list", headers={SERVICE_KEY_HEADER: ADA})).status_code == 401
 
     asyncio.run(main())
 
@@ -253,7 +253,7 @@ def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptu
             record = await it.start("S1")
             await it.session("S1")
             await it.post("/stop", record["runtime_id"])
-            secrets = [record["session_api_key"], it.node_key, it.client.headers[KEY_HEADER]]
+            secrets = [record["session_api_key"], it.node_key, it.client.headers[SERVICE_KEY_HEADER]]
             log = tmp_path / "events.jsonl"
             await until(lambda: "stopped" in log.read_text())
             events = log.read_text()

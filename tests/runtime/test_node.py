@@ -101,9 +101,8 @@ def test_what_a_client_gets_wrong_is_answered() -> None:
             assert f"image '{image}' on a node that makes sandboxes by process" in failed.cause
 
     on_node(work, data_plane=DataPlane.OWN)
-    tree = order_of("r", image="/usr/share")
     with pytest.raises(ConfigError, match="makes sandboxes by bubblewrap"):
-        Maker(MakeSettings(backends=("bubblewrap",))).kind_of(tree.request, tree.slot)
+        asyncio.run(Maker(MakeSettings(backends=("bubblewrap",))).kind_of(order_of("r", image="/usr/share")))
 
 
 def test_a_node_that_drains_takes_nothing_new_and_obeys_its_controller() -> None:

@@ -20,7 +20,7 @@ from strop.errors import SandboxLost, SandboxRefused
 from strop.sandbox import IsolationLevel, make_backend
 from strop.sandbox.allowlist import AllowList, parse_network
 from strop.sandbox.family import find_descendants, start_times
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.local import LocalBackend, LocalSandbox
 from strop.sandbox.proxy import serve_callers
 from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, on_every_backend, spec_of
 
@@ -378,7 +378,7 @@ def test_a_sandbox_reaches_its_list_and_nothing_else(backend: str, caplog: pytes
             # As good as without a list.
             level = IsolationLevel.NAMESPACE if backend == "bubblewrap" else IsolationLevel.CONTAINER
             spec = replace(spec_of(), network=network, min_level=level)
-            async with await make_backend(backend).create(spec) as sandbox:
+            async with await LocalBackend(backend).create(spec) as sandbox:
                 await reach(sandbox, server, other.getsockname()[1])
                 below = find_descendants(sandbox.supervisor_pid)
                 proxy = find_proxy(sandbox.supervisor_pid)

@@ -17,7 +17,7 @@ import pytest
 
 from strop.errors import SandboxLost
 from strop.sandbox import ExecKind, Guard, IsolationLevel, Mount, make_backend
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     IS_ROOT,
     appearance_of,
@@ -149,7 +149,7 @@ def test_14_only_declared_paths_are_there(tmp_path: Path) -> None:
     (tmp_path / "given/file").write_text("seen\n")
     mounts = (Mount(host_path=str(tmp_path / "given"), inside_path="/data"),)
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         result = await sandbox.exec(
             ["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=10
         )
@@ -231,7 +231,7 @@ print(
 
 @on_every_backend
 def test_16_the_record_says_whose_network_it_is(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> str:
+    async def work(sandbox: ServedSandbox) -> str:
         return sandbox.isolation.network
 
     assert in_sandbox(backend, work) == ("host" if backend == "process" else "none")
@@ -305,7 +305,7 @@ def test_24_the_host_is_not_named() -> None:
 
 @where_users_differ
 def test_what_was_reached_is_recorded(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         reached = sandbox.isolation
         assert reached.backend == backend
         assert reached.no_new_privs

@@ -20,6 +20,7 @@ from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.daemon_handle import daemon_of
 from strop.sandbox.family import parent_of
+from strop.sandbox.local import LocalBackend
 from strop.sandbox.podman import make_init
 from tests.fixtures.sandboxes import (
     appearance_of,
@@ -358,7 +359,7 @@ def test_shared_memory_of_the_kernels_ends_with_a_sandbox(backend: str, is_kille
         ]
 
     async def run() -> int:
-        sandbox = await make_backend(backend).create(spec_of())
+        sandbox = await LocalBackend(backend).create(spec_of())
         command = [*sandbox.python_argv, "-c", IPC]
         assert (await sandbox.exec(command, wall_limit_s=60)).stdout == b"shared\n"
         if is_killed:

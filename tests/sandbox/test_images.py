@@ -18,8 +18,8 @@ from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox import ExecKind, IsolationLevel, Limits, make_backend
 from strop.sandbox.engine import require_engine, require_local
 from strop.sandbox.linux import read_file
-from strop.sandbox.local import LocalSandbox
 from strop.sandbox.podman import make_init
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import needs_podman, spec_of
 
 PROGRAM = r"""
@@ -71,7 +71,7 @@ def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Pat
     spec = replace(spec_of(Limits(cpus=0.5)), image=image if kind == "image" else str(tree))
     spec = replace(spec, min_level=IsolationLevel.CONTAINER, files={"/tmp/given": b"a word"})
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         assert sandbox.isolation.level is IsolationLevel.CONTAINER
         assert sandbox.isolation.cpu.value == "enforced"
         told = await sandbox.exec(["/bin/tell", "x"], wall_limit_s=60)

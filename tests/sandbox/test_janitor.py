@@ -19,6 +19,7 @@ from strop.sandbox.family import find_descendants
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman
 
 CLIENT = """
@@ -99,7 +100,8 @@ def test_nothing_stays_when_all_are_killed(backend: str) -> None:
 @needs_podman
 @pytest.mark.slow
 def test_a_container_whose_monitor_was_killed_leaves_nothing() -> None:
-    async def work(sandbox: LocalSandbox) -> list[Path]:
+    async def work(sandbox: ServedSandbox) -> list[Path]:
+        assert isinstance(sandbox, LocalSandbox)
         await sandbox.start(["/bin/sleep", "3600"])
         pids = find_descendants(sandbox.supervisor_pid)
         found = places_of_containers(pids)
@@ -113,7 +115,7 @@ def test_a_container_whose_monitor_was_killed_leaves_nothing() -> None:
 
 
 def test_what_lives_is_left_alone() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         held = asyncio.create_task(sandbox.exec(["/bin/sleep", "2.5"], wall_limit_s=60.0))
         await asyncio.sleep(2.1)
         told = clear_abandoned()

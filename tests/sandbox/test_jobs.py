@@ -11,7 +11,7 @@ import pytest
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Job, JobOutput, Limits, Sandbox
 from strop.sandbox.capture import Capture, unread
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, on_every_backend, processes_with
 
 
@@ -182,7 +182,7 @@ def _talk(connection: socket.socket, word: bytes) -> bytes:
 
 @on_every_backend
 def test_servers_inside_are_reached_from_outside(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         job = await sandbox.start([*sandbox.python_argv, "-c", SERVER])
         port = int(await read_until(job, b"\n"))
         path = f"{sandbox.scratch}/server.sock"
@@ -220,7 +220,7 @@ import time; time.sleep(600)
 
 @on_every_backend
 def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         job = await sandbox.start([*sandbox.python_argv, "-c", BACKLOG])
         await read_until(job, b"\n")
         waiting = [asyncio.create_task(sandbox.connect(f"{sandbox.scratch}/full.sock")) for _ in range(80)]
@@ -244,7 +244,7 @@ def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> No
 
 @on_every_backend
 def test_many_connections_at_once(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         job = await sandbox.start([*sandbox.python_argv, "-c", SERVER])
         port = int(await read_until(job, b"\n"))
         connections = await asyncio.gather(*(sandbox.connect(port) for _ in range(20)))

@@ -17,7 +17,7 @@ from strop.sandbox import FrozenBy, Job, Sandbox, freezer, make_backend
 from strop.sandbox.cgroup import Cgroup, find_freezers
 from strop.sandbox.family import find_descendants, parent_of, signal_descendants
 from strop.sandbox.freezer import Freezer
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, on_every_backend, processes_with, spec_of
 
 SPIN = "echo on; while :; do :; done"
@@ -90,7 +90,7 @@ def test_a_pause_does_not_count_against_a_command(backend: str) -> None:
 
 @on_every_backend
 def test_what_is_used_is_told(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         before = await sandbox.stats()
         code = "x = bytearray(30 << 20)\nopen('file', 'wb').write(bytes(2 << 20))"
         command = [*sandbox.python_argv, "-c", code]

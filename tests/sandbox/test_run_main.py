@@ -16,7 +16,7 @@ import strop
 from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon_handle import python_candidates
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def with_source(
     backend: str,
     source: str,
-    work: Callable[[LocalSandbox], Awaitable[T]],
+    work: Callable[[ServedSandbox], Awaitable[T]],
     *,
     limits: Limits | None = None,
     env: dict[str, str] | None = None,
@@ -77,7 +77,7 @@ def depth(n=0):
 
 @on_every_backend
 def test_a_fork_is_as_an_interpreter_that_was_started_inside(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         found = []
         for _ in range(2):
             result = await sandbox.run_main(stdin=b"given", wall_limit_s=60)
@@ -177,7 +177,7 @@ def main():
 
 @on_every_backend
 def test_a_fork_that_hangs_is_ended(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         result = await sandbox.run_main(wall_limit_s=0.5)
         assert result.kind is ExecKind.TIMED_OUT
         assert (await sandbox.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
@@ -190,7 +190,7 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
     """Incident: a command forked meanwhile held the other end of it."""
     data = bytes(300_000)
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         script = "until [ -e begun ]; do sleep 0.05; done; wc -c"
         reader = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", script], stdin=data, wall_limit_s=120))
         # The reader's request is sent, and so is the first.

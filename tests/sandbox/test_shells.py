@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from strop.errors import SandboxError
-from strop.sandbox import ExecKind, Limits, Shell, local_shell
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox import ExecKind, Limits, Shell, served_shell
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     appearance_of,
     in_sandbox,
@@ -35,14 +35,14 @@ in_both_shells = pytest.mark.parametrize(
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer the shell that a test names, and no other."""
     program = getattr(request.node, "callspec", None) and request.node.callspec.params.get("program")
-    offered = tuple(one for one in local_shell._SHELLS if program in (None, one[0][0]))
-    monkeypatch.setattr(local_shell, "_SHELLS", offered)
+    offered = tuple(one for one in served_shell._SHELLS if program in (None, one[0][0]))
+    monkeypatch.setattr(served_shell, "_SHELLS", offered)
 
 
 def in_shell(
-    backend: str, work: Callable[[Shell, LocalSandbox], Awaitable[None]], *, limits: Limits | None = None
+    backend: str, work: Callable[[Shell, ServedSandbox], Awaitable[None]], *, limits: Limits | None = None
 ) -> None:
-    async def act(sandbox: LocalSandbox) -> None:
+    async def act(sandbox: ServedSandbox) -> None:
         async with await sandbox.open_shell(env={"GIVEN": "given"}) as shell:
             await work(shell, sandbox)
 
@@ -57,7 +57,7 @@ async def say(shell: Shell, command: str) -> str:
 
 @in_both_shells
 def test_what_a_command_sets_stays(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         assert (
             await say(shell, "mkdir d; cd d; word='a  b'; f() { echo \"$word of $1\"; }; export OUT=x") == ""
         )
@@ -78,7 +78,7 @@ def test_what_a_command_sets_stays(backend: str, program: str) -> None:
 
 @in_both_shells
 def test_errors_and_interrupts_do_not_end_it(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         await say(shell, "kept=1")
         for wrong in ("if then", "echo 'open", "echo ${unset?none}", "readonly R=1; R=2", "/no/such/program"):
             result = await shell.run(wrong, wall_limit_s=60)
@@ -103,7 +103,7 @@ def test_errors_and_interrupts_do_not_end_it(backend: str, program: str) -> None
 
 @in_both_shells
 def test_a_wall_limit_ends_the_command_and_keeps_the_shell(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         # Bash tells of the first; the second loses its parent.
         begun = await shell.run("kept=1; sleep 7702 & (sleep 7702 &); sleep 0", wall_limit_s=60)
         assert (begun.exit_code, begun.has_shell) == (0, True)
@@ -136,7 +136,7 @@ def test_a_wall_limit_ends_the_command_and_keeps_the_shell(backend: str, program
 
 @in_both_shells
 def test_what_ends_a_shell_is_told(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         result = await shell.run("echo last; exit 3", wall_limit_s=60)
         assert (result.kind, result.exit_code, result.has_shell) == (ExecKind.EXITED, 3, False)
         assert result.stdout == b"last\n"
@@ -160,7 +160,7 @@ def test_what_ends_a_shell_is_told(backend: str, program: str) -> None:
 
 @on_every_backend
 def test_output_of_a_shell_is_bounded_like_a_programs(backend: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         result = await shell.run("head -c 5000 /dev/zero; echo e >&2", wall_limit_s=60)
         assert (len(result.stdout), result.stdout_total, result.stderr) == (150, 5000, b"e\n")
         result = await shell.run("yes", wall_limit_s=60)
@@ -186,7 +186,7 @@ os._exit(9)
 
 @on_every_backend
 def test_no_program_can_tell_the_status(backend: str) -> None:
-    async def work(shell: Shell, sandbox: LocalSandbox) -> None:
+    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
         await sandbox.write("forge.py", FORGE.encode())
         result = await shell.run(" ".join((*sandbox.python_argv, "forge.py")), wall_limit_s=60)
         assert (result.kind, result.exit_code, result.has_shell) == (ExecKind.EXITED, 9, True)
@@ -196,9 +196,9 @@ def test_no_program_can_tell_the_status(backend: str) -> None:
 
 @on_every_backend
 def test_where_no_shell_starts_that_is_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_shell, "_SHELLS", ((("/no/such/shell", "-i"), ":"), (("/bin/false",), ":")))
+    monkeypatch.setattr(served_shell, "_SHELLS", ((("/no/such/shell", "-i"), ":"), (("/bin/false",), ":")))
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         with pytest.raises(SandboxError, match="no shell answers") as caught:
             await sandbox.open_shell()
         assert caught.value.kind == "shell"

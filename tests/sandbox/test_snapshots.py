@@ -17,8 +17,8 @@ from strop.sandbox import Limits, Sandbox, Snapshot, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import find_descendants, parent_of
-from strop.sandbox.local import LocalSandbox
 from strop.sandbox.local_snapshot import LocalSnapshot
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     appearance_of,
     in_sandbox,
@@ -35,10 +35,10 @@ async def say(sandbox: Sandbox, script: str) -> str:
     return result.stdout.decode()
 
 
-def forking(backend: str, prepare: str, work: Callable[[LocalSandbox, Snapshot], Awaitable[None]]) -> None:
+def forking(backend: str, prepare: str, work: Callable[[ServedSandbox, Snapshot], Awaitable[None]]) -> None:
     """Do some work with a sandbox in which something was done, and a snapshot of it."""
 
-    async def act(sandbox: LocalSandbox) -> None:
+    async def act(sandbox: ServedSandbox) -> None:
         await say(sandbox, prepare)
         async with await sandbox.snapshot() as snapshot:
             await work(sandbox, snapshot)
@@ -97,7 +97,7 @@ PREPARE = (
 
 @on_every_backend
 def test_a_group_begins_where_one_was(backend: str) -> None:
-    async def work(first: LocalSandbox, snapshot: Snapshot) -> None:
+    async def work(first: ServedSandbox, snapshot: Snapshot) -> None:
         assert snapshot.num_bytes > 0
         # What the first does from now on is its own.
         await say(first, "echo changed > work/deep/file; rm work/gone")
@@ -127,7 +127,7 @@ def test_a_group_begins_where_one_was(backend: str) -> None:
 
 @on_every_backend
 def test_what_was_deleted_stays_so_in_a_snapshot_of_a_snapshot(backend: str) -> None:
-    async def work(first: LocalSandbox, snapshot: Snapshot) -> None:
+    async def work(first: ServedSandbox, snapshot: Snapshot) -> None:
         spec = replace(spec_of(), snapshot=snapshot)
         async with await make_backend(backend).create(spec) as second:
             # A file and a directory are deleted, and the directory is made anew, without what was in it.
@@ -145,7 +145,7 @@ def test_what_was_deleted_stays_so_in_a_snapshot_of_a_snapshot(backend: str) -> 
 
 @on_every_backend
 def test_a_snapshot_shows_one_moment_and_nothing_is_lost_meanwhile(backend: str) -> None:
-    async def act(sandbox: LocalSandbox) -> None:
+    async def act(sandbox: ServedSandbox) -> None:
         # Two files that are written in turn differ by one line at most, at every moment.
         script = (
             "echo 0 > a; echo 0 > b; echo on; i=0; while :; do i=$((i+1)); echo $i >> a; echo $i >> b; done"
@@ -193,7 +193,7 @@ def test_a_stop_in_the_middle_leaves_no_layer(backend: str) -> None:
 
 @on_every_backend
 def test_what_cannot_be_begun_with_is_refused(backend: str) -> None:
-    async def work(first: LocalSandbox, snapshot: Snapshot) -> None:
+    async def work(first: ServedSandbox, snapshot: Snapshot) -> None:
         other = "bubblewrap" if backend == "process" else "process"
         with pytest.raises(SandboxRefused, match=f"a snapshot of backend {backend}") as caught:
             await make_backend(other).create(replace(spec_of(), snapshot=snapshot))
@@ -211,7 +211,7 @@ def test_what_cannot_be_begun_with_is_refused(backend: str) -> None:
 @needs_podman
 @pytest.mark.slow
 def test_an_image_goes_with_its_snapshot(tmp_path: Path) -> None:
-    async def work(first: LocalSandbox, snapshot: Snapshot) -> None:
+    async def work(first: ServedSandbox, snapshot: Snapshot) -> None:
         with pytest.raises(SandboxRefused, match="a snapshot of image None") as caught:
             await make_backend("podman").create(replace(spec_of(), snapshot=snapshot, image=str(tmp_path)))
         assert caught.value.kind == "snapshot"

@@ -16,7 +16,7 @@ import pytest
 from strop.sandbox import ExecKind, Guard, Limits
 from strop.sandbox.contract import MIB
 from strop.sandbox.family import find_descendants
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     in_sandbox,
     needs_bubblewrap,
@@ -89,7 +89,7 @@ for child in children:
 
 @on_every_backend
 def test_2_memory_is_bounded_and_the_kill_is_seen_behind_exit_0(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         await sandbox.write("balloon.py", BALLOON.encode())
         python_words = " ".join(sandbox.python_argv)
         # 4 x 60 MiB do not fit into 128 MiB; the pipeline ends with 0 all the same.
@@ -129,7 +129,7 @@ else:
 
 @on_every_backend
 def test_3_the_private_directory_is_bounded(backend: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         command = [*sandbox.python_argv, "-c", FILL, sandbox.scratch]
         result = await sandbox.exec(command, wall_limit_s=60)
         if sandbox.isolation.disk is Guard.WATCHED:
@@ -145,7 +145,7 @@ def test_3_the_private_directory_is_bounded(backend: str) -> None:
 
 @needs_bubblewrap
 def test_3_shared_memory_is_bounded_and_nothing_else_is_writable() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         result = await sandbox.exec([*sandbox.python_argv, "-c", FILL, "/dev/shm"], wall_limit_s=60)
         number, total = map(int, result.stdout.split())
         assert (number, total <= 4 * MIB) == (28, True)
@@ -183,7 +183,7 @@ for folder in sys.argv[1:]:
         import time; time.sleep(600)
 """
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         folders = [".", "/dev/shm"] if sandbox.isolation.mountns else ["."]
         result = await sandbox.exec([*sandbox.python_argv, "-c", code, *folders], wall_limit_s=60)
         large, many, *numbers = map(int, result.stdout.split())
@@ -210,7 +210,7 @@ SURVIVORS = {
 @pytest.mark.parametrize("attack", SURVIVORS)
 @on_every_backend
 def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         started_at = time.monotonic()
         result = await sandbox.exec(["/bin/sh", "-c", SURVIVORS[attack]], wall_limit_s=0.5)
         assert time.monotonic() - started_at < 60
@@ -233,7 +233,7 @@ def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> N
     # Of other tests, and no business of this one.
     before = set(find_descendants(os.getpid()))
 
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         script = "yes a-line-of-some-length & yes another >&2"
         result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
         assert result.kind is ExecKind.OUTPUT_FLOOD

@@ -14,11 +14,11 @@ import pytest
 from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox import ExecKind, IsolationLevel, Sandbox, make_backend
 from strop.sandbox.idmap import NUM_IDS, claim_ids
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import appearance_of, needs_podman, on_every_backend, spec_of
 
 
-def as_user(user: int, work: Callable[[LocalSandbox], Awaitable[None]], *, image: str | None = None) -> None:
+def as_user(user: int, work: Callable[[ServedSandbox], Awaitable[None]], *, image: str | None = None) -> None:
     async def run() -> None:
         spec = replace(spec_of(), user=user, image=image, min_level=IsolationLevel.CONTAINER)
         async with await make_backend("podman").create(spec) as sandbox:
@@ -36,7 +36,7 @@ async def say(sandbox: Sandbox, script: str) -> str:
 @needs_podman
 @pytest.mark.slow
 def test_root_inside_has_its_container_and_is_nobody_outside() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         reached = sandbox.isolation
         assert reached.userns
         assert reached.host_root_maps_to == "unmapped"
@@ -61,7 +61,7 @@ def test_root_inside_has_its_container_and_is_nobody_outside() -> None:
 @needs_podman
 @pytest.mark.slow
 def test_root_inside_has_no_way_further() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         attempts = (
             "kill -9 $PPID",
             "mount -t tmpfs none /tmp",
@@ -98,11 +98,11 @@ def test_files_of_a_tree_belong_to_its_users_and_stay_as_they_are(tmp_path: Path
         if path.stat().st_mode & 0o001 == 0 and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o011)
 
-    async def as_root(sandbox: LocalSandbox) -> None:
+    async def as_root(sandbox: ServedSandbox) -> None:
         assert await sandbox.read("/etc/of_root") == b"of_root"
         await sandbox.write("/etc/of_root", b"changed", mode=0o600)
 
-    async def as_other(sandbox: LocalSandbox) -> None:
+    async def as_other(sandbox: ServedSandbox) -> None:
         assert sandbox.isolation.caps == "0/0"
         assert await sandbox.read("/etc/of_user") == b"of_user"
         with pytest.raises(SandboxError) as caught:
@@ -118,7 +118,7 @@ def test_files_of_a_tree_belong_to_its_users_and_stay_as_they_are(tmp_path: Path
 @needs_podman
 @pytest.mark.slow
 def test_a_snapshot_keeps_the_owners_of_files() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         await say(sandbox, "echo x > /kept; chown 33:44 /kept")
         async with await sandbox.snapshot() as snapshot:
             spec = replace(spec_of(), user=0, snapshot=snapshot)

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from strop.cluster.judge_role import guard_work
 from strop.errors import SandboxLost
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
-from strop.io.endpoints import Endpoint, hand_over, withdraw
-from strop.runtime.service_dir import ENDPOINT, ServiceDir, backend_words, read_key, serve_argv
+from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
+from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
 from strop.spec.runtime import RuntimeSpec
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class RuntimeRole:
         """
         endpoint = await self._find()
         if endpoint is not None:
-            hand_over(self._servers_dir, {ENDPOINT: endpoint})
+            hand_over(self._servers_dir, {RUNTIME: endpoint})
 
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
@@ -67,7 +67,7 @@ class RuntimeRole:
 
     async def stop(self) -> None:
         """End a service that was started here, with all of its sandboxes. May be called twice."""
-        withdraw(self._servers_dir, [ENDPOINT])
+        withdraw(self._servers_dir, [RUNTIME])
         child, self._child = self._child, None
         if child is not None:
             await asyncio.to_thread(terminate, child, _STOP_GRACE_S)

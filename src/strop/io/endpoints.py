@@ -17,6 +17,8 @@ from pathlib import Path
 
 ENDPOINTS_VARIABLE = "STROP_ENDPOINTS"
 """Directory of the files."""
+RUNTIME = "runtime"
+"""The name of the sandbox service."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

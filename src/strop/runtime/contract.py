@@ -14,13 +14,20 @@ import math
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from strop.sandbox.allowlist import parse_network
+from strop.sandbox.contract import MIB, IsolationLevel, Limits
 
 NODE_KEY_HEADER = "X-Node-Key"
 """Between controller and nodes, both ways. Not a client's key."""
 HEARTBEAT_S = 2.0
 LOST_AFTER_S = 10.0
 """A node that was silent for this long is lost, and its sandboxes with it."""
+MAX_OUTPUT_BYTES = 64 * MIB
+"""Most that a client may have kept of one end of an output stream: the node holds it in memory."""
+MIN_SHARE = 0.001
+"""Least of each thing that a sandbox may ask for: none would take no slot."""
 INSIDE_PORT = 60000
 """Where a sandbox's own server listens; every client's command says it."""
 
@@ -62,25 +69,6 @@ class _Flow(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class StartRequest(_Flow):
-    """`POST /start` of all three dialects, understood."""
-
-    image: str
-    command: tuple[str, ...]
-    """Split where a client sent one string. The first word replaces the image's entrypoint."""
-    working_dir: str = "/"
-    environment: dict[str, str] = Field(default_factory=dict)
-    session_id: str
-    resource_factor: float = 1.0
-    """Multiplies memory, processes and processors of a slot."""
-    run_as_user: int | None = None
-    run_as_group: int | None = None
-    fs_group: int | None = None
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    runtime_class: str | None = None
-    """A hint. Nothing is refused because of it."""
-
-
 class Slot(_Flow):
     """What one sandbox takes of a node, or what a node has."""
 
@@ -99,10 +87,72 @@ class Slot(_Flow):
         )
 
 
+class SandboxTerms(_Flow):
+    """What strop's own client says of a sandbox beside its image: as `SandboxSpec`, where that fits a node.
+
+    Such a sandbox is served by frames alone (`owner_plane`), and ends with its owner's connection.
+    """
+
+    limits: Limits
+    user: int | None = None
+    network: str = "none"
+    has_workspace: bool = False
+    min_level: IsolationLevel = IsolationLevel.NAMESPACE
+
+    @field_validator("limits")
+    @classmethod
+    def _check_limits(cls, limits: Limits) -> Limits:
+        for name in Limits.__slots__:
+            value = getattr(limits, name)
+            most = MAX_OUTPUT_BYTES if name.startswith("output_") else 1 << 53
+            least = 0 if name.startswith("output_") else MIN_SHARE
+            is_open = value is None or isinstance(value, bool)
+            if not is_open and not least <= value <= most:
+                raise ValueError(f"{name}={value} is not from {least} to {most}")
+        return limits
+
+    @field_validator("network")
+    @classmethod
+    def _check_network(cls, network: str) -> str:
+        parse_network(network)
+        return network
+
+    def slot(self, plain: Slot) -> Slot:
+        """Return what it takes of a node; where `limits` leaves processors open, those of a plain one."""
+        limits = self.limits
+        return Slot(
+            cpus=plain.cpus if limits.cpus is None else limits.cpus,
+            memory_bytes=limits.memory_bytes,
+            disk_bytes=limits.scratch_bytes,
+            processes=limits.max_processes,
+        )
+
+
+class StartRequest(_Flow):
+    """`POST /start` of all dialects, understood."""
+
+    image: str
+    command: tuple[str, ...]
+    """Split where a client sent one string. The first word replaces the image's entrypoint."""
+    working_dir: str = "/"
+    environment: dict[str, str] = Field(default_factory=dict)
+    session_id: str
+    resource_factor: float = 1.0
+    """Multiplies memory, processes and processors of a slot."""
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    runtime_class: str | None = None
+    """A hint. Nothing is refused because of it."""
+    sandbox: SandboxTerms | None = None
+    """Of strop's own client. `command`, `resource_factor` and what is run as whom mean nothing then."""
+
+
 class NodeOrder(_Flow):
     """`POST {node}/sandboxes`: make this. Answered at once with `NodeAnswer`; the rest is reported.
 
-    Also there: `DELETE {node}/sandboxes/{runtime_id}`, and `POST .../pause` and `.../resume` below it,
+    Also there: `DELETE {node}/sandboxes/{runtime_id}?cause=`, and `POST .../pause` and `.../resume` below it,
     answered with a `SandboxReport` when it is done; 404 for a sandbox that the node does not have.
     Given again for the same runtime id it changes nothing and is answered alike. 503 says that the node
     takes nothing now; the order then goes elsewhere.
@@ -133,6 +183,8 @@ class SandboxReport(_Flow):
     failure_kind: FailureKind | None = None
     cause: str = ""
     """One sentence for `failed` and `stopped`."""
+    refusal: str = ""
+    """The kind of `SandboxRefused`, where it was not made because of one."""
     exit_code: int | None = None
     log_tail: str = ""
     """The last lines that its server wrote, for `pod_logs`."""

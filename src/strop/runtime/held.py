@@ -91,6 +91,7 @@ class HeldSandbox:
             state=self.state,
             failure_kind=None if failure is None else failure.kind,
             cause=self._cause if failure is None else failure.cause,
+            refusal="" if failure is None else failure.refusal,
             exit_code=None if failure is None else failure.exit_code,
             log_tail=self._log_tail(plane),
             events=tuple(self._events),
@@ -210,10 +211,11 @@ class HeldSandbox:
         if failure is not None and made is not None and not failure.log_tail:
             failure.log_tail = made.plane.log_tail()
         self._failure, self._cause = failure, cause
+        if made is not None:
+            await made.plane.close(cause if failure is None else failure.cause)
         if self._relay is not None:
             await self._relay.close()
         if made is not None:
-            await made.plane.close()
             try:
                 await made.sandbox.stop()
             except SandboxLost:
@@ -245,9 +247,11 @@ def as_failure(error: StropError) -> SandboxFailed:
     cause = given_of(error)
     if isinstance(error, SandboxLost):
         return lost_as_failure(error.kind)
-    if isinstance(error, SandboxRefused) and error.kind not in ("image", "interpreter"):
-        return SandboxFailed(FailureKind.INFRA_LOST, cause)
-    return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
+    if not isinstance(error, SandboxRefused):
+        return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
+    is_image = error.kind in ("image", "interpreter")
+    kind = FailureKind.IMAGE_ERROR if is_image else FailureKind.INFRA_LOST
+    return SandboxFailed(kind, cause, refusal=error.kind)
 
 
 def _not_now(held: HeldSandbox, what: str) -> SandboxError:

@@ -2,7 +2,7 @@
 
 A sandbox's address belongs to a relay, which decides for each connection who serves it; a web framework
 wants the listening socket for itself. Heads are read by h11, answers are written in one piece, keep-alive
-works, bodies are held in memory up to a limit.
+works, bodies are held in memory up to a limit. A connection can become one of another protocol.
 
 Not covered: HTTP/2, WebSockets, answers without a known length.
 """
@@ -62,6 +62,14 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upgrade:
+    """Answers a request by giving its connection away. Its client waits for that before it sends more."""
+
+    protocol: str
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 class HttpError(Exception):
     """A request that is refused, with the status that says why."""
 
@@ -71,7 +79,7 @@ class HttpError(Exception):
         self.detail = detail
 
 
-Handler = Callable[[Request], Awaitable[Answer]]
+Handler = Callable[[Request], Awaitable[Answer | Upgrade]]
 Admit = Callable[[str, Mapping[str, str]], None]
 """Looks at the path and the headers of a request before its body is read. Raises: HttpError."""
 
@@ -107,6 +115,9 @@ async def serve_connection(
                 if request is None:
                     return
                 answer = await _ask(handler, request)
+                if isinstance(answer, Upgrade):
+                    await _switch(protocol, answer, reader, writer)
+                    return
             except HttpError as error:
                 answer = json_answer({"detail": error.detail}, error.status)
             except h11.RemoteProtocolError as error:
@@ -121,7 +132,20 @@ async def serve_connection(
             protocol.start_next_cycle()
 
 
-async def _ask(handler: Handler, request: Request) -> Answer:
+async def _switch(
+    protocol: Any, answer: Upgrade, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    import h11
+
+    is_asked = protocol.their_state not in (h11.DONE, h11.MUST_CLOSE)
+    if not is_asked or protocol.trailing_data[0]:
+        raise HttpError(426, f"this is asked for with Upgrade: {answer.protocol}, and nothing behind it yet")
+    headers = [("connection", "upgrade"), ("upgrade", answer.protocol)]
+    writer.write(protocol.send(h11.InformationalResponse(status_code=101, headers=headers)))
+    await answer.serve(reader, writer)
+
+
+async def _ask(handler: Handler, request: Request) -> Answer | Upgrade:
     try:
         return await handler(request)
     except HttpError as error:

@@ -6,13 +6,15 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from strop.errors import ConfigError, SandboxError
-from strop.runtime.contract import Slot, StartRequest
-from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, make_backend
+from strop.errors import ConfigError, SandboxError, SandboxRefused
+from strop.runtime.contract import NodeOrder, Slot, StartRequest
+from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec
+from strop.sandbox.allowlist import parse_network
+from strop.sandbox.choose import choose_among
 from strop.sandbox.contract import MIB
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.local import LocalBackend, LocalSandbox
 
 HOST_IMAGE = "host"
 """What a client names to get no image: its programs see the node's /usr."""
@@ -40,7 +42,11 @@ class Kind:
 
     backend: str
     image: str | None
-    slot: Slot
+    limits: Limits
+    user: int | None
+    has_workspace: bool
+    network: str
+    min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
 
 
@@ -55,8 +61,39 @@ class Maker:
         self.num_warm = 0
         """Sandboxes that were there before they were asked for."""
 
-    def kind_of(self, request: StartRequest, slot: Slot, mounts: Sequence[Mount] = ()) -> Kind:
-        """Return what a request needs. Raises: ConfigError if no backend here has such images."""
+    async def kind_of(self, order: NodeOrder, mounts: Sequence[Mount] = ()) -> Kind:
+        """Return what an order needs.
+
+        Raises: ConfigError if no backend here has such images; SandboxRefused with kind network, or for a
+        level that none of them reaches.
+        """
+        request, terms = order.request, order.request.sandbox
+        names = self._backends_for(request)
+        kind = Kind(
+            backend=names[0],
+            image=None if request.image == HOST_IMAGE else request.image,
+            limits=limits_of(order.slot),
+            user=None,
+            has_workspace=names[0] != "process",
+            network=self._settings.network,
+            min_level=self._settings.min_level,
+            mounts=tuple(mounts),
+        )
+        if terms is None:
+            return kind
+        _require_network(kind.network, terms.network)
+        chosen = await choose_among(names, terms.min_level)
+        return replace(
+            kind,
+            backend=chosen.name,
+            limits=replace(terms.limits, cpus=order.slot.cpus),
+            user=terms.user,
+            has_workspace=terms.has_workspace,
+            network=terms.network,
+            min_level=terms.min_level,
+        )
+
+    def _backends_for(self, request: StartRequest) -> tuple[str, ...]:
         allowed = self._settings.backends
         if request.image == HOST_IMAGE:
             fitting = allowed
@@ -68,8 +105,7 @@ class Maker:
                 allowed=f"{HOST_IMAGE!r}, whose programs are the node's own",
                 next_step="name it, or start the node with --backend podman",
             )
-        image = None if request.image == HOST_IMAGE else request.image
-        return Kind(backend=fitting[0], image=image, slot=slot, mounts=tuple(mounts))
+        return fitting
 
     def count_warm(self, image: str) -> int:
         """Return how many sandboxes of an image are kept ready."""
@@ -119,28 +155,43 @@ class Maker:
 
     async def _make_new(self, kind: Kind) -> LocalSandbox:
         async with self._turn:
-            return await make_backend(kind.backend).create(self._spec_of(kind))
+            spec = SandboxSpec(
+                limits=kind.limits,
+                image=kind.image,
+                user=kind.user,
+                mounts=kind.mounts,
+                has_workspace=kind.has_workspace,
+                network=kind.network,
+                min_level=kind.min_level,
+            )
+            return await LocalBackend(kind.backend).create(spec)
 
-    def _spec_of(self, kind: Kind) -> SandboxSpec:
-        slot = kind.slot
-        limits = Limits(
-            memory_bytes=slot.memory_bytes,
-            has_address_limit=False,
-            max_processes=slot.processes,
-            file_bytes=slot.disk_bytes,
-            scratch_bytes=slot.disk_bytes,
-            max_scratch_files=_MAX_FILES,
-            max_open_files=_MAX_OPEN_FILES,
-            cpus=slot.cpus,
-            output_head_bytes=_OUTPUT_BYTES,
-            output_tail_bytes=_OUTPUT_BYTES,
-            flood_bytes=_FLOOD_BYTES,
+
+def _require_network(given: str, wanted: str) -> None:
+    """Refuse what a node's own network does not have. Raises: SandboxRefused with kind network."""
+    all_given, all_wanted = parse_network(given), parse_network(wanted)
+    is_part = all_given and all_wanted and all_wanted.endpoints <= all_given.endpoints
+    if not (wanted == "none" or given == "host" or is_part):
+        raise SandboxRefused(
+            f"network {wanted!r} on a node whose sandboxes have {given!r}",
+            allowed="none, or a part of what the node's --network says",
+            next_step="leave the network out, or start the node with another one",
+            kind="network",
         )
-        return SandboxSpec(
-            limits=limits,
-            image=kind.image,
-            mounts=kind.mounts,
-            has_workspace=kind.backend != "process",
-            network=self._settings.network,
-            min_level=self._settings.min_level,
-        )
+
+
+def limits_of(slot: Slot) -> Limits:
+    """Return the limits of a sandbox for a client that names none: what a slot has."""
+    return Limits(
+        memory_bytes=slot.memory_bytes,
+        has_address_limit=False,
+        max_processes=slot.processes,
+        file_bytes=slot.disk_bytes,
+        scratch_bytes=slot.disk_bytes,
+        max_scratch_files=_MAX_FILES,
+        max_open_files=_MAX_OPEN_FILES,
+        cpus=slot.cpus,
+        output_head_bytes=_OUTPUT_BYTES,
+        output_tail_bytes=_OUTPUT_BYTES,
+        flood_bytes=_FLOOD_BYTES,
+    )

@@ -253,7 +253,7 @@ class Node:
                 return json_answer(self._find(runtime_id).report())
             case "DELETE", ["sandboxes", runtime_id]:
                 held = self._find(runtime_id)
-                await self._stop(held, "it was asked for")
+                await self._stop(held, request.one("cause", "it was asked for"))
                 return json_answer(held.report())
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as what]:
                 return json_answer(await self._change(self._find(runtime_id), what))

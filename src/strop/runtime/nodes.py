@@ -71,10 +71,10 @@ class NodeClient:
         except (ValidationError, TypeError) as error:
             raise NodeFailed(f"{node_url} answered an order with something else ({error})") from error
 
-    async def stop(self, node_url: str, runtime_id: str) -> None:
+    async def stop(self, node_url: str, runtime_id: str, cause: str) -> None:
         """End a sandbox; one that the node does not have is none. Raises: NodeFailed."""
         try:
-            await self._ask("DELETE", f"{node_url}/sandboxes/{runtime_id}")
+            await self._ask("DELETE", f"{node_url}/sandboxes/{runtime_id}", params={"cause": cause})
         except NodeFailed as error:
             if error.status != 404:
                 raise

@@ -245,7 +245,7 @@ class Placement:
         if node is None:
             return
         try:
-            await self.client.stop(node.report.url, session.runtime_id)
+            await self.client.stop(node.report.url, session.runtime_id, session.cause)
         except NodeFailed as error:
             # Its next report names the sandbox, and is answered with the order to stop it.
             self._registry.tell_of(session, "stop_failed", why=str(error))

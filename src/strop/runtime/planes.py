@@ -41,11 +41,18 @@ class SandboxFailed(Exception):
     """A sandbox will not serve, or serves no more, and whose fault that is."""
 
     def __init__(
-        self, kind: FailureKind, cause: str, *, exit_code: int | None = None, log_tail: str = ""
+        self,
+        kind: FailureKind,
+        cause: str,
+        *,
+        refusal: str = "",
+        exit_code: int | None = None,
+        log_tail: str = "",
     ) -> None:
         super().__init__(cause)
         self.kind = kind
         self.cause = cause
+        self.refusal = refusal
         self.exit_code = exit_code
         self.log_tail = log_tail
 
@@ -75,8 +82,8 @@ class Plane(Protocol):
         """Unix time of the first one."""
         ...
 
-    async def close(self) -> None:
-        """Stop serving."""
+    async def close(self, why: str) -> None:
+        """Stop serving; whoever is connected may be told why."""
         ...
 
 
@@ -125,7 +132,7 @@ class OwnPlane:
         """Unix time of the first one."""
         return self._workspace.commands.first_at
 
-    async def close(self) -> None:
+    async def close(self, why: str) -> None:
         """Stop waiting for commands."""
         await self._workspace.commands.close()
 

@@ -125,31 +125,44 @@ class PortRelay:
         if callable(target):
             await target(reader, writer)
             return
-        inner_reader, inner_writer = target
+        inner_writer = target[1]
         self._open.add(inner_writer)
         try:
-            # A group: when one direction fails, the other one ends too.
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._pump(reader, inner_writer, is_from_client=True))
-                both.create_task(self._pump(inner_reader, writer))
-        except* OSError:
-            writer.transport.abort()
+            await join_streams((reader, writer), target, self._note_use)
         finally:
             self._open.discard(inner_writer)
-            inner_writer.close()
 
-    async def _pump(
-        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, is_from_client: bool = False
-    ) -> None:
-        """Pass bytes on until the end of the source, which becomes the end of what the target reads."""
-        target.transport.set_write_buffer_limits(high=CHUNK_BYTES)
-        while data := await source.read(CHUNK_BYTES):
-            if is_from_client:
-                self.last_used_at = time.monotonic()
-            target.write(data)
-            await target.drain()
-        if target.can_write_eof():
-            target.write_eof()
+    def _note_use(self) -> None:
+        self.last_used_at = time.monotonic()
+
+
+async def join_streams(outer: Stream, inner: Stream, note_use: Callable[[], None]) -> None:
+    """Pass bytes on both ways until both have ended; `note_use` is called when some come from outside.
+
+    When one side fails the other is cut off. Closes the inner one.
+    """
+    try:
+        # A group: when one direction fails, the other one ends too.
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_pump(outer[0], inner[1], note_use))
+            both.create_task(_pump(inner[0], outer[1]))
+    except* OSError:
+        outer[1].transport.abort()
+    finally:
+        inner[1].close()
+
+
+async def _pump(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, note_use: Callable[[], None] = lambda: None
+) -> None:
+    """Pass bytes on until the end of the source, which becomes the end of what the target reads."""
+    target.transport.set_write_buffer_limits(high=CHUNK_BYTES)
+    while data := await source.read(CHUNK_BYTES):
+        note_use()
+        target.write(data)
+        await target.drain()
+    if target.can_write_eof():
+        target.write_eof()
 
 
 def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:

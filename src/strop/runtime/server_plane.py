@@ -79,7 +79,7 @@ class ServerPlane:
         lines = self._log.decode(errors="replace").splitlines()
         return "\n".join(lines[-_SHOWN_LINES:])
 
-    async def close(self) -> None:
+    async def close(self, why: str) -> None:
         """Stop reading; the sandbox ends the server."""
         tasks = (self._end, self._reading)
         for task in tasks:

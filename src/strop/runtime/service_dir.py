@@ -12,10 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from strop.errors import CheckRefused, ConfigError
-from strop.io.endpoints import Endpoint, read_endpoint, withdraw, write_endpoint
+from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
 
-ENDPOINT = "runtime"
-"""The name under which a run's workers are handed the service."""
 START_LIMIT_S = 600.0
 """For a controller on another node, whose allocation may begin later."""
 _NODES = "runtime-nodes"
@@ -35,11 +33,11 @@ class ServiceDir:
     def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
         """Say where the controller is, to clients and to nodes. Raises: OSError."""
         write_endpoint(self.path, _NODES, Endpoint(url=endpoint.url, key=node_key))
-        write_endpoint(self.path, ENDPOINT, endpoint)
+        write_endpoint(self.path, RUNTIME, endpoint)
 
     def find(self) -> Endpoint | None:
         """Return where clients reach the service, and a key; None while it is not there."""
-        return read_endpoint(self.path, ENDPOINT)
+        return read_endpoint(self.path, RUNTIME)
 
     def find_for_nodes(self) -> Endpoint | None:
         """Return where nodes report, and the key for that."""
@@ -47,7 +45,7 @@ class ServiceDir:
 
     def retire(self) -> None:
         """Take the address back; keys and journal stay. May be called twice."""
-        withdraw(self.path, (ENDPOINT, _NODES))
+        withdraw(self.path, (RUNTIME, _NODES))
 
     async def wait_for(
         self, find: Callable[[], Endpoint | None], *, limit_s: float, check: Callable[[], None] = lambda: None

@@ -34,6 +34,7 @@ class Session:
     state: State = State.QUEUED
     failure_kind: FailureKind | None = None
     cause: str = ""
+    refusal: str = ""
     exit_code: int | None = None
     log_tail: str = ""
     events: list[str] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Session:
         self.num_missed = 0
         self.exit_code = report.exit_code if report.exit_code is not None else self.exit_code
         self.log_tail = report.log_tail or self.log_tail
+        self.refusal = report.refusal or self.refusal
         if report.events:
             self.events = list(report.events)
         self.isolation = report.isolation or self.isolation

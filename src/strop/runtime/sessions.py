@@ -84,7 +84,7 @@ class Sessions:
             owner=owner,
             key=new_key(),
             request=request,
-            slot=self.policy.slot.times(request.resource_factor),
+            slot=self._slot_of(request),
             timeline={"queued": time.time()},
         )
         self.registry.add(session)
@@ -101,6 +101,11 @@ class Sessions:
                 self.registry.end(session, State.FAILED, FailureKind.INFRA_LOST, "no address could be held")
                 session.announced.set()
         return session
+
+    def _slot_of(self, request: StartRequest) -> Slot:
+        plain = self.policy.slot
+        terms = request.sandbox
+        return plain.times(request.resource_factor) if terms is None else terms.slot(plain)
 
     def find(self, owner: str, session_id: str) -> Session:
         """Return the newest sandbox of a session id. Raises: Refusal with 404."""

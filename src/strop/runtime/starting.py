@@ -10,6 +10,7 @@ from strop.errors import SandboxError
 from strop.runtime.contract import FailureKind, NodeOrder
 from strop.runtime.held import Made
 from strop.runtime.making import Maker, MakeSettings
+from strop.runtime.owner_plane import OwnerPlane
 from strop.runtime.planes import DataPlane, OwnPlane, Plane, SandboxFailed, has_program, is_agent_server
 from strop.runtime.pulling import Images
 from strop.runtime.server_plane import ServerPlane, find_working_dir, injected_argv, injected_mounts
@@ -29,21 +30,22 @@ class NodeMaking:
 
     async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
         """Have the image here. Raises: SandboxFailed; ConfigError if no backend has such images."""
-        kind = self._maker.kind_of(order.request, order.slot)
+        kind = await self._maker.kind_of(order)
         if kind.image is not None and not kind.image.startswith("/"):
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
     async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
         """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
-        if self._policy is DataPlane.OWN and not is_agent_server(order.request):
+        is_owners = order.request.sandbox is not None
+        if self._policy is DataPlane.OWN and not is_owners and not is_agent_server(order.request):
             raise SandboxFailed(
                 FailureKind.IMAGE_ERROR,
                 f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
                 " node serves itself (data plane `own`)",
             )
         mounts = injected_mounts() if self._is_injected(order) else ()
-        kind = self._maker.kind_of(order.request, order.slot, mounts)
+        kind = await self._maker.kind_of(order, mounts)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
         sandbox = await self._maker.make(kind, self._maker.count_warm(order.request.image))
         try:
@@ -57,6 +59,8 @@ class NodeMaking:
     async def _serve(self, order: NodeOrder, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
         policy = self._policy
         request = order.request
+        if request.sandbox is not None:
+            return OwnerPlane(sandbox, order.session_api_key, note_use)
         if policy is DataPlane.AUTO:
             is_there = not is_agent_server(request) or await has_program(sandbox, request)
             policy = DataPlane.IMAGE if is_there else DataPlane.OWN
@@ -69,7 +73,8 @@ class NodeMaking:
         return await ServerPlane.start(sandbox, order, argv, env)
 
     def _is_injected(self, order: NodeOrder) -> bool:
-        return self._policy is DataPlane.INJECT and is_agent_server(order.request)
+        is_theirs = order.request.sandbox is None and is_agent_server(order.request)
+        return self._policy is DataPlane.INJECT and is_theirs
 
     def metrics(self) -> dict[str, float]:
         """Return what has been counted."""

@@ -22,9 +22,9 @@ from strop.errors import CheckRefused, StoreError, describe_error
 from strop.runtime.contract import NODE_KEY_HEADER
 from strop.runtime.keys import ANYONE, KeyRing
 from strop.runtime.wire import Refusal
+from strop.sandbox.wire import SERVICE_KEY_HEADER
 
 OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
-KEY_HEADER = "X-API-Key"
 MAX_BODY_BYTES = 256 << 10
 BODY_LIMIT_S = 20.0
 HEAD_LIMIT_S = 10.0
@@ -66,7 +66,7 @@ class Guard:
             return self._node_keys.owner_of(_text(headers.get(NODE_KEY_HEADER.lower().encode(), b"")))
         if self._keys is None:
             return ANYONE
-        given = _text(headers.get(KEY_HEADER.lower().encode(), b""))
+        given = _text(headers.get(SERVICE_KEY_HEADER.lower().encode(), b""))
         # How Prometheus sends a key from a file.
         bearer = _text(headers.get(b"authorization", b"")).partition("Bearer ")[2]
         return self._keys.owner_of(given or bearer)

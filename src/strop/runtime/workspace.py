@@ -25,8 +25,8 @@ from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_
 from strop.runtime.multipart import one_part, read_form
 from strop.runtime.repository import Repository
 from strop.sandbox.contract import MIB, ExecKind, Sandbox
+from strop.sandbox.wire import SANDBOX_KEY_HEADER
 
-KEY_HEADER = "X-Session-API-Key"
 SERVES_VERSION = "1.58.0"
 """The agent server whose routes these are."""
 MAX_FILE_BYTES = 256 * MIB
@@ -74,7 +74,7 @@ class Workspace:
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Refuse what comes without the key, before anything of its body is read. Raises: HttpError."""
-        if path.startswith("/api/") and not has_key(headers, KEY_HEADER, self._key):
+        if path.startswith("/api/") and not has_key(headers, SANDBOX_KEY_HEADER, self._key):
             raise HttpError(401, "Unauthorized")
 
     async def answer(self, request: Request) -> Answer:

@@ -1,5 +1,7 @@
 """The client's end of a sandbox's connection: requests by number, and who waits for their answers.
 
+The other end is a supervisor of this machine, or a node that passes frames on to one of its own.
+
 Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
 never wrong.
 """
@@ -27,12 +29,14 @@ _NEXT_STEPS = {
 _MAX_REFUSED_CALLS = 1000
 _log = logging.getLogger("strop.sandbox.client")
 Answer = tuple[dict[str, Any], bytes]
+Deliver = Callable[[dict[str, Any], bytes], None]
+"""Takes an answer as it came."""
 
 
 class Client:
     """One connection to a supervisor. Usable from one event loop."""
 
-    def __init__(self, connection: socket.socket, backend: str) -> None:
+    def __init__(self, connection: socket.socket, backend: str, *, max_body_bytes: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._channel = Channel(connection)
         self._backend = backend
@@ -40,9 +44,16 @@ class Client:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.refused_calls: deque[str] = deque(maxlen=_MAX_REFUSED_CALLS)
         """The newest that its network refused: host, port and why."""
+        self.on_refused_call: Callable[[dict[str, Any]], None] = lambda header: None
+        """Takes each as it came."""
+        self._relayed: dict[int, Deliver] = {}
+        self._max_body_bytes = max_body_bytes
         self.lost_kind = ""
         """Why it answers nothing any more; empty while it does."""
+        self._lost_why = ""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
+        # Of a node nobody awaits it.
+        self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(connection, self._on_readable)
 
@@ -53,15 +64,34 @@ class Client:
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
         """Send a request; return its number and what will have its answer.
 
-        Whoever does not await the answer forgets it. Raises: SandboxLost.
+        Whoever does not await the answer forgets it.
+        Raises: SandboxLost; SandboxError with kind too_large.
         """
-        if self.lost_kind:
-            raise self.lost(self.lost_kind)
+        self._require_answering()
+        if self._max_body_bytes is not None and len(body) > self._max_body_bytes:
+            raise SandboxError(
+                f"{len(body)} bytes at once for a {self._backend} sandbox",
+                allowed=f"at most {self._max_body_bytes}",
+                next_step="give it in parts",
+                kind="too_large",
+            )
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[number] = answer
         self.tell({"id": number, **header}, body)
         return number, answer
+
+    def relay(self, header: dict[str, Any], body: bytes, deliver: Deliver) -> int:
+        """Send somebody else's request, whose answer is delivered; return its number. Raises: SandboxLost."""
+        self._require_answering()
+        number = next(self._numbers)
+        self._relayed[number] = deliver
+        self.tell({"id": number, **header}, body)
+        return number
+
+    def _require_answering(self) -> None:
+        if self.lost_kind:
+            raise self.lost(self.lost_kind, self._lost_why)
 
     async def ask(self, header: dict[str, Any], body: bytes = b"") -> Answer:
         """Send a request and return its answer. Raises: SandboxLost."""
@@ -146,11 +176,16 @@ class Client:
             call = "{target}: {why}".format(**header["refused_call"])
             self.refused_calls.append(call)
             _log.warning("a %s sandbox may not reach %s", self._backend, call)
+            self.on_refused_call(header)
             return
         if "id" not in header:
-            self.lost_kind = header.get("lost", self.lost_kind)
+            if not self.lost_kind:
+                self.lost_kind, self._lost_why = header.get("lost", ""), header.get("why", "")
             if not self._first.done():
                 self._first.set_result((header, body))
+            return
+        if (deliver := self._relayed.pop(header["id"], None)) is not None:
+            deliver(header, body)
             return
         answer = self._waiting.pop(header["id"], None)
         if answer is None or answer.done():
@@ -175,7 +210,10 @@ class Client:
         self.lost_kind = self.lost_kind or "infra"
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self.lost(self.lost_kind))
+                answer.set_exception(self.lost(self.lost_kind, self._lost_why))
+        for deliver in self._relayed.values():
+            deliver({"lost": self.lost_kind, "why": ""}, b"")
+        self._relayed.clear()
         if not self._first.done():
             self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
         if not self._ended.done():

@@ -93,6 +93,10 @@ class Isolation:
     """'none', 'host', or the list of what it may reach, as in a spec."""
     kernel: str
     """Release of the kernel that serves the program's calls."""
+    node: str = ""
+    """The machine that has it, where a service was asked for it; empty: this one."""
+    lacks: tuple[str, ...] = ()
+    """What of the contract it refuses, because it is on a service's node: 'mounts', 'snapshots'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,7 +429,7 @@ class SandboxBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The word in run files: 'process', 'bubblewrap'."""
+        """The word in run files: 'process', 'bubblewrap', 'podman', 'remote'."""
         ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:

@@ -29,21 +29,23 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     return LENGTHS.pack(len(text), len(body)) + text + body
 
 
-def unpack(buffer: bytearray) -> Iterator[tuple[dict[str, Any], bytes]]:
+def unpack(buffer: bytearray, *, max_body_bytes: int | None = None) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Take the complete frames out of a buffer that is being filled.
 
-    Raises: CorruptRecord if what it holds is no frame.
+    Raises: CorruptRecord if what it holds is no frame, or one with a larger body.
     """
     while len(buffer) >= LENGTHS.size:
         header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
         if header_bytes > MAX_HEADER_BYTES:
             raise _refused(f"a header of {header_bytes} bytes")
+        if max_body_bytes is not None and body_bytes > max_body_bytes:
+            raise _refused(f"a body of {body_bytes} bytes")
         start = LENGTHS.size + header_bytes
         if len(buffer) < start + body_bytes:
             return
         try:
             header = json.loads(buffer[LENGTHS.size : start])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refused(f"a header that is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise _refused(f"a header that is a {type(header).__name__}")

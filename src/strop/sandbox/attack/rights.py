@@ -24,10 +24,10 @@ from strop.sandbox.attack.contract import (
     by_user,
 )
 from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage, read_or_empty, seen
-from strop.sandbox.choose import make_backend
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Mount, SandboxSpec
 from strop.sandbox.family import find_descendants
 from strop.sandbox.frames import pack
+from strop.sandbox.local import LocalBackend
 from strop.sandbox.seccomp import CALLS
 
 ATTACKS: list[Attack] = []
@@ -402,7 +402,7 @@ async def _start_rights_program(stage: Stage, index: int) -> Seen:
     mounts = (Mount(host_path=str(program.parent), inside_path="/given"),) if backend != "process" else ()
     spec = SandboxSpec(limits=SMALL, mounts=mounts, min_level=IsolationLevel.NONE)
     path = f"/given/{program.name}" if mounts else str(program)
-    async with await make_backend(backend).create(spec) as sandbox:
+    async with await LocalBackend(backend).create(spec) as sandbox:
         running = asyncio.create_task(sandbox.exec([path, "600.125"], wall_limit_s=WALL_LIMIT_S))
         while True:
             pids = [pid for pid in find_descendants(sandbox.supervisor_pid) if _is_program(pid, path)]

@@ -17,9 +17,10 @@ from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, i
 from strop.sandbox.attack.leaks import find_leftovers
 from strop.sandbox.attack.network import own_network
 from strop.sandbox.attack.stage import Control, Stage, control_beside
-from strop.sandbox.choose import BACKENDS, make_backend
+from strop.sandbox.choose import BACKENDS
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of
+from strop.sandbox.local import LocalBackend
 
 ATTACKS: tuple[Attack, ...] = tuple(
     sorted(
@@ -110,7 +111,7 @@ async def _attack_backend(
     spec = SandboxSpec(min_level=IsolationLevel.NONE)
     async with AsyncExitStack() as stack:
         try:
-            sandbox = await stack.enter_async_context(await make_backend(name).create(spec))
+            sandbox = await stack.enter_async_context(await LocalBackend(name).create(spec))
         except SandboxRefused as refusal:
             return BackendVerdict(name=name, isolation=None, refusal=str(refusal))
         except SandboxError as error:
@@ -137,7 +138,7 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
     expected = attack.expects.worst(control.sandbox.isolation)
     try:
         async with asyncio.timeout(_LIMIT_S):
-            sandbox = await make_backend(backend).create(spec)
+            sandbox = await LocalBackend(backend).create(spec)
             async with sandbox:
                 expected = attack.expects.worst(sandbox.isolation)
                 # The process that waits for the first command is not to be taken for one of the attack.

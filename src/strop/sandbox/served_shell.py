@@ -1,4 +1,4 @@
-"""A shell of a local sandbox that stays open, from the side that asks."""
+"""A shell of a sandbox that stays open, from the side that asks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.errors import SandboxError
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.following import ShellResult
-from strop.sandbox.local_job import result_fields
+from strop.sandbox.served_job import result_fields
 
 _SHELLS = (
     (("/bin/bash", "--norc", "--noprofile", "--noediting", "-i"), "set +H"),
@@ -22,7 +22,7 @@ _QUIET = "PS1= PS2=; unset HISTFILE MAILCHECK"
 _START_LIMIT_S = 20.0
 
 
-class LocalShell:
+class ServedShell:
     """A shell; see `Shell`."""
 
     def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:
@@ -83,12 +83,12 @@ class LocalShell:
         await self.close()
 
 
-async def open_shell(client: Client, env: Mapping[str, str], cwd: str | None) -> LocalShell:
+async def open_shell(client: Client, env: Mapping[str, str], cwd: str | None) -> ServedShell:
     """Return the best shell that answers. Raises: SandboxError with kind shell; SandboxLost."""
     why = ""
     for argv, prepare in _SHELLS:
         request: dict[str, Any] = {"op": "open_shell", "argv": list(argv), "cwd": cwd}
-        shell = LocalShell(client, *client.begin({**request, "env": dict(env)}))
+        shell = ServedShell(client, *client.begin({**request, "env": dict(env)}))
         first = await shell.run(f"{_QUIET}; {prepare}", wall_limit_s=_START_LIMIT_S)
         if first.kind is ExecKind.EXITED and first.has_shell:
             return shell

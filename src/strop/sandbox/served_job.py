@@ -1,4 +1,4 @@
-"""Commands of a local sandbox that are followed while they run, from the side that asks."""
+"""Commands of a sandbox that are followed while they run, from the side that asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.sandbox.contract import ExecKind, ExecResult
 from strop.sandbox.following import JobOutput
 
 
-class LocalJob:
+class ServedJob:
     """A command that was started; see `Job`."""
 
     def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:

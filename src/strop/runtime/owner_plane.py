@@ -1,0 +1,292 @@
+"""A sandbox that is served to the process that asked for it, as if it were of that process's own machine.
+
+The frames that a sandbox's supervisor takes come here over one connection, made from an HTTP request by an
+upgrade. Each is looked at, given the number that it has on this side, and passed on; the supervisor keeps all
+clocks, bounds and pipes, so what holds of a local sandbox holds here. The sandbox ends with the connection,
+or if none comes. Connections to servers inside are beside it, one each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from strop.errors import CorruptRecord, SandboxError, SandboxLost, SandboxRefused, given_of
+from strop.runtime.contract import FailureKind
+from strop.runtime.http_server import (
+    Answer,
+    HttpError,
+    Request,
+    Upgrade,
+    has_key,
+    json_answer,
+    serve_connection,
+)
+from strop.runtime.planes import SandboxFailed, lost_as_failure
+from strop.runtime.ports import CHUNK_BYTES, Serve, Stream, join_streams
+from strop.sandbox.frames import pack, unpack
+from strop.sandbox.local import LocalSandbox
+from strop.sandbox.wire import CONNECT_PATH, FRAMES_PATH, MAX_BODY_BYTES, PROTOCOL, SANDBOX_KEY_HEADER
+
+_OWNER_LIMIT_S = 60.0
+"""For the owner to come, once its sandbox is there."""
+_BUSY_EVERY_S = 20.0
+"""How often a sandbox in which something runs is noted as used."""
+_LACKS = ("mounts", "snapshots")
+_COMMANDS = ("start", "run")
+_log = logging.getLogger("strop.runtime.owner_plane")
+
+
+class OwnerPlane:
+    """Serves one sandbox to its owner."""
+
+    num_commands = 0
+    first_command_at: float | None = None
+
+    def __init__(self, sandbox: LocalSandbox, key: str, note_use: Callable[[], None]) -> None:
+        self._sandbox = sandbox
+        self._key = key
+        self._note_use = note_use
+        self._owner: asyncio.StreamWriter | None = None
+        self._numbers: dict[int, int] = {}
+        """Of requests without an answer yet: the owner's, and those of this side."""
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Has the reason, once no owner will ask any more."""
+        self._waiting = asyncio.get_running_loop().call_later(
+            _OWNER_LIMIT_S, self._end, f"its owner did not come within {_OWNER_LIMIT_S:.0f} s"
+        )
+
+    async def dial(self) -> Stream | Serve:
+        """Serve it here."""
+        return self._serve
+
+    async def wait_ended(self) -> SandboxFailed:
+        """Return when the sandbox is lost, or its owner."""
+        lost = asyncio.create_task(self._sandbox.wait_lost())
+        try:
+            await asyncio.wait({lost, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not lost.done():
+                return SandboxFailed(FailureKind.INFRA_LOST, self._gone.result())
+            return lost_as_failure(lost.result())
+        finally:
+            lost.cancel()
+
+    def log_tail(self) -> str:
+        """Return nothing: no server runs inside."""
+        return ""
+
+    async def close(self, why: str) -> None:
+        """Tell the owner, and let it go."""
+        self._end(why)
+        self._send({"lost": self._sandbox.client.lost_kind or "infra", "why": why})
+
+    def _end(self, why: str) -> None:
+        self._waiting.cancel()
+        if not self._gone.done():
+            self._gone.set_result(why)
+
+    # Requests.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve_connection(reader, writer, self._answer, admit=self._admit, max_body_bytes=0)
+
+    def _admit(self, path: str, headers: Mapping[str, str]) -> None:
+        if path.startswith("/strop/") and not has_key(headers, SANDBOX_KEY_HEADER, self._key):
+            raise HttpError(401, "Unauthorized")
+
+    async def _answer(self, request: Request) -> Answer | Upgrade:
+        if request.method != "GET":
+            raise HttpError(405, "Method Not Allowed")
+        if request.path in ("/alive", "/health"):
+            return json_answer({"status": "ok"})
+        if request.path == FRAMES_PATH:
+            if self._owner is not None or self._gone.done():
+                raise HttpError(409, "this sandbox has an owner, and ends with it")
+            return Upgrade(protocol=PROTOCOL, serve=self._serve_owner)
+        if request.path == CONNECT_PATH:
+            return await self._connect(request)
+        raise HttpError(404, "Not Found")
+
+    async def _connect(self, request: Request) -> Answer | Upgrade:
+        path = request.one("path")
+        try:
+            connection = await self._sandbox.connect(path or request.number("port", -1))
+        except SandboxError as error:
+            return json_answer({"kind": error.kind, "detail": given_of(error)}, 409)
+        connection.setblocking(False)
+        inner = await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
+        return Upgrade(
+            protocol=PROTOCOL,
+            serve=lambda reader, writer: join_streams((reader, writer), inner, self._note_use),
+        )
+
+    # Frames.
+
+    async def _serve_owner(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._owner = writer
+        self._sandbox.client.on_refused_call = self._send
+        self._waiting.cancel()
+        noting = asyncio.create_task(self._note_while_busy())
+        buffer = bytearray()
+        try:
+            while data := await reader.read(CHUNK_BYTES):
+                self._note_use()
+                buffer += data
+                for header, body in unpack(buffer, max_body_bytes=MAX_BODY_BYTES):
+                    if header.get("op") == "stop":
+                        await self._sandbox.stop()
+                        return
+                    self._take(header, body)
+                # Who does not read its answers is not heard either.
+                await writer.drain()
+        except CorruptRecord as error:
+            _log.warning("an owner is cut off: %s", error)
+        except SandboxLost as lost:
+            _log.warning("a sandbox did not end in time: %s", lost)
+        finally:
+            noting.cancel()
+            self._end("the connection of its owner has ended")
+
+    async def _note_while_busy(self) -> None:
+        while True:
+            await asyncio.sleep(_BUSY_EVERY_S)
+            if self._numbers:
+                self._note_use()
+
+    def _take(self, header: dict[str, Any], body: bytes) -> None:
+        """Pass a request on. Raises: CorruptRecord if it is none, and cannot be answered as one either."""
+        number, fault = header.get("id"), find_fault(header)
+        is_answered = _is_number(number) and number not in self._numbers
+        if fault and is_answered:
+            self._send({"id": number, "failed": "request", "why": fault})
+            return
+        if fault or not (is_answered or number is None):
+            raise CorruptRecord(f"an owner sent {fault or f'number {number} twice'}")
+        operation = header["op"]
+        if operation == "describe":
+            self._send({"id": number, **self._describe()})
+            return
+        if operation in _COMMANDS and not header.get("builtin"):
+            self.num_commands += 1
+            self.first_command_at = self.first_command_at or time.time()
+        passed = {name: value for name, value in header.items() if name != "id"}
+        if "max_bytes" in passed.get("details", {}):
+            passed["details"]["max_bytes"] = min(passed["details"]["max_bytes"], MAX_BODY_BYTES)
+        for name in ("job", "shell"):
+            if name in passed:
+                # What has ended has no number any more, nor has -1.
+                passed[name] = self._numbers.get(passed[name], -1)
+        if number is None:
+            self._sandbox.client.tell(passed, body)
+            return
+        try:
+            deliver = partial(self._deliver, number)
+            self._numbers[number] = self._sandbox.client.relay(passed, body, deliver)
+        except SandboxLost as lost:
+            self._send({"id": number, "lost": lost.kind, "why": ""})
+
+    def _deliver(self, number: int, header: dict[str, Any], body: bytes) -> None:
+        self._numbers.pop(number, None)
+        self._send({**header, "id": number}, body)
+
+    def _describe(self) -> dict[str, Any]:
+        sandbox = self._sandbox
+        argv: tuple[str, ...] = ()
+        with suppress(SandboxRefused):
+            argv = sandbox.python_argv
+        isolation = replace(sandbox.isolation, node=platform.node(), lacks=_LACKS)
+        return {"isolation": asdict(isolation), "scratch": sandbox.scratch, "python_argv": argv}
+
+    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        if self._owner is not None and not self._owner.is_closing():
+            self._owner.write(pack(header, body))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_time(value: Any) -> bool:
+    # Infinity is one; what is no number is not.
+    return type(value) in (int, float) and value >= 0
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_env(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+def _is_signal(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 64
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_builtin(value: Any) -> bool:
+    return value in ("read", "write", "make_dir", "list")
+
+
+def _is_details(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_text(value.get("path"))
+        and all(_is_number(one) for name, one in value.items() if name != "path")
+    )
+
+
+_COMMAND_FIELDS = {"env": _is_env, "cwd": _is_text_or_none}
+_FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "describe": {},
+    "start": {"argv": _is_words, "wall_limit_s": _is_time, "has_stdin": _is_bool, **_COMMAND_FIELDS},
+    "builtin": {"builtin": _is_builtin, "details": _is_details, "wall_limit_s": _is_time},
+    "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
+    "run": {"shell": _is_number, "wall_limit_s": _is_time},
+    **{name: {} for name in ("pause", "resume", "stats")},
+    **{name: {"job": _is_number} for name in ("cancel", "end", "drop", "input", "input_end")},
+    "signal": {"job": _is_number, "number": _is_signal},
+    "output": {"job": _is_number, "positions": _is_pair},
+}
+"""Of each operation that a supervisor takes from afar: its fields, and what they may be."""
+_OPTIONAL = frozenset({"has_stdin"})
+_UNANSWERED = frozenset({"cancel", "end", "drop", "input_end", "signal"})
+
+
+def find_fault(header: Mapping[str, Any]) -> str:
+    """Return what is wrong with a request; nothing if a supervisor can take it."""
+    operation = header.get("op")
+    fields = _FIELDS.get("builtin" if operation == "start" and "builtin" in header else str(operation))
+    if fields is None or operation == "builtin":
+        return f"operation {operation!r}, which there is not"
+    for name, value in header.items():
+        if name == "id":
+            if operation in _UNANSWERED or not _is_number(value):
+                return f"number {value!r} with {operation}"
+        elif name != "op" and not (name in fields and fields[name](value)):
+            return f"a field {name!r} that {operation} does not take, or not so"
+    needed = fields.keys() | (set() if operation in _UNANSWERED else {"id"})
+    missing = needed - header.keys() - _OPTIONAL
+    return f"{operation} without {', '.join(sorted(missing))}" if missing else ""

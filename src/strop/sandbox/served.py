@@ -1,0 +1,273 @@
+"""A sandbox that is served over a connection, from the side that asks: by its supervisor or a node.
+
+All that frames carry is here. What needs more than frames is in `local` and `remote`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from strop.errors import SandboxError, SandboxRefused
+from strop.sandbox.client import Answer, Client
+from strop.sandbox.contract import (
+    MIB,
+    ExecKind,
+    ExecResult,
+    FrozenBy,
+    Guard,
+    Isolation,
+    IsolationLevel,
+    SandboxStats,
+    Snapshot,
+)
+from strop.sandbox.daemon_handle import python_candidates
+from strop.sandbox.inside import EXIT_KINDS
+from strop.sandbox.served_job import ServedJob, as_result
+from strop.sandbox.served_shell import ServedShell, open_shell
+
+MIN_PYTHON = (3, 11)
+_STOP_LIMIT_S = 30.0
+_FILE_LIMIT_S = 60.0
+
+
+class ServedSandbox(ABC):
+    """A sandbox whose requests go over one connection; see `Sandbox`. Usable from one event loop."""
+
+    def __init__(
+        self,
+        client: Client,
+        isolation: Isolation,
+        *,
+        scratch: str,
+        env: Mapping[str, str],
+        python_argv: tuple[str, ...],
+    ) -> None:
+        self.client = client
+        """Its connection, for who passes requests of others on."""
+        self._env = dict(env)
+        self._isolation = isolation
+        self._scratch = scratch
+        self._python_argv = python_argv
+
+    @property
+    def isolation(self) -> Isolation:
+        """What was reached."""
+        return self._isolation
+
+    @property
+    def scratch(self) -> str:
+        """The private directory as a program sees it."""
+        return self._scratch
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it answers nothing any more."""
+        return bool(self.client.lost_kind)
+
+    def when_ended(self, act: Callable[[], None]) -> None:
+        """Do something once nothing is left of it."""
+        self.client.when_ended(act)
+
+    async def wait_lost(self) -> str:
+        """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
+        return await self.client.wait_lost()
+
+    @property
+    def refused_calls(self) -> tuple[str, ...]:
+        """What programs asked of a network that is a list, and was not in it: host, port and why.
+
+        The newest 1,000; `stats` has their number.
+        """
+        return tuple(self.client.refused_calls)
+
+    @property
+    def python_argv(self) -> tuple[str, ...]:
+        """A Python inside, with its flags.
+
+        Raises: SandboxRefused with kind interpreter if none was found that a program may run.
+        """
+        if not self._python_argv:
+            raise SandboxRefused(
+                f"no Python can be started in a {self._isolation.backend} sandbox; tried: "
+                + ", ".join(python_candidates()),
+                allowed=f"Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer that other users can reach",
+                next_step="install the system's python3, or move Python out of a private directory",
+                kind="interpreter",
+            )
+        return self._python_argv
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s}
+        return as_result(*await self._run({**request, "env": {**self._env, **(env or {})}}, stdin))
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float = math.inf,
+        has_stdin: bool = False,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> ServedJob:
+        """Start a program; see `Sandbox.start`."""
+        request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s, "has_stdin": has_stdin}
+        full = {"op": "start", **request, "env": {**self._env, **(env or {})}}
+        return ServedJob(self.client, *self.client.begin(full))
+
+    async def open_shell(
+        self, *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> ServedShell:
+        """Return a shell that stays open; see `Sandbox.open_shell`."""
+        return await open_shell(self.client, {**self._env, **(env or {})}, cwd)
+
+    @abstractmethod
+    async def connect(self, address: int | str) -> socket.socket:
+        """Return a connection to a server inside; see `Sandbox.connect`."""
+
+    @abstractmethod
+    async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
+        """Run `main` of the source that the sandbox was made with, as `exec` runs a program.
+
+        Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
+        """
+
+    async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
+        """Return a regular file's bytes; see `Sandbox.read`."""
+        details = {"path": path, "offset": offset, "max_bytes": max_bytes}
+        return await self._work_inside("read", details, b"")
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Put a file in place; see `Sandbox.write`."""
+        await self._work_inside("write", {"path": path, "mode": mode}, data)
+
+    async def upload(self, host_path: Path, path: str) -> None:
+        """Copy a file or a tree into the sandbox; see `Sandbox.upload`."""
+        for place, mode in _walk_host(host_path):
+            inside = str(PurePosixPath(path, place.relative_to(host_path)))
+            if stat.S_ISDIR(mode):
+                await self._work_inside("make_dir", {"path": inside}, b"")
+            elif stat.S_ISREG(mode):
+                await self.write(inside, place.read_bytes(), mode=stat.S_IMODE(mode) & 0o777)
+            else:
+                raise SandboxError(
+                    f"cannot upload {str(place)!r}: it is a link or a special file",
+                    allowed="regular files and directories",
+                    next_step="copy what it points to, or leave it out",
+                    kind="not_regular",
+                )
+
+    async def download(
+        self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
+    ) -> tuple[str, ...]:
+        """Copy a file or a tree out of the sandbox; see `Sandbox.download`."""
+        _require_free(host_path)
+        details = {"path": path, "max_files": max_files, "max_bytes": MIB + 5000 * max_files}
+        left_out = []
+        # Names are directory entries, and nobody else writes below the new path: none leads elsewhere.
+        for name, kind, mode in json.loads(await self._work_inside("list", details, b"")):
+            inside, target = (str(PurePosixPath(path, name)), host_path / name) if name else (path, host_path)
+            if kind == "directory":
+                target.mkdir(mode=0o700)
+            elif kind == "file":
+                data = await self.read(inside, max_bytes=max_bytes)
+                max_bytes -= len(data)
+                target.write_bytes(data)
+                target.chmod((mode & 0o755) | stat.S_IRUSR | stat.S_IWUSR)
+            else:
+                left_out.append(name)
+        return tuple(left_out)
+
+    async def pause(self) -> FrozenBy:
+        """Keep its programs from running; see `Sandbox.pause`."""
+        header, _ = await self.client.ask({"op": "pause"})
+        return FrozenBy(header["frozen_by"])
+
+    async def resume(self) -> None:
+        """Let them go on; see `Sandbox.resume`."""
+        await self.client.ask({"op": "resume"})
+
+    @abstractmethod
+    async def snapshot(self) -> Snapshot:
+        """Keep what its programs have written; see `Sandbox.snapshot`."""
+
+    async def stats(self) -> SandboxStats:
+        """Return what it uses; see `Sandbox.stats`."""
+        header, _ = await self.client.ask({"op": "stats"})
+        return SandboxStats(**{name: header[name] for name in SandboxStats.__slots__})
+
+    async def stop(self) -> None:
+        """End everything in it."""
+        await self.client.end(_STOP_LIMIT_S)
+
+    async def __aenter__(self) -> Self:
+        """Return the sandbox."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop it."""
+        await self.stop()
+
+    async def _work_inside(self, builtin: str, details: dict[str, Any], stdin: bytes) -> bytes:
+        request = {"builtin": builtin, "details": details, "wall_limit_s": _FILE_LIMIT_S}
+        header, output = await self._run(request, stdin)
+        num_bytes = header["stdout_bytes"]
+        if header["kind"] == ExecKind.EXITED and header["exit_code"] == 0:
+            return output[:num_bytes]
+        raise SandboxError(
+            f"cannot {builtin} {details['path']!r} in the sandbox: "
+            + (output[num_bytes:].decode(errors="replace") or header["why"] or header["kind"]),
+            allowed="regular files that a program inside can reach, within the limits",
+            next_step="look at the path, at Limits and at max_bytes",
+            kind=EXIT_KINDS.get(header["exit_code"] or 0, "io"),
+        )
+
+    async def _run(self, request: dict[str, Any], stdin: bytes) -> Answer:
+        """Start something and wait for its end; if nobody waits any more, kill it."""
+        number, answer = self.client.begin({"op": "start", **request}, stdin)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.client.tell({"op": "cancel", "job": number})
+            raise
+        finally:
+            self.client.forget(number)
+
+
+def _walk_host(top: Path) -> list[tuple[Path, int]]:
+    """Return a file or directory and all below it with their modes, directories before what is in them."""
+    return [(place, place.lstat().st_mode) for place in (top, *sorted(top.rglob("*")))]
+
+
+def _require_free(path: Path) -> None:
+    if os.path.lexists(path):
+        raise SandboxError(
+            f"cannot download to {str(path)!r}: something is there",
+            allowed="a path where nothing is",
+            next_step="remove it, or name another path",
+            kind="exists",
+        )
+
+
+def read_isolation(facts: Mapping[str, Any]) -> Isolation:
+    """Return the record that its fields tell."""
+    guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
+    level, lacks = IsolationLevel(facts["level"]), tuple(facts["lacks"])
+    return Isolation(**{**facts, **guards, "level": level, "lacks": lacks})

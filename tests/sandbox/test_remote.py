@@ -1,0 +1,195 @@
+"""Sandboxes of a service: what holds of this machine's holds of them, and what they cannot do they say."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
+from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
+from strop.sandbox.remote import RemoteBackend
+from strop.sandbox.served import ServedSandbox
+from strop.sandbox.wire import MAX_BODY_BYTES
+from tests.fixtures.runtime_processes import Processes, kill, service_of
+from tests.fixtures.sandboxes import appearance_of, in_sandbox, processes_with, spec_of
+from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
+
+BACKEND = "bubblewrap" if shutil.which("bwrap") else "process"
+OF_ALL_BACKENDS: tuple[Callable[..., None], ...] = (
+    test_exec.test_an_exit_code_is_a_value,
+    test_exec.test_a_signal_is_not_an_exit_code,
+    test_exec.test_bytes_are_exact_both_ways,
+    test_exec.test_an_empty_standard_input_ends_at_once,
+    test_exec.test_input_that_nobody_reads_does_no_harm,
+    test_exec.test_the_middle_of_long_output_is_counted_and_left_out,
+    test_exec.test_a_time_out_keeps_what_was_written,
+    test_exec.test_a_program_that_is_not_there_is_a_value_too,
+    test_exec.test_eight_commands_run_at_once,
+    test_exec.test_the_environment_is_clean_and_can_be_added_to,
+    test_exec.test_files_stay_between_commands_and_not_between_sandboxes,
+    test_exec.test_files_go_in_and_out_byte_for_byte,
+    test_exec.test_files_that_cannot_be_read_or_written_say_why,
+    test_exec.test_a_file_beyond_the_limit_is_refused_whole,
+    test_exec.test_a_stopped_sandbox_says_so,
+    test_exec.test_a_cancelled_command_is_killed_and_the_sandbox_lives,
+    test_trees.test_a_tree_goes_in_and_comes_out_as_it_was,
+    test_trees.test_what_does_not_fit_or_is_no_file_is_an_error,
+    test_trees.test_files_of_a_spec_are_there_before_the_first_command,
+    test_jobs.test_a_job_answers_while_it_runs,
+    test_jobs.test_who_reads_late_misses_the_middle_and_learns_how_much,
+    test_jobs.test_a_signal_reaches_the_program_and_its_group,
+    test_jobs.test_stop_ends_all_that_a_job_started,
+    test_jobs.test_a_jobs_end_is_its_programs,
+    test_jobs.test_servers_inside_are_reached_from_outside,
+    test_jobs.test_many_connections_at_once,
+    test_pausing.test_a_paused_sandbox_runs_nothing_and_goes_on,
+    test_pausing.test_what_is_used_is_told,
+    test_shells.test_what_a_command_sets_stays,
+    test_shells.test_what_ends_a_shell_is_told,
+    test_shells.test_output_of_a_shell_is_bounded_like_a_programs,
+)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """A controller and a node, handed to this process as a run hands them over."""
+    folder = tmp_path_factory.mktemp("service")
+    with service_of(folder, "--backend", BACKEND) as running:
+        hand_over(folder / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
+        try:
+            yield running
+        finally:
+            withdraw(folder / "servers", [RUNTIME])
+
+
+@pytest.mark.parametrize("check", OF_ALL_BACKENDS, ids=lambda check: check.__name__.removeprefix("test_"))
+@pytest.mark.usefixtures("service")
+def test_it_is_as_here(check: Callable[..., None], tmp_path: Path) -> None:
+    given = {"backend": "remote", "tmp_path": tmp_path, "program": "/bin/bash"}
+    check(**{name: given[name] for name in inspect.signature(check).parameters})
+
+
+def refused(spec: SandboxSpec, backend: RemoteBackend | None = None) -> SandboxRefused:
+    with pytest.raises(SandboxRefused) as caught:
+        asyncio.run((backend or make_backend("remote")).create(spec))
+    return caught.value
+
+
+@pytest.mark.usefixtures("service")
+def test_what_a_node_does_not_give_is_refused_with_its_word() -> None:
+    spec = spec_of()
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("mounts", {"mounts": (Mount(host_path="/usr", inside_path="/usr"),)}),
+        ("network", {"network": "allow:example.invalid"}),
+        ("network", {"network": "host"} if BACKEND == "bubblewrap" else {"network": "all"}),
+        ("image", {"image": "debian:12"}),
+        ("level", {"min_level": IsolationLevel.VM}),
+        ("user", {"user": 0}),
+        ("limits", {"limits": Limits(memory_bytes=0)}),
+        ("limits", {"limits": Limits(output_tail_bytes=1 << 40)}),
+        ("capacity", {"limits": Limits(memory_bytes=1 << 50)}),
+    )
+    for kind, wanted in cases:
+        assert refused(replace(spec, **wanted)).kind == kind, wanted
+
+
+@pytest.mark.usefixtures("service")
+def test_what_it_lacks_is_refused_and_stands_in_its_record() -> None:
+    async def work(sandbox: ServedSandbox) -> None:
+        isolation = sandbox.isolation
+        assert (isolation.backend, isolation.lacks) == (BACKEND, ("mounts", "snapshots"))
+        assert isolation.node == os.uname().nodename
+        with pytest.raises(SandboxError, match="no snapshots") as caught:
+            await sandbox.snapshot()
+        assert caught.value.kind == "snapshot"
+        with pytest.raises(SandboxError, match=str(MAX_BODY_BYTES)) as caught:
+            await sandbox.write("large", bytes(MAX_BODY_BYTES + 1))
+        assert caught.value.kind == "too_large"
+        # It goes on, and a size that is no file's is not one of a frame.
+        await sandbox.write("small", b"x")
+        assert await sandbox.read("small", max_bytes=1 << 40) == b"x"
+
+    in_sandbox("remote", work)
+    snapshot = object()
+    assert refused(replace(spec_of(), snapshot=snapshot)).kind == "snapshot"  # type: ignore[arg-type]
+
+
+def test_a_service_that_is_not_there_or_not_ours_is_refused(
+    service: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.0)
+    wrong = RemoteBackend(Endpoint(url=service.url, key="not-the-key-of-it"))
+    assert refused(spec_of(), wrong).kind == "key"
+    nobody = RemoteBackend(Endpoint(url="http://127.0.0.1:9", key=service.key))
+    assert refused(spec_of(), nobody).kind == "service"
+    monkeypatch.delenv("STROP_ENDPOINTS")
+    with pytest.raises(SandboxRefused, match="no sandbox service was handed") as caught:
+        asyncio.run(choose_backend("remote"))
+    assert caught.value.kind == "service"
+
+
+_OWNER = """
+import asyncio
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+async def main():
+    sandbox = await make_backend("remote").create(SandboxSpec(min_level=IsolationLevel.RLIMIT))
+    await sandbox.exec(["/bin/sh", "-c", "setsid sleep 7801 & sleep 7801"], wall_limit_s=600)
+asyncio.run(main())
+"""
+
+
+def wait_until_gone(word: str) -> None:
+    deadline = time.monotonic() + 60
+    while (found := processes_with(word)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert found == []
+
+
+@pytest.mark.usefixtures("service")
+def test_it_ends_with_its_owner() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER])
+    try:
+        asyncio.run(appearance_of("7801"))
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until_gone("7801")
+
+
+@pytest.mark.slow
+def test_a_controller_may_die_and_a_lost_node_is_told(tmp_path: Path) -> None:
+    async def work(service: Processes) -> None:
+        backend = RemoteBackend(Endpoint(url=service.url, key=service.key))
+        first = await backend.create(spec_of())
+        running = asyncio.create_task(first.exec(["/bin/sleep", "7802"], wall_limit_s=600))
+        await appearance_of("7802")
+        assert service.controller is not None
+        kill(service.controller)
+        assert (await first.exec(["/bin/echo", "on"], wall_limit_s=60)).stdout == b"on\n"
+        # Asked of a controller that is not back yet.
+        async with await backend.create(spec_of()) as second:
+            assert (await second.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
+            assert service.node is not None
+            kill(service.node)
+            for awaited in (running, second.exec(["/bin/true"], wall_limit_s=60), first.stats()):
+                with pytest.raises(SandboxLost) as caught:
+                    await awaited
+                assert caught.value.kind == "infra"
+        await first.stop()
+
+    with service_of(tmp_path, "--backend", BACKEND) as service:
+        asyncio.run(work(service))
+        service.node = None
+        wait_until_gone("7802")
