@@ -249,8 +249,10 @@ def test_many_connections_at_once(backend: str) -> None:
         port = int(await read_until(job, b"\n"))
         connections = await asyncio.gather(*(sandbox.connect(port) for _ in range(20)))
         words = [str(number).encode() for number in range(20)]
-        pairs = zip(connections, words, strict=True)
-        heard = await asyncio.gather(*(asyncio.to_thread(_talk, *pair) for pair in pairs))
+        # All speak before any listens: the server serves one after the other, in an order of its own.
+        for connection, word in zip(connections, words, strict=True):
+            connection.sendall(word)
+        heard = await asyncio.gather(*(asyncio.to_thread(_talk, one, b"") for one in connections))
         assert heard == [b"I heard " + word for word in words]
 
     in_sandbox(backend, work)
