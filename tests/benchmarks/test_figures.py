@@ -37,6 +37,8 @@ WHOLE_RUNS = ("asynchronous", "busy", "demo", "planning", "ray-demo", "reverse-t
 def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
     if name == "code-judge":
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
+    if name == "remote-sandboxes":
+        require_system_part("bubblewrap", shutil.which("bwrap") is not None)
     if name == "sandboxes":
         require_system_part("podman", shutil.which("podman") is not None and os.geteuid() == 0)
     if name == "runtime-kills":

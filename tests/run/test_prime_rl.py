@@ -10,7 +10,7 @@ import pytest
 
 from strop.cli import main
 from strop.spec import RunSpec, load_spec
-from strop.spec.task import PartedSection
+from strop.spec.parts import PartedSection
 
 pytestmark = pytest.mark.usefixtures("away_from_home")
 RL = """max_steps = 20

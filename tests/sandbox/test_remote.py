@@ -22,6 +22,7 @@ from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_bac
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.served import ServedSandbox
 from strop.sandbox.wire import MAX_BODY_BYTES
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, processes_with, spec_of
 from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
@@ -138,6 +139,25 @@ def test_a_service_that_is_not_there_or_not_ours_is_refused(
     with pytest.raises(SandboxRefused, match="no sandbox service was handed") as caught:
         asyncio.run(choose_backend("remote"))
     assert caught.value.kind == "service"
+
+
+@pytest.mark.usefixtures("service")
+def test_programs_are_judged_there() -> None:
+    for source, is_right in (("def f(x): return x + 1", True), ("import os; os._exit(0)", False)):
+        job = JudgeJob(
+            source=source,
+            mode=JudgeMode.STATEMENTS,
+            names=("f",),
+            tests=("assert f(1) == 2",),
+            num_tests=1,
+            wall_s=60.0,
+        )
+        verdict = judge_python(job, min_isolation="rlimit", sandbox="remote")
+        assert verdict.is_right is is_right, verdict
+        assert verdict.isolation == ("namespace" if BACKEND == "bubblewrap" else "rlimit")
+    with pytest.raises(SandboxRefused) as caught:
+        judge_python(job, min_isolation="vm", sandbox="remote")
+    assert caught.value.kind == "level"
 
 
 _OWNER = """

@@ -15,7 +15,8 @@ from strop.plan.roles import RoleCounts
 from strop.plan.speeds import Speeds
 from strop.spec import RunSpec
 from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, LlmJudgeSpec, is_this_machine, judge_sections
-from strop.spec.task import PartedSection, TaskSection
+from strop.spec.parts import PartedSection
+from strop.spec.task import TaskSection
 
 VERIFY_S = 0.0001
 """Judging one reply by rules: 10,000 a second, a quarter of what benchmarks/results/verify-* measured."""

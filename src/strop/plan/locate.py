@@ -14,7 +14,8 @@ from strop.io import is_complete, user_cache_dir
 from strop.policy.footprint import ModelSize, read_model_size, size_of_config
 from strop.policy.known_models import TABLE, find_known_config
 from strop.rollout import Example, Split
-from strop.spec.task import PartedSection, TaskSection
+from strop.spec.parts import PartedSection
+from strop.spec.task import TaskSection
 from strop.store import get_model
 from strop.store.data_files import only_local_data
 from strop.store.descriptions import CONFIG, find_description

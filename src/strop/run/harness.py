@@ -46,6 +46,7 @@ _OF_DATA = frozenset(
             "max_level",
             "subject",
             "min_isolation",
+            "sandbox",
         ),
         *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
     }

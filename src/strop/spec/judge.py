@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from strop.spec.base import SpecConflict, expert
-from strop.spec.task import SOURCE_HELP, TaskSection, TrainingRows, plain_sections
+from strop.spec.parts import plain_sections
+from strop.spec.task import SOURCE_HELP, TaskSection, TrainingRows
 
 ROLE = "role"
 """Stands for the address of a judge that the run starts itself."""

@@ -7,9 +7,9 @@ the task from its section is `tasks`' business; nothing here reads data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -17,13 +17,10 @@ from pydantic import (
     Field,
     JsonValue,
     SerializeAsAny,
-    ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticKnownError
 
-from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.display import NULL_WORD
 from strop.spec.template import list_names, refuse_malformed
@@ -258,6 +255,15 @@ class CodeTaskSection(HeldOutRows):
         " and network.",
         json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
     )
+    sandbox: Literal["auto", "bubblewrap", "podman", "process", "remote"] = Field(
+        default="auto",
+        description="What makes the sandboxes that code of the model runs in. 'auto': the first of this"
+        " machine's that is isolated enough. 'remote': the run's sandbox service, `[runtime]`, on whichever"
+        " node it has room; there code has the standard library only.",
+        json_schema_extra=expert(
+            "a machine with accelerators may have few processors, or allow no sandboxes"
+        ),
+    )
 
 
 USER_TASK = "FILE.py:CLASS"
@@ -382,119 +388,3 @@ def _read(value: Any) -> Any:
 
 TaskSpec = Annotated[SerializeAsAny[TaskSection], BeforeValidator(_read)]
 """Any task section; its `name` says which."""
-
-
-class TaskPart(Section):
-    """One part of a task that is made of others."""
-
-    task: TaskSpec = Field(description="What the part asks, or whose verifier judges.")
-
-
-AnyPart = TypeVar("AnyPart", bound=TaskPart)
-
-
-class PartedSection(TaskSection):
-    """What the tasks share whose problems and settings are their parts'; each names its `parts` itself."""
-
-    def read_parts(self) -> Mapping[str, TaskPart]:
-        """Return the parts by label, checked.
-
-        Raises: SpecConflict naming the setting that is wrong.
-        """
-        raise NotImplementedError
-
-    def posed_parts(self) -> Mapping[str, TaskPart]:
-        """Return the parts whose problems are posed."""
-        return self.read_parts()
-
-    @field_validator("parts", mode="before", check_fields=False)
-    @classmethod
-    def _check_parts(cls, parts: Any) -> Any:
-        check_free_table(("task", "parts"), parts)
-        return parts
-
-    @model_validator(mode="after")
-    def _check_asking(self) -> Self:
-        given = dict(self.prompting)
-        if self.thinking != "model_default":
-            given["thinking"] = self.thinking
-        for name, value in given.items():
-            raise SpecConflict(
-                {f"task.{name}": value},
-                "each part says for itself how the model is asked",
-                allowed=f"{name} in [task.parts.LABEL]",
-                next_step="move the setting into the parts",
-            )
-        return self
-
-    @property
-    def num_train(self) -> int | None:
-        """None: only the parts' data can tell."""
-        return None
-
-    @property
-    def num_held_out(self) -> int | None:
-        """None: only the parts' data can tell."""
-        return None
-
-    @property
-    def user_code(self) -> list[CodeRef]:
-        """That of all parts."""
-        return [ref for part in plain_sections(self) for ref in part.user_code]
-
-    @property
-    def judges_by_data(self) -> bool:
-        """True: whose an example is, its data say."""
-        return True
-
-
-def plain_sections(task: TaskSection) -> list[TaskSection]:
-    """Return the sections of the tasks that a task is made of: its own, or its parts'."""
-    return [part.task for part in task.read_parts().values()] if isinstance(task, PartedSection) else [task]
-
-
-def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
-    """Return a part of a task that is made of others; what `kind` does not name is its task's.
-
-    Raises: SpecConflict naming the setting that is wrong.
-    """
-    names = [name for name in kind.model_fields if name != "task"]
-    own = {key: value for key, value in table.items() if key in names}
-    settings = {key: value for key, value in table.items() if key not in names}
-    try:
-        return kind.model_validate({**own, "task": settings})
-    except ValidationError as error:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, SpecConflict):
-            inside = f"task.parts.{label}."
-            given = {key.replace("task.", inside, 1): value for key, value in cause.given.items()}
-            raise SpecConflict(given, cause.why, allowed=cause.allowed, next_step=cause.next_step) from error
-        if isinstance(cause, ConfigError):
-            raise cause from error
-        where = [str(part) for part in first["loc"] if part != "task"]
-        raise SpecConflict(
-            {".".join(["task.parts", label, *where]): first["input"]},
-            first["msg"],
-            allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
-            next_step="correct the setting; `strop explain task` lists those of every task",
-        ) from error
-
-
-def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
-    """Refuse two classes of one name: results would not tell their examples apart.
-
-    Raises: SpecConflict naming both.
-    """
-    known: dict[str, str] = {}
-    for label, task in parts.items():
-        if not isinstance(task, UserTaskSpec):
-            continue
-        other = known.setdefault(task.ref.name, label)
-        if parts[other].name != task.name:
-            raise SpecConflict(
-                {f"task.parts.{one}.name": parts[one].name for one in (other, label)},
-                f"two tasks are called {task.ref.name}",
-                allowed="a name of its own for each class",
-                next_step="rename one of the classes",
-            )

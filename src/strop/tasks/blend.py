@@ -23,7 +23,8 @@ from strop.errors import DataError, StropError
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.base import SpecConflict, expert
 from strop.spec.judge import LlmJudgeSpec
-from strop.spec.task import PROMPTING, PartedSection, TaskPart, read_part, refuse_same_names
+from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
+from strop.spec.task import PROMPTING
 from strop.tasks.contract import Task, TaskLimits, within_bounds
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge

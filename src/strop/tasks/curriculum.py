@@ -21,7 +21,8 @@ from typing import Any
 from strop.errors import ConfigError, DataError
 from strop.io.atomic import write_bytes_atomically
 from strop.rollout import Example, Split
-from strop.spec.task import PartedSection, TaskSection, TaskSpec
+from strop.spec.parts import PartedSection
+from strop.spec.task import TaskSection, TaskSpec
 from strop.store.data_files import locate_named
 from strop.tasks.contract import Task
 from strop.tasks.registry import build_task

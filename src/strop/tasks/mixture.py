@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, model_validator
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.base import SpecConflict, expert
-from strop.spec.task import PartedSection, TaskPart, read_part, refuse_same_names
+from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.registry import built_in
 from strop.tasks.traits import (

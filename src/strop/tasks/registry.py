@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import strop.tasks
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.spec.task import PartedSection, TaskSection, UserTaskSpec, plain_sections
+from strop.spec.parts import PartedSection, plain_sections
+from strop.spec.task import TaskSection, UserTaskSpec
 from strop.tasks.contract import Task
 from strop.user_code import edited, hash_sources
 

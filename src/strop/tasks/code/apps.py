@@ -22,7 +22,7 @@ from strop.tasks.code.extraction import (
     judged_outcome,
     no_code_outcome,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.registry import built_in
@@ -137,7 +137,7 @@ class Apps(RowTask):
             test_s=_TEST_S,
             packages=_ALLOWED_PACKAGES,
         )
-        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        return judged_outcome(code, judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return the name that is called; programs are run as a whole."""

@@ -25,7 +25,7 @@ from strop.tasks.code.extraction import (
     judged_outcome,
     no_code_outcome,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.registry import built_in
@@ -120,7 +120,7 @@ class HumanEval(RowTask):
             num_tests=1,
             wall_s=WALL_S,
         )
-        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        return judged_outcome(code, judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return that the program is called by its name."""

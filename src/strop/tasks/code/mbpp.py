@@ -26,7 +26,7 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
     used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
@@ -139,7 +139,7 @@ class Mbpp(RowTask):
             num_tests=len(tests),
             wall_s=_PARITY_WALL_S if self._is_parity else WALL_S,
         )
-        outcome = judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        outcome = judged_outcome(code, judge_for(self._spec, job))
         return outcome if defines(code, entry_point) else replace(outcome, format_ok=outcome.is_correct)
 
     def program_form(self, example: Example) -> ProgramForm:

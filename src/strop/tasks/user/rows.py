@@ -30,7 +30,7 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
     used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
@@ -301,7 +301,7 @@ class Rows(RowTask):
             num_tests=len(tests),
             wall_s=WALL_S,
         )
-        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        return judged_outcome(code, judge_for(self._spec, job))
 
 
 def read_tests(answer: Any) -> tuple[str, ...]:

@@ -6,6 +6,6 @@ built-ins and objects that equal everything earn nothing, because nothing of tha
 Not here: finding the code in a reply (`tasks.code.extraction`), and what contains the program (`sandbox`).
 """
 
-from strop.tasks.code.python_judge.judge import JudgeJob, JudgeMode, JudgeVerdict, judge_python
+from strop.tasks.code.python_judge.judge import JudgeJob, JudgeMode, JudgeVerdict, judge_for, judge_python
 
-__all__ = ["JudgeJob", "JudgeMode", "JudgeVerdict", "judge_python"]
+__all__ = ["JudgeJob", "JudgeMode", "JudgeVerdict", "judge_for", "judge_python"]

@@ -21,11 +21,12 @@ from typing import Any
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
+from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.runner import STARTED
 
 START_LIMIT_S = 5.0
 """Wall time of the runner beside the tests: to start, and so that a hang of its own is recognized."""
-_NOT_MOUNTING = "process"
+_NOT_MOUNTING = ("process", "remote")
 """There a program has the standard library only."""
 _ENV = {"OPENBLAS_NUM_THREADS": "1"}
 """Each thread of numpy's library reserves memory, of which a program has little."""
@@ -33,13 +34,18 @@ _MAX_EXIT_CODE = 128
 """A larger exit code is a shell's or a sandbox's way to say that a signal ended the program."""
 
 
-def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVerdict:
+def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
+    """Run a program's tests where a task's settings say. Raises: as `judge_python`."""
+    return judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
+
+
+def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> JudgeVerdict:
     """Run a program's tests in a fresh sandbox. Blocks, also where an event loop runs in this thread.
 
-    Raises: SandboxRefused if this host has no sandbox of that level; SandboxError if it, or the judge in
-    it, failed.
+    Raises: SandboxRefused if `sandbox` makes none of that level; SandboxError if it, or the judge in it,
+    failed.
     """
-    judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()]))
+    judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()], sandbox))
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -49,13 +55,13 @@ def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVer
         return executor.submit(judging).result()
 
 
-async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
+async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> JudgeVerdict:
     from strop.sandbox import choose_backend
 
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
-    backend = await choose_backend(min_level=min_level)
+    backend = await choose_backend(wanted, min_level)
     mounts: tuple[Mount, ...] = ()
-    if job.packages and backend.name != _NOT_MOUNTING:
+    if job.packages and backend.name not in _NOT_MOUNTING:
         mounts = tuple(
             Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}")
             for name, place in job.package_dirs().items()
