@@ -188,6 +188,31 @@ def test_a_network_is_given_where_the_nodes_own_has_it() -> None:
         order_of("r", sandbox={**TERMS, "network": "bridge"})
 
 
+ASK = """
+import contextlib, urllib.request
+with contextlib.suppress(OSError):
+    urllib.request.urlopen("http://c.example/")
+"""
+
+
+@needs_bubblewrap
+def test_what_a_network_refuses_is_told_to_the_owner() -> None:
+    listed = "allow:a.example:80"
+
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1", sandbox={**TERMS, "network": listed})
+        await orders.wait_for("r1", State.READY)
+        async with owner_of(url) as owner:
+            owner[1].write(pack({"id": 1, "op": "describe"}))
+            told = await hear(owner)
+            assert told["isolation"]["network"] == listed
+            start = {"id": 2, "op": "start", "argv": [*told["python_argv"], "-c", ASK], "wall_limit_s": 60}
+            owner[1].write(pack({**start, "cwd": None, "env": {}}))
+            assert (await hear(owner))["refused_call"]["target"] == "c.example:80"
+
+    on_node(work, ("bubblewrap",), network=listed)
+
+
 def test_an_owner_that_does_not_come_has_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_plane, "_OWNER_LIMIT_S", 0.05)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from strop.errors import CheckRefused
-from strop.runtime.ports import CHUNK_BYTES, PortRelay, Stream
+from strop.runtime.ports import CHUNK_BYTES, PortRelay, Stream, hold_listener
 
 
 @asynccontextmanager
@@ -40,6 +40,15 @@ async def relay_to_echo(*, max_connections: int = 256) -> AsyncIterator[PortRela
             yield relay
         finally:
             await relay.close()
+
+
+def test_small_writes_do_not_wait_for_each_other() -> None:
+    listener = hold_listener("127.0.0.1", 0, backlog=1)
+    with listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def refuse_to_dial() -> Stream:

@@ -141,6 +141,16 @@ def test_a_service_that_is_not_there_or_not_ours_is_refused(
     assert caught.value.kind == "service"
 
 
+@pytest.mark.skipif(BACKEND == "process", reason="its programs have this host's root")
+@pytest.mark.usefixtures("service")
+def test_a_workspace_is_there_where_it_is_asked_for() -> None:
+    async def run() -> None:
+        async with await make_backend("remote").create(replace(spec_of(), has_workspace=True)) as sandbox:
+            await sandbox.write("/workspace/file", b"x")
+
+    asyncio.run(run())
+
+
 @pytest.mark.usefixtures("service")
 def test_programs_are_judged_there() -> None:
     for source, is_right in (("def f(x): return x + 1", True), ("import os; os._exit(0)", False)):
