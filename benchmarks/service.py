@@ -161,10 +161,10 @@ def serving(backend: str, *words: str) -> Iterator[tuple[str, str]]:
         command += ["--policy", json.dumps({"slot": _SLOT, "cpu_factor": _MANY_CPUS})]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
-                while (found := place.find()) is None:
-                    if process.poll() is not None:
-                        raise RuntimeError(f"no service with {backend}: it ended with {process.returncode}")
+                while (found := place.find()) is None and process.poll() is None:
                     time.sleep(0.05)
+                if found is None:
+                    raise RuntimeError(f"no service with {backend}: it ended with {process.returncode}")
                 yield found.url, found.key
             finally:
                 process.terminate()

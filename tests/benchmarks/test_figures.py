@@ -35,7 +35,7 @@ WHOLE_RUNS = ("asynchronous", "busy", "demo", "planning", "ray-demo", "reverse-t
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIGURES if name not in WHOLE_RUNS])
 def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
-    if name == "code-judge":
+    if name in ("code-judge", "runtime"):
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
     if name == "remote-sandboxes":
         require_system_part("bubblewrap", shutil.which("bwrap") is not None)

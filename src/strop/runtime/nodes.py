@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import httpx
 from pydantic import ValidationError
 
 from strop.runtime.contract import NODE_KEY_HEADER, NodeAnswer, NodeOrder, NodeReport, SandboxReport
+from strop.runtime.http_client import HttpClient, RequestFailed
 from strop.runtime.keys import KeyRing
 
 ORDER_LIMIT_S = 10.0
 OPERATION_LIMIT_S = 300.0
-"""For a pause or a resume; with a sandbox that has much memory to save it takes long."""
+"""For a pause, a resume, and the context of a build: what is large takes long."""
 _PROBE_LIMIT_S = 5.0
 _MAX_CONNECTIONS = 256
 
@@ -51,21 +52,12 @@ class NodeClient:
 
     def __init__(self, node_keys: KeyRing) -> None:
         self._node_keys = node_keys
-        tls = httpx.create_ssl_context()
-        # A proxy of this process's environment is for the way out of the cluster, not for nodes.
-        self._http = httpx.AsyncClient(
-            trust_env=False,
-            verify=tls,
-            timeout=httpx.Timeout(ORDER_LIMIT_S, pool=OPERATION_LIMIT_S),
-            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS),
-        )
-        # Sandboxes are asked without the key of the nodes.
-        self._plain = httpx.AsyncClient(trust_env=False, verify=tls, timeout=_PROBE_LIMIT_S)
+        self._http = HttpClient(max_connections=_MAX_CONNECTIONS)
 
     async def order(self, node_url: str, order: NodeOrder) -> NodeAnswer:
         """Have a sandbox made. Raises: NodeFailed; the node may have taken the order all the same."""
-        content = order.model_dump(mode="json", exclude_defaults=True)
-        answer = await self._ask("POST", f"{node_url}/sandboxes", json=content)
+        content = order.model_dump_json(exclude_defaults=True).encode()
+        answer = await self._ask("POST", f"{node_url}/sandboxes", content=content)
         try:
             return NodeAnswer(**answer)
         except (ValidationError, TypeError) as error:
@@ -74,7 +66,7 @@ class NodeClient:
     async def stop(self, node_url: str, runtime_id: str, cause: str) -> None:
         """End a sandbox; one that the node does not have is none. Raises: NodeFailed."""
         try:
-            await self._ask("DELETE", f"{node_url}/sandboxes/{runtime_id}", params={"cause": cause})
+            await self._ask("DELETE", f"{node_url}/sandboxes/{runtime_id}?{urlencode({'cause': cause})}")
         except NodeFailed as error:
             if error.status != 404:
                 raise
@@ -82,7 +74,7 @@ class NodeClient:
     async def operate(self, node_url: str, runtime_id: str, verb: str) -> SandboxReport:
         """Pause or resume a sandbox, as `verb` says. Raises: NodeFailed."""
         url = f"{node_url}/sandboxes/{runtime_id}/{verb}"
-        answer = await self._ask("POST", url, timeout=OPERATION_LIMIT_S)
+        answer = await self._ask("POST", url, limit_s=OPERATION_LIMIT_S)
         try:
             return SandboxReport(**answer)
         except (ValidationError, TypeError) as error:
@@ -92,9 +84,10 @@ class NodeClient:
         self, node_url: str, target: str, tags: Sequence[str], context: AsyncIterator[bytes]
     ) -> dict[str, Any]:
         """Have an image built from a gzip tar. Raises: NodeFailed."""
-        params = {"image": target, "tag": list(tags)}
-        headers = {"content-type": "application/gzip"}
-        return await self._ask("POST", f"{node_url}/builds", params=params, content=context, headers=headers)
+        query = urlencode({"image": target, "tag": list(tags)}, doseq=True)
+        return await self._ask(
+            "POST", f"{node_url}/builds?{query}", content=context, limit_s=OPERATION_LIMIT_S
+        )
 
     async def build_status(self, node_url: str, build_id: str) -> dict[str, Any]:
         """Ask how a build is. Raises: NodeFailed."""
@@ -102,38 +95,43 @@ class NodeClient:
 
     async def find_image(self, node_url: str, image: str) -> dict[str, Any]:
         """Ask whether a node has an image. Raises: NodeFailed."""
-        return await self._ask("GET", f"{node_url}/images", params={"image": image})
+        return await self._ask("GET", f"{node_url}/images?{urlencode({'image': image})}")
 
     async def answers(self, url: str) -> bool:
         """Whether the server of a sandbox answers at an address, as its clients will ask it."""
         for path in ("/health", "/alive"):
             try:
-                if (await self._plain.get(url + path)).is_success:
-                    return True
-            except httpx.HTTPError:
+                # Without the key of the nodes; and each is asked once, so nothing is kept for the next time.
+                headers = {"connection": "close"}
+                reply = await self._http.ask("GET", url + path, headers=headers, limit_s=_PROBE_LIMIT_S)
+            except RequestFailed:
                 return False
+            if reply.is_success:
+                return True
         return False
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
-        await self._plain.aclose()
+        await self._http.close()
 
     async def _ask(
-        self, method: str, url: str, *, headers: Mapping[str, str] | None = None, **given: Any
+        self,
+        method: str,
+        url: str,
+        *,
+        content: bytes | AsyncIterator[bytes] = b"",
+        limit_s: float = ORDER_LIMIT_S,
     ) -> dict[str, Any]:
         # A key that was changed is sent from then on.
-        sent = {NODE_KEY_HEADER: self._node_keys.newest, **(headers or {})}
+        headers = {NODE_KEY_HEADER: self._node_keys.newest}
         try:
-            answer = await self._http.request(method, url, headers=sent, **given)
-            content = answer.json() if answer.content else {}
-        except (httpx.HTTPError, ValueError) as error:
-            raise NodeFailed(f"{method} {url}: {type(error).__name__} {error}".rstrip()) from error
-        if not isinstance(content, dict):
-            raise NodeFailed(f"{method} {url} was answered with no object", status=answer.status_code)
-        if not answer.is_success:
-            detail = content.get("detail", "")
-            raise NodeFailed(
-                f"{method} {url}: {answer.status_code} {detail}".rstrip(), status=answer.status_code
-            )
-        return content
+            reply = await self._http.ask(method, url, headers=headers, content=content, limit_s=limit_s)
+            told = json.loads(reply.body) if reply.body else {}
+        except (RequestFailed, ValueError) as error:
+            raise NodeFailed(f"{method} {url}: {error}") from error
+        if not isinstance(told, dict):
+            raise NodeFailed(f"{method} {url} was answered with no object", status=reply.status)
+        if not reply.is_success:
+            detail = told.get("detail", "")
+            raise NodeFailed(f"{method} {url}: {reply.status} {detail}".rstrip(), status=reply.status)
+        return told

@@ -1,0 +1,121 @@
+"""The client of node agents: kept connections, bodies as they come, bad answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from strop.runtime.http_client import HttpClient, RequestFailed
+from strop.runtime.http_server import Answer, Request, serve_connection
+from strop.runtime.ports import Serve
+
+
+@asynccontextmanager
+async def server_of(serve: Serve) -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """Yield the address of a server, and its connections so far."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await serve(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", writers
+    finally:
+        server.close()
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(request: Request) -> Answer:
+        return Answer(status=200 + len(request.query), body=request.body or request.path.encode())
+
+    await serve_connection(reader, writer, answer, max_body_bytes=1 << 20)
+
+
+def with_client(
+    serve: Serve, work: Callable[[HttpClient, str, list[asyncio.StreamWriter]], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        client = HttpClient(max_connections=8)
+        async with server_of(serve) as (url, writers):
+            await work(client, url, writers)
+            await client.close()
+            # The server's side ends with them.
+            await asyncio.gather(*(writer.wait_closed() for writer in writers))
+
+    asyncio.run(main())
+
+
+def test_requests_at_once_take_turns_and_connections_are_kept() -> None:
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        asked = (client.ask("GET", f"{url}/{n}", headers={}, limit_s=10.0) for n in range(100))
+        assert [reply.body for reply in await asyncio.gather(*asked)] == [b"/%d" % n for n in range(100)]
+        assert len(writers) <= 8
+
+    with_client(echo, work)
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_costs_no_request() -> None:
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        await client.ask("GET", f"{url}/a", headers={}, limit_s=10.0)
+        writers[0].close()
+        assert (
+            await client.ask("POST", f"{url}/b", headers={}, content=b"body", limit_s=10.0)
+        ).body == b"body"
+        assert len(writers) == 2
+
+    with_client(echo, work)
+
+
+def test_a_body_is_sent_as_it_comes_and_a_query_arrives() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"one ", b"two"):
+            yield part
+
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        reply = await client.ask("POST", f"{url}/?x=1", headers={}, content=parts(), limit_s=10.0)
+        assert (reply.status, reply.body) == (201, b"one two")
+        assert reply.is_success
+
+    with_client(echo, work)
+
+
+def test_a_connection_that_is_to_close_is_not_kept() -> None:
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        for _ in range(2):
+            await client.ask("GET", f"{url}/a", headers={"connection": "close"}, limit_s=10.0)
+        assert len(writers) == 2
+
+    with_client(echo, work)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
+)
+def test_what_is_no_whole_answer_is_an_error(said: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        with pytest.raises(RequestFailed):
+            await client.ask("GET", f"{url}/", headers={}, limit_s=10.0)
+
+    with_client(serve, work)
+
+
+def test_who_is_not_there_or_silent_is_an_error() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        for place, limit_s in ((url, 0.05), ("http://127.0.0.1:1", 10.0), ("https://127.0.0.1:1", 10.0)):
+            with pytest.raises(RequestFailed):
+                await client.ask("GET", place, headers={}, limit_s=limit_s)
+
+    with_client(serve, work)
