@@ -3,7 +3,8 @@
 `choose_backend` finds the backend that reaches a level of isolation on this host, or refuses; its
 `create` returns a fresh `Sandbox`, whose `exec` runs a program, whose `start` and `open_shell` follow one,
 and whose `isolation` says what was reached. What a program does wrong is a value in `ExecResult`; what the
-sandbox does wrong raises. Not here: who is judged by what runs (`tasks`), and sandboxes on other machines.
+sandbox does wrong raises. Not here: who is judged by what runs (`tasks`), and who serves
+sandboxes to other machines (`runtime`).
 """
 
 from strop.sandbox.choose import choose_backend, make_backend
