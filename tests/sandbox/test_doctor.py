@@ -65,6 +65,17 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     assert any("Delegate=yes" in one for one in found.advice)
 
 
+def test_docker_alone_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "BACKENDS", ("podman",))
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho Docker version 20\n")
+    docker.chmod(0o755)
+    found = asyncio.run(diagnose_sandboxes())
+    assert found.backends[0].isolation is None
+    assert any("docker alone makes no sandboxes" in one and "make system-deps" in one for one in found.advice)
+
+
 @pytest.mark.parametrize(
     ("path", "text", "said"),
     [

@@ -198,7 +198,7 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
     if facts["podman"] == "missing":
         has_docker = facts["docker"] != "missing"
         yield "as root, run make system-deps: podman gives level container" + (
-            "; docker alone makes no sandboxes" if has_docker else ""
+            "; docker alone makes no sandboxes here, and both may be installed" if has_docker else ""
         )
     elif _lacks_groups(reports):
         yield (
