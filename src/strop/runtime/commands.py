@@ -89,6 +89,8 @@ class Command:
         self.task: asyncio.Task[None] | None = None
         self.job: Job | None = None
         self.is_stopped = False
+        self.lost_cause = ""
+        """Why its sandbox was lost under it: then how it ended is no result."""
         self._stdout, self._stderr = _Text(), _Text()
 
     @property
@@ -237,7 +239,7 @@ class Commands:
                 result = await end
             exit_code, why = _code_of(result), _explain(command, result)
         except SandboxLost as lost:
-            why = f"the sandbox is lost ({lost.kind})"
+            why = command.lost_cause = f"the sandbox is lost ({lost.kind})"
         except asyncio.CancelledError:
             why = "the sandbox ends"
         finally:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, Field
 
-from strop.errors import SandboxError, given_of
+from strop.errors import SandboxError, SandboxLost, given_of
 from strop.runtime.commands import MAX_PAGE, Command, Commands, join_outputs
 from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer
 from strop.runtime.multipart import one_part, read_form
@@ -90,6 +90,8 @@ class Workspace:
                 return await handler(request)
             if request.path.startswith("/api/bash/"):
                 return await self._answer_about_command(request)
+        except SandboxLost as lost:
+            raise HttpError(503, given_of(lost)) from lost
         except SandboxError as error:
             raise HttpError(_STATUS.get(error.kind, 500), given_of(error)) from error
         if any(path == request.path for _, path in self._routes):
@@ -127,6 +129,7 @@ class Workspace:
     async def _execute(self, request: Request) -> Answer:
         command = self._begin(request)
         await command.ended.wait()
+        _require_result(command)
         return json_answer(join_outputs(command))
 
     def _begin(self, request: Request) -> Command:
@@ -143,6 +146,7 @@ class Workspace:
         command = self.commands.find(command_id)
         if command is not None and not is_newest_first:
             await self.commands.wait_for_news(command, after_order)
+            _require_result(command)
         chosen = self.commands.list() if not command_id else [command] if command else []
         kind = request.one("kind__eq")
         events = [event for one in chosen for event in ([] if command_id else [one.record]) + one.outputs]
@@ -246,6 +250,12 @@ class Workspace:
         if ref and commit:
             raise HttpError(400, "'ref' and 'commit' are mutually exclusive")
         return json_answer(await self._repository.diff(_given(request), ref, commit))
+
+
+def _require_result(command: Command) -> None:
+    """Refuse to show the end of a command that machinery ended. Raises: HttpError."""
+    if command.lost_cause:
+        raise HttpError(503, command.lost_cause)
 
 
 def _given(request: Request) -> str:
