@@ -256,3 +256,17 @@ def test_many_connections_at_once(backend: str) -> None:
         assert heard == [b"I heard " + word for word in words]
 
     in_sandbox(backend, work)
+
+
+def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
+    async def work(sandbox: LocalSandbox) -> None:
+        job = await sandbox.start(["/bin/cat"], has_stdin=True)
+        for more in ({}, {"job": job._number}, {"job": 99}):
+            with pytest.raises(SandboxError, match="it knows no request 'dance'") as refused:
+                await sandbox._client.ask({"op": "dance", **more})
+            assert refused.value.kind == "unknown"
+        sandbox._client.tell({"op": "dance"})
+        await job.close_stdin()
+        assert (await job.wait()).exit_code == 0
+
+    in_sandbox("process", work)

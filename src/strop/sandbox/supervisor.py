@@ -184,6 +184,9 @@ class Supervisor:
                     self._begins[operation](header, body)
                 else:
                     self.send({"id": header["id"], "failed": "paused", "why": "it is paused"})
+            elif operation not in self._steps:
+                why = f"it knows no request {operation!r}"
+                self.send({"id": header.get("id"), "failed": "unknown", "why": why})
             elif (job := self._jobs.get(header["job"])) is not None:
                 self._steps[operation](job, header, body)
             elif "id" in header:
