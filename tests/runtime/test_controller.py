@@ -121,6 +121,8 @@ BAD_STARTS: dict[str, tuple[Any, int]] = {
     "factor zero": ({"resource_factor": 0}, 422),
     "factor NaN": (b'{"session_id":"a","image":"i","command":"c","resource_factor":NaN}', 422),
     "factor huge": ({"resource_factor": 1e9}, 422),
+    "lifetime below nothing": ({"lifetime_s": -1}, 422),
+    "lifetime endless": (b'{"session_id":"a","image":"i","command":"c","lifetime_s":Infinity}', 422),
     "factor text": ({"resource_factor": "many"}, 422),
     "policy unknown": ({"image_pull_policy": "Sometimes"}, 422),
     "relative directory": ({"working_dir": "work"}, 422),

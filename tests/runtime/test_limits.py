@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from strop.runtime.journal import Journal
 from strop.runtime.keys import open_keys
 from strop.runtime.nodes import NodeClient
 from strop.runtime.placement import Placement
+from strop.runtime.queue import Admission
 from strop.runtime.registry import Registry
 from strop.runtime.session import Session
 from strop.runtime.sessions import Policy, Sessions
@@ -29,7 +31,7 @@ async def sessions_of(tmp_path: Path, policy: Policy = POLICY) -> AsyncIterator[
     """Sessions without HTTP in front, and without nodes behind."""
     registry = Registry(Journal.open(tmp_path / "journal"), lambda _facts: None)
     client = NodeClient(open_keys(tmp_path / "keys", "nodes"))
-    placement = Placement(registry, client, host="127.0.0.1", cpu_factor=1.0)
+    placement = Placement(registry, client, host="127.0.0.1", admission=Admission())
     try:
         yield Sessions(policy, registry, placement)
     finally:
@@ -154,6 +156,26 @@ def test_a_jump_of_the_clock_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
                 sessions.tick()
                 assert session.is_alive
                 assert sessions.placement.nodes
+
+    asyncio.run(main())
+
+
+def test_a_jump_of_the_clock_makes_nothing_older_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with sessions_of(tmp_path) as before:
+            session = await begin(before)
+            age(session, 60.0)
+            await before.registry.write(session)
+        now = time.time()
+        for jump in (86400.0, -86400.0):
+            monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+            line = json.loads(json.dumps(session.to_json()))
+            assert Session.from_json(line).begun == session.begun
+            # On a machine that was started anew only its clock tells, and an age is never below nothing.
+            again = Session.from_json(line | {"boot_id": "another"})
+            assert time.monotonic() - again.begun == pytest.approx(max(0.0, jump), abs=5.0)
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ import pytest
 
 from strop.runtime.http_server import HttpError, Request
 from strop.runtime.workspace import Workspace
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import in_sandbox
 
 
@@ -26,7 +26,7 @@ def ask(method: str, path: str, body: object = None, /, **query: str) -> Request
 
 
 def test_no_command_of_a_lost_sandbox_has_a_result() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         workspace = Workspace(sandbox, key="k", env={}, working_dir="/")
         body = {"command": "echo on; sleep 60", "timeout": 60}
         begun = json.loads((await workspace.answer(ask("POST", "/api/bash/start_bash_command", body))).body)

@@ -12,9 +12,10 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.making import Maker, MakeSettings
+from strop.runtime.node import Node, NodeSettings
 from strop.runtime.node_options import NodeOptions, serve_node
 from strop.runtime.planes import DataPlane
-from tests.fixtures.nodes import Orders, on_node, order_of, workspace_at
+from tests.fixtures.nodes import CAPACITY, Orders, on_node, order_of, workspace_at
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 on_quick_backends = pytest.mark.parametrize(
@@ -144,3 +145,17 @@ def test_a_network_that_cannot_be_is_refused(tmp_path: Path) -> None:
     options = NodeOptions(controller="http://127.0.0.1:1", key_file=tmp_path / "key", network="allow:a")
     with pytest.raises(ConfigError, match=r"'a' is not HOST:PORT. Allowed: none, host, or allow:HOST:PORT"):
         asyncio.run(serve_node(options, say=print))
+
+
+def test_a_jump_of_the_clock_does_not_end_a_nodes_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", f"{now + 600.0}")
+    settings = NodeSettings(
+        controller="http://127.0.0.1:9", key="k", make=MakeSettings(backends=("process",)), capacity=CAPACITY
+    )
+    node = Node(settings)
+    monkeypatch.setattr(time, "time", lambda: now + 3600.0)
+    left_s = node._describe().ends_in_s
+    assert left_s is not None
+    assert 590.0 < left_s <= 600.0
+    assert not node._is_near_end()

@@ -127,3 +127,26 @@ def test_fractions_of_processors_add_up(factor: float) -> None:
     for session, _ in taken:
         admission.release(session)
     assert len(admission.take()) == 1
+
+
+def test_a_node_that_ends_too_soon_takes_only_what_fits_nowhere_else() -> None:
+    admission = Admission(min_left_s=300.0)
+    # The fullest would take the next, if all lasted.
+    for name, cpus, ends_in_s in (("soon", 1, 200.0), ("later", 1, 1000.0), ("standing", 2, None)):
+        admission.set_room(name, node_of(cpus, 8), is_open=True, ends_in_s=ends_in_s)
+    short = session_of("short")
+    long = session_of("long")
+    long.request = long.request.model_copy(update={"lifetime_s": 3600.0})
+    more, last, none = session_of("more"), session_of("last"), session_of("none")
+    for one in (long, short, more, last, none):
+        admission.add(one)
+    assert names_taken(admission) == [
+        ("long", "standing"),
+        ("short", "later"),
+        ("more", "standing"),
+        ("last", "soon"),
+    ]
+    assert admission.place_of(none) == (1, 1)
+    # What a node says next counts.
+    admission.set_room("soon", node_of(2, 8), is_open=True)
+    assert names_taken(admission) == [("none", "soon")]

@@ -259,7 +259,7 @@ def test_many_connections_at_once(backend: str) -> None:
 
 
 def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
-    async def work(sandbox: LocalSandbox) -> None:
+    async def work(sandbox: ServedSandbox) -> None:
         job = await sandbox.start(["/bin/cat"], has_stdin=True)
         for more in ({}, {"job": job._number}, {"job": 99}):
             with pytest.raises(SandboxError, match="it knows no request 'dance'") as refused:

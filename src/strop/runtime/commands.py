@@ -237,6 +237,9 @@ class Commands:
             else:
                 await _follow(command, job)
                 result = await end
+                if result.kind is ExecKind.NOT_STARTED:
+                    # Why it was not is in no stream.
+                    command.add(b"", result.stderr, (0, 0))
             exit_code, why = _code_of(result), _explain(command, result)
         except SandboxLost as lost:
             why = command.lost_cause = f"the sandbox is lost ({lost.kind})"

@@ -139,6 +139,8 @@ class StartRequest(_Flow):
     session_id: str
     resource_factor: float = 1.0
     """Multiplies memory, processes and processors of a slot."""
+    lifetime_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """strop's own: how long its client means to use it. A node that ends before is taken if no other fits."""
     run_as_user: int | None = None
     run_as_group: int | None = None
     fs_group: int | None = None

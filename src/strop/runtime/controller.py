@@ -40,6 +40,7 @@ from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
 from strop.runtime.nodes import NodeClient
 from strop.runtime.placement import Placement
 from strop.runtime.ports import hold_listener
+from strop.runtime.queue import Admission
 from strop.runtime.registry import Registry
 from strop.runtime.routes import Routes, build_routes
 from strop.runtime.sessions import Policy, Sessions
@@ -110,8 +111,9 @@ async def serve(
         stack.push_async_callback(registry.close)
         client = NodeClient(node_keys)
         stack.push_async_callback(client.close)
-        cpu_factor = options.policy.cpu_factor
-        placement = Placement(registry, client, host=options.host, cpu_factor=cpu_factor)
+        policy = options.policy
+        admission = Admission(cpu_factor=policy.cpu_factor, min_left_s=policy.min_left_s)
+        placement = Placement(registry, client, host=options.host, admission=admission)
         stack.push_async_callback(placement.close)
         sessions = Sessions(options.policy, registry, placement)
         listener = stack.enter_context(_listen(options))

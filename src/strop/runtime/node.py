@@ -100,6 +100,9 @@ class Node:
         self._ending = asyncio.Event()
         self._is_draining = False
         self._answered_at = time.monotonic()
+        ends_in_s = find_end()
+        # Once: what is left must not jump with the clock.
+        self._ends_at = None if ends_in_s is None else self._answered_at + ends_in_s
         self._counts: Counter[str] = Counter()
         self._url = ""
         self._stop_turn = asyncio.Semaphore(_STOPS_AT_ONCE)
@@ -176,8 +179,11 @@ class Node:
                 await asyncio.sleep(_SETTLE_S)
 
     def _is_near_end(self) -> bool:
-        ends_in_s = find_end()
-        return ends_in_s is not None and ends_in_s < _DRAIN_BEFORE_END_S
+        left_s = self._left_s()
+        return left_s is not None and left_s < _DRAIN_BEFORE_END_S
+
+    def _left_s(self) -> float | None:
+        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def _report(self, client: httpx.AsyncClient) -> None:
         report = self._describe()
@@ -211,7 +217,7 @@ class Node:
             capacity=self._capacity,
             backends=self._settings.make.backends,
             is_draining=self._is_draining,
-            ends_in_s=find_end(),
+            ends_in_s=self._left_s(),
             sandboxes=tuple(one.report() for one in self._held.values()),
             metrics={
                 **{name: float(count) for name, count in self._counts.items()},

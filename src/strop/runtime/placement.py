@@ -36,10 +36,10 @@ _MAX_MISSED = 2
 class Placement:
     """Slots, nodes and held ports of the sandboxes of a registry."""
 
-    def __init__(self, registry: Registry, client: NodeClient, *, host: str, cpu_factor: float) -> None:
+    def __init__(self, registry: Registry, client: NodeClient, *, host: str, admission: Admission) -> None:
         """`host` is the address of this machine whose ports are held."""
         self.nodes: dict[str, Node] = {}
-        self.admission = Admission(cpu_factor=cpu_factor)
+        self.admission = admission
         self.client = client
         self.node_came = time.monotonic()
         """When the newest node registered."""
@@ -133,7 +133,7 @@ class Placement:
         if known is None:
             self._arrival.set()
             self._arrival = asyncio.Event()
-        self.admission.set_room(node_id, report.capacity, is_open=node.is_open)
+        self.admission.set_room(node_id, report.capacity, is_open=node.is_open, ends_in_s=report.ends_in_s)
         if known is None:
             # Of what the journal knows to be there, the report may lack some.
             for session in self._registry.alive.values():

@@ -3,12 +3,14 @@
 A node has room for so much of each thing; processors alone may be promised more than once, by a stated
 factor. The owner who has the smallest share of all that there is comes next, with the request that it made
 first. A request that fits nowhere now lets others pass, but not for longer than `PATIENCE_S`: then one node
-is kept for it. Among nodes with room, the one that is left with the least takes a request.
+is kept for it. Among nodes with room, the one that is left with the least takes a request; before them, those
+that end too soon are left out, if there is another.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,8 @@ class Room:
     has: Amounts
     is_open: bool = True
     """Whether it takes new ones."""
+    ends_at: float = math.inf
+    """When its allocation ends, by the monotonic clock."""
     used: Amounts = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     taken: dict[str, Session] = field(default_factory=dict)
     """By runtime id."""
@@ -62,10 +66,12 @@ class Room:
 class Admission:
     """The rooms of all nodes, and the sessions that wait for a slot in one."""
 
-    def __init__(self, *, cpu_factor: float = 1.0) -> None:
+    def __init__(self, *, cpu_factor: float = 1.0, min_left_s: float = 0.0) -> None:
+        """`min_left_s`: how long a node has to last at least for a sandbox, if another one does."""
         self.rooms: dict[str, Room] = {}
         """By node id."""
         self._cpu_factor = cpu_factor
+        self._min_left_s = min_left_s
         self._waiting: dict[str, list[Session]] = {}
         """By owner, in the order of arrival."""
         self._arrivals: list[int] = []
@@ -108,11 +114,14 @@ class Admission:
         is_there = index < len(self._arrivals) and self._arrivals[index] == session.arrival
         return (index + 1, len(self._arrivals)) if is_there else None
 
-    def set_room(self, node_id: str, capacity: Slot, *, is_open: bool) -> None:
+    def set_room(
+        self, node_id: str, capacity: Slot, *, is_open: bool, ends_in_s: float | None = None
+    ) -> None:
         """Say what a node has now, and whether it takes new ones."""
         has = amounts_of(capacity, cpu_factor=self._cpu_factor)
         room = self.rooms.setdefault(node_id, Room(node_id=node_id, has=has))
         room.has, room.is_open = has, is_open
+        room.ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
 
     def drop_room(self, node_id: str) -> list[Session]:
         """Forget a node; return the sessions that had slots there."""
@@ -144,7 +153,7 @@ class Admission:
         passed: set[str] = set()
         while head := self._next_head(passed):
             wanted = amounts_of(head.slot)
-            room = self._best_room(wanted, kept)
+            room = self._best_room(wanted, kept, lifetime_s=head.request.lifetime_s)
             if room is None:
                 passed.add(head.owner)
                 if time.monotonic() - head.begun > PATIENCE_S:
@@ -182,13 +191,17 @@ class Admission:
             return 0.0
         return max((mine[name] / total[name] for name in RESOURCES if total[name]), default=0.0)
 
-    def _best_room(self, wanted: Amounts, kept: set[str]) -> Room | None:
+    def _best_room(self, wanted: Amounts, kept: set[str], *, lifetime_s: float) -> Room | None:
         rooms = [
             room
             for room in self.rooms.values()
             if room.is_open and room.node_id not in kept and room.fits(wanted)
         ]
-        return min(rooms, key=lambda room: room.free_share(wanted), default=None)
+        needed_at = time.monotonic() + max(lifetime_s, self._min_left_s)
+        lasting = [room for room in rooms if room.ends_at >= needed_at]
+        if not lasting:
+            return max(rooms, key=lambda room: room.ends_at, default=None)
+        return min(lasting, key=lambda room: room.free_share(wanted))
 
     def _keep_room(self, wanted: Amounts, kept: set[str]) -> set[str]:
         """Return the node that is to get free for one who has waited long: the one with the most free."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from strop.hardware.identity import read_boot_id
 from strop.runtime.contract import FailureKind, SandboxReport, Slot, StartRequest, State
 
 ENDED = frozenset({State.STOPPED, State.FAILED})
@@ -17,6 +19,11 @@ _JOURNALED = (
     *("runtime_id", "session_id", "owner", "key", "started_at", "url", "port", "node_id", "node_url"),
     *("cause", "exit_code", "log_tail", "events", "isolation", "timeline", "usage", "lease_s"),
 )
+
+
+@cache
+def _own_boot_id() -> str:
+    return read_boot_id()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -30,7 +37,8 @@ class Session:
     request: StartRequest = field(repr=False)
     slot: Slot
     started_at: float = field(default_factory=time.time)
-    """Seconds since the epoch, for people. It decides nothing but how old a sandbox is after a restart."""
+    """Seconds since the epoch, for people. It decides nothing but how old a sandbox is when its controller is
+    started again after a boot, or on another machine."""
     state: State = State.QUEUED
     failure_kind: FailureKind | None = None
     cause: str = ""
@@ -116,22 +124,28 @@ class Session:
             "failure_kind": self.failure_kind and self.failure_kind.value,
             "request": self.request.model_dump(mode="json", exclude_defaults=True),
             "slot": self.slot.model_dump(),
+            "begun": self.begun,
+            "boot_id": _own_boot_id(),
         }
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Session:
         """Read it back. Its ages begin anew, but for the time since it was started.
 
+        That is counted by the monotonic clock, unless the machine was started again or is another one.
+
         Raises: ValueError, KeyError, TypeError (no such line).
         """
         now = time.monotonic()
         kind = line["failure_kind"]
+        is_same_boot = line.get("boot_id") and line["boot_id"] == _own_boot_id()
+        age_s = now - line["begun"] if is_same_boot else time.time() - line["started_at"]
         session = cls(
             **{name: line[name] for name in _JOURNALED},
             failure_kind=FailureKind(kind) if kind else None,
             request=StartRequest(**line["request"]),
             slot=Slot(**line["slot"]),
-            begun=now - max(0.0, time.time() - line["started_at"]),
+            begun=now - max(0.0, age_s),
             asked=now,
             used=now,
             renewed=now,

@@ -39,6 +39,8 @@ class Policy:
     """Of a sandbox with a resource factor of 1."""
     cpu_factor: float = 4.0
     """How often a processor may be promised."""
+    min_left_s: float = 300.0
+    """How long a node should last for a new sandbox; a start may name more with `lifetime_s`."""
     queue_limit_s: float = 1800.0
     idle_limit_s: float = 3600.0
     """Since its address was used or its client asked for it. A paused one is not idle."""

@@ -25,7 +25,7 @@ POD_LOG_CHARS = 16_000
 _UNSPEAKABLE = "/?#\\\0"
 """Clients put an id into a path as it is, so one with any of these could never be asked for."""
 _RESERVED = frozenset({".", "..", "batch"})
-_DEFAULTED = frozenset({"working_dir", "environment", "resource_factor", "image_pull_policy"})
+_DEFAULTED = frozenset({"working_dir", "environment", "resource_factor", "lifetime_s", "image_pull_policy"})
 
 WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
     (State.QUEUED, None): ("starting", "pending"),

@@ -99,8 +99,13 @@ def remove_group(path: Path) -> None:
 def clear_container_groups(container_id: str) -> None:
     """Kill what is left in the groups that podman made for a container, in every hierarchy; remove them."""
     mounts = _read_or_empty("/proc/self/mountinfo").splitlines()
-    places = {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}
-    for path in sorted(path for place in places for path in place.glob(f"*/libpod-*{container_id}*")):
+    found: set[Path] = set()
+    for place in {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}:
+        for parent in place.iterdir():
+            # Others' groups come and go.
+            with suppress(OSError):
+                found.update(path for path in parent.iterdir() if container_id in path.name)
+    for path in sorted(found):
         for member in _read_names(path / "cgroup.procs"):
             with suppress(ProcessLookupError):
                 os.kill(int(member), signal.SIGKILL)

@@ -341,7 +341,7 @@ def _prepare_ground() -> Ground:
         with suppress(OSError):
             found = path.lstat()
             # A young one may not have been locked yet.
-            is_old = time.time() - found.st_mtime > _ABANDONED_AFTER_S
+            is_old = abs(time.time() - found.st_mtime) > _ABANDONED_AFTER_S
             if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
                 descriptor = _lock(str(path))
                 remove_tree(str(path))

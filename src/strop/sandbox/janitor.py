@@ -55,7 +55,7 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
         for path in Path(base).glob(f"{FOLDER_PREFIX}*"):
             with suppress(OSError):
                 found = path.lstat()
-                is_young = time.time() - found.st_mtime < _YOUNG_S
+                is_young = abs(time.time() - found.st_mtime) < _YOUNG_S
                 if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or is_young:
                     continue
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
