@@ -11,6 +11,7 @@ import pytest
 
 from strop.runtime.http_server import HttpError, Request
 from strop.runtime.workspace import Workspace
+from strop.sandbox.local import LocalSandbox
 from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import in_sandbox
 
@@ -34,6 +35,7 @@ def test_no_command_of_a_lost_sandbox_has_a_result() -> None:
         search = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"])
         while b"on" not in (await workspace.answer(search)).body:
             pass
+        assert isinstance(sandbox, LocalSandbox)
         os.kill(sandbox.supervisor_pid, signal.SIGKILL)
         after = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"], order__gt="0")
         asked = [

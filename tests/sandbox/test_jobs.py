@@ -263,9 +263,9 @@ def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
         job = await sandbox.start(["/bin/cat"], has_stdin=True)
         for more in ({}, {"job": job._number}, {"job": 99}):
             with pytest.raises(SandboxError, match="it knows no request 'dance'") as refused:
-                await sandbox._client.ask({"op": "dance", **more})
+                await sandbox.client.ask({"op": "dance", **more})
             assert refused.value.kind == "unknown"
-        sandbox._client.tell({"op": "dance"})
+        sandbox.client.tell({"op": "dance"})
         await job.close_stdin()
         assert (await job.wait()).exit_code == 0
 
