@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from strop.errors import ConfigError, StoreError
-from strop.runtime.conformance import ConformanceOptions, parse_extra, run_conformance
+from strop.runtime.conformance import CASES, ConformanceOptions, parse_extra, run_conformance
 from strop.runtime.openhands import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
-from tests.fixtures.small_root import imported, make_small_root, podman, remove_images
+from tests.fixtures.small_root import (
+    imported,
+    make_small_root,
+    podman,
+    registries_file,
+    registry,
+    relay_of,
+    remove_images,
+)
 
 on_every_backend = pytest.mark.parametrize(
     "backend",
@@ -24,10 +35,16 @@ on_every_backend = pytest.mark.parametrize(
         pytest.param("podman", marks=needs_podman),
     ],
 )
-_NEEDS_IMAGES = (7, 10, 11, 22)
-_ALL = tuple(number for number in range(1, 26) if number not in _NEEDS_IMAGES)
-# What depends on who makes the sandbox; the protocol is the same for all.
-_OF_BACKENDS = (1, 2, 4, 6, 9, 14, 15, 18, 23)
+# A slow start, no agent server, no memory: by images, or by what the node puts in their place.
+_PREPARED = (7, 10, 11)
+_NEEDS_IMAGES = (22,)
+_PLAIN = tuple(number for number in CASES if number not in (*_PREPARED, *_NEEDS_IMAGES))
+RUN = {
+    "process": tuple(number for number in CASES if number not in _NEEDS_IMAGES),
+    "bubblewrap": tuple(number for number in CASES if number not in _NEEDS_IMAGES),
+    "podman": tuple(CASES),
+}
+"""The cases that tests here run, by backend."""
 _FATAL = "#!/bin/sh\necho it cannot start >&2\nexit 7\n"
 _HUNGRY = "#!/bin/sh\nexec tail /dev/zero\n"
 
@@ -55,11 +72,26 @@ def require_passed(service: Processes, cases: tuple[int, ...], **options: object
 @on_every_backend
 def test_the_matrix_passes(backend: str, tmp_path: Path) -> None:
     with service_of(tmp_path, "--backend", backend) as service:
-        if backend == "bubblewrap":
-            extra = {"restart": service.restart_command}
-            require_passed(service, _ALL, many=24, extra=extra)
-        else:
-            require_passed(service, _OF_BACKENDS)
+        require_passed(service, _PLAIN, many=24, extra={"restart": service.restart_command})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["process", pytest.param("bubblewrap", marks=needs_bubblewrap)])
+@pytest.mark.parametrize(
+    ("case", "given", "plane", "memory_mib"),
+    [
+        (7, "slow_image", "inject", 2048),
+        (10, "no_agent_image", "image", 256),
+        (11, "oom_image", "inject", 64),
+    ],
+)
+def test_without_images_a_real_server_is_slow_missing_or_dies(
+    backend: str, case: int, given: str, plane: str, memory_mib: int, tmp_path: Path
+) -> None:
+    """Python and its packages take seconds to begin, and do not fit into 64 MiB."""
+    words = ("--backend", backend, "--data-plane", plane)
+    with service_of(tmp_path, *words, memory_mib=memory_mib) as service:
+        require_passed(service, (case,), extra={given: "host"})
 
 
 @pytest.mark.slow
@@ -72,7 +104,7 @@ def test_a_real_agent_server_inside_serves_the_real_client(backend: str, tmp_pat
 
 @pytest.mark.slow
 @needs_podman
-def test_images_are_started_built_and_blamed(tmp_path: Path) -> None:
+def test_images_are_started_built_and_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = {}
     for name, script in (("plain", ""), ("fatal", _FATAL), ("hungry", _HUNGRY)):
         trees[name] = make_small_root(tmp_path / name / "root")
@@ -82,19 +114,42 @@ def test_images_are_started_built_and_blamed(tmp_path: Path) -> None:
             program.write_text(script)
             program.chmod(0o755)
     with (
+        ExitStack() as stack,
         imported(trees["plain"]) as plain,
         imported(trees["fatal"]) as fatal,
         imported(trees["hungry"]) as hungry,
     ):
-        extra = {"no_agent_image": fatal, "oom_image": hungry, "base_image": plain}
+        target = stack.enter_context(slow_registry(tmp_path, plain, monkeypatch))
+        extra = {"no_agent_image": fatal, "oom_image": hungry, "base_image": plain, "slow_image": target}
         try:
             with service_of(tmp_path, "--backend", "podman", cache=tmp_path / "cache") as service:
-                require_passed(service, (10, 11, 22), image=plain, extra=extra)
+                require_passed(service, (*_PREPARED, *_NEEDS_IMAGES), image=plain, extra=extra)
         finally:
+            remove_images(target)
             built = podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()
             remove_images(*(name for name in built if name.startswith("localhost/strop-conformance:")))
             results = (tmp_path / "cache").glob("runtime/builds/*.json")
             remove_images(*(json.loads(path.read_text()).get("image", "none") for path in results))
+
+
+@contextmanager
+def slow_registry(folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Have an image in a registry whose first answer about it takes longer than a poll is held."""
+    require_system_part("docker-registry", shutil.which("docker-registry") is not None)
+    with registry(folder) as address, relay_of(address, first_s=6.0) as slow:
+        target = f"{slow}/strop/small:1"
+        podman("push", "--quiet", "--tls-verify=false", image, f"docker://{address}/strop/small:1")
+        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(registries_file(folder, slow)))
+        yield target
+
+
+def test_the_page_says_which_cases_are_run(request: pytest.FixtureRequest) -> None:
+    page = (request.config.rootpath / "docs" / "runtime.md").read_text("utf-8")
+    rows = ["| case | situation | process | bubblewrap | podman |", "|---|---|---|---|---|"]
+    for number, title in CASES.items():
+        marks = ("passed" if number in RUN[name] else "needs images" for name in RUN)
+        rows.append(f"| {number} | {title} | {' | '.join(marks)} |")
+    assert "\n".join(rows) in page
 
 
 def test_what_there_is_not_is_refused() -> None:

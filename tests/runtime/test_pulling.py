@@ -15,10 +15,16 @@ from strop.runtime.planes import SandboxFailed
 from strop.runtime.pulling import Images, PullSettings
 from tests.conftest import require_system_part
 from tests.fixtures.sandboxes import needs_podman
-from tests.fixtures.small_root import imported, make_small_root, podman, registry, remove_images
+from tests.fixtures.small_root import (
+    TLS_HANDSHAKE,
+    imported,
+    make_small_root,
+    podman,
+    pump,
+    registry,
+    remove_images,
+)
 
-TLS_HANDSHAKE = b"\x16"
-"""First byte of a connection. podman tries TLS first, and would wait ten seconds for an answer."""
 pytestmark = [needs_podman, pytest.mark.slow]
 
 
@@ -135,13 +141,6 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(pushed: str) -> No
     image_id, said = asyncio.run(main())
     assert image_id
     assert any("the registry puts" in line for line in said)
-
-
-async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    while data := await source.read(1 << 16):
-        target.write(data)
-        await target.drain()
-    target.write_eof()
 
 
 def test_an_image_for_another_processor_is_refused(tree: Path) -> None:
