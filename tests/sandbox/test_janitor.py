@@ -28,6 +28,8 @@ from strop.sandbox import SandboxSpec, IsolationLevel, make_backend
 async def main():
     sandbox = await make_backend(sys.argv[1]).create(SandboxSpec(min_level=IsolationLevel.RLIMIT))
     await sandbox.start(["/bin/sleep", "3600"])
+    if sys.argv[2:]:
+        await sandbox.pause()
     print("made", flush=True)
     await asyncio.sleep(3600)
 asyncio.run(main())
@@ -68,8 +70,10 @@ def places_held_by(pids: list[int]) -> set[str]:
         pytest.param("podman", marks=needs_podman),
     ],
 )
-def test_nothing_stays_when_all_are_killed(backend: str) -> None:
-    client = subprocess.Popen([sys.executable, "-c", CLIENT, backend], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("state", ["", "paused"])
+def test_nothing_stays_when_all_are_killed(backend: str, state: str) -> None:
+    words = [sys.executable, "-c", CLIENT, backend, *filter(None, [state])]
+    client = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert client.stdout is not None
     assert client.stdout.readline() == b"made\n"
     # Stopped first: else one clears up while the others are killed.

@@ -218,9 +218,9 @@ def _render(protocol: Any, answer: Answer, *, is_over: bool, has_body: bool) -> 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Read what the client still sends: closing over unread bytes would take the answer from it."""
-    if writer.can_write_eof():
-        writer.write_eof()
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, OSError):
+        if writer.can_write_eof():
+            writer.write_eof()
         async with asyncio.timeout(2.0):
             while await reader.read(_CHUNK_BYTES):
                 pass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import ConfigError, SandboxRefused, given_of
+from strop.errors import ConfigError, SandboxLost, SandboxRefused, given_of
 from strop.runtime.making import MakeSettings
 from strop.runtime.node import Node, NodeSettings
 from strop.runtime.planes import DataPlane
@@ -16,6 +16,8 @@ from strop.runtime.service_dir import read_key
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
 from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.choose import BACKENDS
+
+_NUM_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +89,8 @@ async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> 
     found, refusals = [], []
     for name in wanted or BACKENDS:
         try:
-            async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
-                found.append(name)
+            await _try_backend(name)
+            found.append(name)
         except SandboxRefused as refusal:
             if wanted:
                 raise
@@ -97,6 +99,17 @@ async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> 
     if not found:
         raise refusals[0]
     return tuple(found)
+
+
+async def _try_backend(name: str) -> None:
+    for num_left in reversed(range(_NUM_TRIES)):
+        try:
+            async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
+                return
+        except SandboxLost:
+            # Killed from outside, which says nothing of the backend.
+            if not num_left:
+                raise
 
 
 def _parse_warm(words: tuple[str, ...]) -> Mapping[str, int]:

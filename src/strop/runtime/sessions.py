@@ -240,7 +240,7 @@ class Sessions:
         if done:
             task.result()
             return
-        self.registry.follow(task)
+        self.registry.follow(asyncio.create_task(_outlast(task)))
         if is_waited_for:
             raise Refusal(503, f"it takes longer than {OPERATION_WAIT_S:g} s; ask again")
 
@@ -320,3 +320,9 @@ class Sessions:
         if session.state is State.READY and now - last > policy.idle_limit_s:
             return f"it was idle for {policy.idle_limit_s:g} s"
         return ""
+
+
+async def _outlast(task: asyncio.Task[None]) -> None:
+    """Wait for an operation whose client waits no more; that it was refused concerns nobody."""
+    with suppress(Refusal):
+        await task

@@ -58,7 +58,20 @@ class Guard:
                 answer = make_refusal(Refusal(401, "Unauthorized"), scope)
                 await answer(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        has_begun = False
+
+        async def note(message: Scope) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            # The controller ends. What was asked for may have been done: it may be asked for again.
+            if has_begun or scope["type"] != "http":
+                raise
+            await make_refusal(Refusal(503, "the controller ends; ask again"), scope)(scope, receive, send)
 
     def _owner_of(self, scope: Scope) -> str | None:
         headers = dict(scope["headers"])

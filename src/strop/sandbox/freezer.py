@@ -17,9 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from strop.hardware.identity import read_start_ticks, send_signal
 from strop.sandbox.cgroup import Cgroup, find_freezers, remove_group
 from strop.sandbox.contract import FrozenBy
-from strop.sandbox.family import process_states, signal_processes, start_times
+from strop.sandbox.family import parent_of, process_states, signal_processes, start_times
 from strop.sandbox.linux import read_file, write_file
 
 _FREEZE_LIMIT_S = 2.0
@@ -153,3 +154,39 @@ def clear_freezers(name: str) -> Callable[[], None]:
             remove_group(path)
 
     return remove
+
+
+def end_frozen() -> list[int]:
+    """Kill what stands still in groups whose supervisors, and all above them, were killed; return it.
+
+    The kernel lets nothing that is frozen end before it is thawed.
+    """
+    ended = []
+    for version, own_dir in find_freezers():
+        file, _, word = _WORDS[version]
+        for path in own_dir.glob("strop-[0-9]*"):
+            with suppress(OSError):
+                supervisor = int(path.name.rpartition("-")[2])
+                pids = list(map(int, read_file(path / "cgroup.procs").split()))
+                # 0 is a process of another namespace, whose numbers say nothing here.
+                if 0 in pids or any(map(_is_watched, [supervisor, *pids])):
+                    continue
+                ended += [pid for pid in pids if _kill(pid)]
+                write_file(path / file, word)
+                remove_group(path)
+    return ended
+
+
+def _is_watched(pid: int | None) -> bool:
+    """Whether a sandbox's daemon is a process, or above it."""
+    while pid:
+        with suppress(OSError):
+            if "strop.sandbox.daemon" in read_file(f"/proc/{pid}/cmdline"):
+                return True
+        pid = parent_of(pid)
+    return False
+
+
+def _kill(pid: int) -> bool:
+    start_ticks = read_start_ticks(pid)
+    return start_ticks is not None and send_signal(pid, start_ticks, signal.SIGKILL)

@@ -22,6 +22,7 @@ from pathlib import Path
 from strop.hardware.identity import read_start_ticks, send_signal
 from strop.sandbox.cgroup import find_controllers, remove_abandoned
 from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
+from strop.sandbox.freezer import end_frozen
 from strop.sandbox.local import find_program
 from strop.sandbox.podman import remove_container, run_podman
 from strop.sandbox.process import remove_tree
@@ -37,6 +38,8 @@ def clear_abandoned() -> list[str]:
     told = []
     dead = list(_find_dead())
     try:
+        # First: a container whose processes cannot end is not removed.
+        told += [f"process {pid}, frozen" for pid in end_frozen()]
         told += [f"container {name}" for name in _remove_containers({path.name for path, _ in dead})]
         for path, _ in dead:
             told += [f"process {pid} in {path}" for pid in _end_processes(path)]
