@@ -43,6 +43,15 @@ def test_commands_run_behind_a_nodes_address_and_behind_a_held_one(tmp_path: Pat
                 async with workspace_at(early["url"], key=early["session_api_key"]) as workspace:
                     assert (await workspace.run("true"))[0] == 0
                 assert (await it.post("/stop", late["runtime_id"])).json()["status"] == "stopped"
+                # A report of the node's brings it, soon after.
+                for _ in range(500):
+                    used = (await it.session("late"))["usage"]
+                    if "cpu_s" in used:
+                        break
+                    await asyncio.sleep(0.02)
+                assert used.keys() >= {"commands", "disk_bytes", "oom_kills"}
+                assert used["commands"] >= 1.0
+                assert used["cpu_s"] > 0.0
                 await it.until_session("waiting", pod_status="ready")
                 missing = await it.start("missing", image="no-such-image")
                 assert missing["pod_status"] == "pending"

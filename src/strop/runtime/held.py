@@ -24,6 +24,7 @@ from strop.sandbox.local import LocalSandbox
 
 _log = logging.getLogger("strop.runtime.held")
 _LOG_CHARACTERS = 4000
+_COUNT_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,9 @@ class HeldSandbox:
         self._cause = ""
         self._events: list[str] = []
         self._timeline: dict[str, float] = {}
+        self._isolation: dict[str, object] = {}
+        """Made once: every report of a node tells of all its sandboxes."""
+        self._usage: dict[str, float] = {}
         self._turn = asyncio.Lock()
 
     async def start(self, host: str, *, start_limit_s: float) -> None:
@@ -95,10 +99,10 @@ class HeldSandbox:
             exit_code=None if failure is None else failure.exit_code,
             log_tail=self._log_tail(plane),
             events=tuple(self._events),
-            isolation=asdict(self._made.sandbox.isolation) if self._made is not None else {},
+            isolation=self._isolation,
             timeline=timeline,
             last_used_s=time.monotonic() - self._relay.last_used_at if self._relay is not None else 0.0,
-            usage={"commands": float(plane.num_commands)} if plane is not None else {},
+            usage=({"commands": float(plane.num_commands)} if plane is not None else {}) | self._usage,
             url=self.url if self._relay is not None else "",
         )
 
@@ -178,6 +182,7 @@ class HeldSandbox:
         self._timeline["image"] = time.time()
         self._set(State.STARTING)
         self._made = await self._making.make(self.order, self._note_use, self._say)
+        self._isolation = asdict(self._made.sandbox.isolation)
         self._timeline["started"] = time.time()
         self._changed()
         serving = asyncio.create_task(self._prove(start_limit_s))
@@ -212,6 +217,7 @@ class HeldSandbox:
             failure.log_tail = made.plane.log_tail()
         self._failure, self._cause = failure, cause
         if made is not None:
+            self._usage = await _count_usage(made.sandbox)
             await made.plane.close(cause if failure is None else failure.cause)
         if self._relay is not None:
             await self._relay.close()
@@ -240,6 +246,23 @@ class HeldSandbox:
     def _set(self, state: State) -> None:
         self.state = state
         self._changed()
+
+
+async def _count_usage(sandbox: LocalSandbox) -> dict[str, float]:
+    """Return what a sandbox has used that ends now; nothing of one that is lost, or too busy to say."""
+    try:
+        async with asyncio.timeout(_COUNT_LIMIT_S):
+            stats = await sandbox.stats()
+    except (SandboxError, TimeoutError):
+        return {}
+    found = {
+        "cpu_s": stats.cpu_s,
+        "memory_peak_bytes": stats.memory_peak_bytes,
+        "disk_bytes": stats.disk_bytes,
+        "oom_kills": stats.oom_kills,
+        "refused_calls": stats.refused_calls,
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def as_failure(error: StropError) -> SandboxFailed:
