@@ -212,7 +212,7 @@ def _measure_controller(num_starts: int, num_held: int) -> tuple[list[Figure], l
     with _scripted(start_s=0.0) as it:
         answers_s, records = asyncio.run(_start_all(it, num_starts))
         lost = num_starts - len({one["runtime_id"] for one in records})
-        syncs = asyncio.run(Client(it.url, it.key).metric("strop_runtime_journal_syncs_total"))
+        syncs = asyncio.run(_count_syncs(it))
     with _scripted(start_s=_HELD_START_S) as it:
         after_s = asyncio.run(_wait_each(it, num_held))
     several = f"{num_starts} starts at once"
@@ -269,6 +269,11 @@ async def _start_all(it: _Service, number: int) -> tuple[list[float], list[dict[
 
     found = await asyncio.gather(*(start(index) for index in range(number)))
     return [one[0] for one in found], [one[1] for one in found]
+
+
+async def _count_syncs(it: _Service) -> float:
+    async with Client(it.url, it.key) as client:
+        return await client.metric("strop_runtime_journal_syncs_total")
 
 
 async def _wait_each(it: _Service, number: int) -> list[float]:
