@@ -169,7 +169,9 @@ def end_frozen() -> list[int]:
                 supervisor = int(path.name.rpartition("-")[2])
                 pids = list(map(int, read_file(path / "cgroup.procs").split()))
                 # 0 is a process of another namespace, whose numbers say nothing here.
-                if 0 in pids or any(map(_is_watched, [supervisor, *pids])):
+                # Its own may look like a daemon, whose forks they are.
+                above = {parent_of(pid) for pid in pids} - set(pids)
+                if 0 in pids or any(map(_is_watched, [supervisor, *above])):
                     continue
                 ended += [pid for pid in pids if _kill(pid)]
                 write_file(path / file, word)
