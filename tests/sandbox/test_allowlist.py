@@ -28,7 +28,7 @@ from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, on
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("allow:PyPI.org:443", "allow:pypi.org:443"),
+        ("allow:Packages.example.org:443", "allow:packages.example.org:443"),
         ("allow:b:2,a.b.:1,b:2", "allow:a.b:1,b:2"),
         ("allow:10.0.0.7:8000", "allow:10.0.0.7:8000"),
         ("allow:[FD00:0::1]:80,[::ffff:1.2.3.4]:1", "allow:[::ffff:102:304]:1,[fd00::1]:80"),
@@ -80,7 +80,9 @@ def test_what_is_no_list_is_refused(backend: str, text: str) -> None:
 
 def test_a_backend_without_networks_refuses_a_list() -> None:
     with pytest.raises(SandboxRefused, match=r"it has this host's network.*bubblewrap or podman") as caught:
-        asyncio.run(make_backend("process").create(replace(spec_of(), network="allow:pypi.org:443")))
+        asyncio.run(
+            make_backend("process").create(replace(spec_of(), network="allow:packages.example.org:443"))
+        )
     assert caught.value.kind == "network"
 
 
@@ -113,7 +115,7 @@ def test_a_backend_without_networks_refuses_a_list() -> None:
     ],
 )
 def test_what_a_name_may_lead_to(address: str, may: bool) -> None:
-    allowed = parse_network("allow:pypi.org:443,10.0.0.7:443,[fd00::1]:443,10.0.0.8:80")
+    allowed = parse_network("allow:packages.example.org:443,10.0.0.7:443,[fd00::1]:443,10.0.0.8:80")
     assert allowed is not None
     assert allowed.may_connect(address, 443) is may
 
