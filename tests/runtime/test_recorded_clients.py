@@ -24,6 +24,8 @@ from tests.runtime.test_dialects import archive_of, post_build
 WORD = re.compile(r"(?:SESSION_KEY|SESSION|RUNTIME|URL|BUILD)-\d+|KEY|IMAGE")
 BUILT = "localhost/strop-recorded"
 _EXACT = ("status", "pod_status", "exists")
+_READY_SOONER = {"starting": "running", "pending": "ready"}
+"""A node of this test starts a sandbox within the time of one request; the recorded one took seconds."""
 
 
 class Replay:
@@ -56,7 +58,8 @@ class Replay:
                 return f"{place}: {len(found)} for {len(recorded)}"
             pairs = {str(index): pair for index, pair in enumerate(zip(recorded, found, strict=True))}
         else:
-            is_same = recorded == found or place.rpartition(".")[2] not in _EXACT
+            is_exact = place.rpartition(".")[2] in _EXACT
+            is_same = not is_exact or found in (recorded, _READY_SOONER.get(str(recorded)))
             return "" if is_same else f"{place}: {found!r} for {recorded!r}"
         said = [self.differs(*pair, f"{place}.{key}") for key, pair in pairs.items()]
         return next((one for one in said if one), "")

@@ -17,17 +17,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from strop.hardware.identity import read_start_ticks, send_signal
 from strop.sandbox.cgroup import Cgroup, find_freezers, remove_group
 from strop.sandbox.contract import FrozenBy
-from strop.sandbox.family import parent_of, process_states, signal_processes, start_times
+from strop.sandbox.family import process_states, signal_processes, start_times
 from strop.sandbox.linux import read_file, write_file
 
 _FREEZE_LIMIT_S = 2.0
 _LOOK_PERIOD_S = 0.001
 _RETRY_S = 0.02
 _STOPPED_STATES = "TtZX"
-_WORDS = {1: ("freezer.state", "FROZEN", "THAWED"), 2: ("cgroup.freeze", "1", "0")}
+FREEZER_FILES = {1: ("freezer.state", "FROZEN", "THAWED"), 2: ("cgroup.freeze", "1", "0")}
 """By version: the file, and what to write to it."""
 
 
@@ -59,7 +58,7 @@ class Freezer:
     def thaw(self) -> None:
         """Let everything run again that did."""
         if self._dir is not None:
-            name, _, word = _WORDS[self._version]
+            name, _, word = FREEZER_FILES[self._version]
             with suppress(FileNotFoundError):
                 write_file(self._dir / name, word)
         present = start_times(self._stopped)
@@ -85,7 +84,7 @@ class Freezer:
             path = own_dir / self._name
             with suppress(OSError):
                 path.mkdir(exist_ok=True)
-                if (path / _WORDS[version][0]).exists():
+                if (path / FREEZER_FILES[version][0]).exists():
                     self._version, self._dir, self._is_made = version, path, True
                     return True
                 path.rmdir()
@@ -93,7 +92,7 @@ class Freezer:
 
     def _freeze_group(self) -> None:
         assert self._dir is not None
-        name, word, undo = _WORDS[self._version]
+        name, word, undo = FREEZER_FILES[self._version]
         write_file(self._dir / name, word)
         retry_at = time.monotonic() + _RETRY_S
         deadline = time.monotonic() + _FREEZE_LIMIT_S
@@ -145,7 +144,7 @@ def clear_freezers(name: str) -> Callable[[], None]:
     dirs = [(version, own_dir / name) for version, own_dir in find_freezers()]
     left = [(version, path) for version, path in dirs if path.exists()]
     for version, path in left:
-        file, _, word = _WORDS[version]
+        file, _, word = FREEZER_FILES[version]
         with suppress(OSError):
             write_file(path / file, word)
 
@@ -154,41 +153,3 @@ def clear_freezers(name: str) -> Callable[[], None]:
             remove_group(path)
 
     return remove
-
-
-def end_frozen() -> list[int]:
-    """Kill what stands still in groups whose supervisors, and all above them, were killed; return it.
-
-    The kernel lets nothing that is frozen end before it is thawed.
-    """
-    ended = []
-    for version, own_dir in find_freezers():
-        file, _, word = _WORDS[version]
-        for path in own_dir.glob("strop-[0-9]*"):
-            with suppress(OSError):
-                supervisor = int(path.name.rpartition("-")[2])
-                pids = list(map(int, read_file(path / "cgroup.procs").split()))
-                # 0 is a process of another namespace, whose numbers say nothing here.
-                # Its own may look like a daemon, whose forks they are.
-                above = {parent_of(pid) for pid in pids} - set(pids)
-                if 0 in pids or any(map(_is_watched, [supervisor, *above])):
-                    continue
-                ended += [pid for pid in pids if _kill(pid)]
-                write_file(path / file, word)
-                remove_group(path)
-    return ended
-
-
-def _is_watched(pid: int | None) -> bool:
-    """Whether a sandbox's daemon is a process, or above it."""
-    while pid:
-        with suppress(OSError):
-            if "strop.sandbox.daemon" in read_file(f"/proc/{pid}/cmdline"):
-                return True
-        pid = parent_of(pid)
-    return False
-
-
-def _kill(pid: int) -> bool:
-    start_ticks = read_start_ticks(pid)
-    return start_ticks is not None and send_signal(pid, start_ticks, signal.SIGKILL)

@@ -20,9 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from strop.hardware.identity import read_start_ticks, send_signal
-from strop.sandbox.cgroup import find_controllers, remove_abandoned
+from strop.sandbox.cgroup import find_controllers, find_freezers, remove_abandoned, remove_group
 from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
-from strop.sandbox.freezer import end_frozen
+from strop.sandbox.family import parent_of
+from strop.sandbox.freezer import FREEZER_FILES
+from strop.sandbox.linux import read_file, write_file
 from strop.sandbox.local import find_program
 from strop.sandbox.podman import remove_container, run_podman
 from strop.sandbox.process import remove_tree
@@ -39,7 +41,7 @@ def clear_abandoned() -> list[str]:
     dead = list(_find_dead())
     try:
         # First: a container whose processes cannot end is not removed.
-        told += [f"process {pid}, frozen" for pid in end_frozen()]
+        told += [f"process {pid}, frozen" for pid in _end_frozen()]
         told += [f"container {name}" for name in _remove_containers({path.name for path, _ in dead})]
         for path, _ in dead:
             told += [f"process {pid} in {path}" for pid in _end_processes(path)]
@@ -128,3 +130,41 @@ def _works_in(pid: int, path: Path) -> bool:
         return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(path)
     except OSError:
         return False
+
+
+def _end_frozen() -> list[int]:
+    """Kill what stands still in groups whose supervisors, and all above them, were killed; return it.
+
+    The kernel lets nothing that is frozen end before it is thawed.
+    """
+    ended = []
+    for version, own_dir in find_freezers():
+        file, _, word = FREEZER_FILES[version]
+        for path in own_dir.glob("strop-[0-9]*"):
+            with suppress(OSError):
+                supervisor = int(path.name.rpartition("-")[2])
+                pids = list(map(int, read_file(path / "cgroup.procs").split()))
+                # 0 is a process of another namespace, whose numbers say nothing here.
+                # Its own may look like a daemon, whose forks they are.
+                above = {parent_of(pid) for pid in pids} - set(pids)
+                if 0 in pids or any(map(_is_watched, [supervisor, *above])):
+                    continue
+                ended += [pid for pid in pids if _kill(pid)]
+                write_file(path / file, word)
+                remove_group(path)
+    return ended
+
+
+def _is_watched(pid: int | None) -> bool:
+    """Whether a sandbox's daemon is a process, or above it."""
+    while pid:
+        with suppress(OSError):
+            if "strop.sandbox.daemon" in read_file(f"/proc/{pid}/cmdline"):
+                return True
+        pid = parent_of(pid)
+    return False
+
+
+def _kill(pid: int) -> bool:
+    start_ticks = read_start_ticks(pid)
+    return start_ticks is not None and send_signal(pid, start_ticks, signal.SIGKILL)
