@@ -1,6 +1,7 @@
-"""Find dead links in Markdown: files that are not there, headings that have another name.
+"""Find dead links in Markdown: files that are not there, headings of other names, tests that are gone.
 
-Only what this repository can answer for: relative links and anchors. Addresses on the web are left
+Only what this repository can answer for: relative links, anchors, and in code spans the names of tests
+(`test_what_it_does`, or `test_what_...` for several) and paths below tests/. Addresses on the web are left
 out on purpose, because a check that needs the network fails for reasons of its own.
 
 Usage: python -m tools.links [ROOT]
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,6 +24,8 @@ _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\
 _REFERENCE = re.compile(r"^\s{0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)")
 _HEADING = re.compile(r"^\s{0,3}#{1,6}\s+(.*?)\s*#*\s*$")
 _HTML_ANCHOR = re.compile(r"<[^>]+\b(?:id|name)=\"([^\"]+)\"")
+_TEST = re.compile(r"`(tests/[\w/.-]+|test_\w+(?:\.\.\.)?)`")
+_TEST_FUNCTION = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 _ELSEWHERE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 
 
@@ -64,9 +68,29 @@ def find_links(text: str) -> Iterator[tuple[int, str]]:
             yield number, target
 
 
+@cache
+def name_tests(root: Path) -> frozenset[str]:
+    """Return the names of all tests."""
+    files = (root / "tests").rglob("test_*.py")
+    return frozenset(name for path in files for name in _TEST_FUNCTION.findall(path.read_text("utf-8")))
+
+
+def has_test(root: Path, name: str) -> bool:
+    """Return whether there is a test of a name, one that begins so, or such a path."""
+    if name.startswith("tests/"):
+        return (root / name).exists()
+    beginning = name.removesuffix("...")
+    return any(one == name or (name != beginning and one.startswith(beginning)) for one in name_tests(root))
+
+
 def check_document(path: Path, root: Path) -> Iterator[str]:
     """Yield one message per dead link of a document."""
     text = path.read_text(encoding="utf-8")
+    for number, line in prose_lines(text):
+        for name in _TEST.findall(line):
+            if not has_test(root, name):
+                where = f"{path.relative_to(root).as_posix()}:{number}"
+                yield f"{where}: {name} is no test. Next: name the test that proves it."
     for number, target in find_links(text):
         if _ELSEWHERE.match(target):
             continue

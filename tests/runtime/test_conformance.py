@@ -137,9 +137,9 @@ def slow_registry(folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Have an image in a registry whose first answer about it takes longer than a poll is held."""
     require_system_part("docker-registry", shutil.which("docker-registry") is not None)
     with registry(folder) as address, relay_of(address, first_s=6.0) as slow:
-        target = f"{slow}/strop/small:1"
+        target = f"{slow.address}/strop/small:1"
         podman("push", "--quiet", "--tls-verify=false", image, f"docker://{address}/strop/small:1")
-        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(registries_file(folder, slow)))
+        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(registries_file(folder, slow.address)))
         yield target
 
 

@@ -1,30 +1,37 @@
-"""Images from a registry on this host: policies, put off, offline, one pull for many, architectures."""
+"""Images from a registry on this host: policies, put off, offline, one pull for many, whole data sets."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
+from strop.runtime.prebuild import shard_of
 from strop.runtime.pulling import Images, PullSettings
 from tests.conftest import require_system_part
+from tests.fixtures.commands import Ended, Run, run
+from tests.fixtures.containers import own_storage
 from tests.fixtures.sandboxes import needs_podman
 from tests.fixtures.small_root import (
-    TLS_HANDSHAKE,
     imported,
     make_small_root,
     podman,
-    pump,
+    registries_file,
     registry,
+    relay_of,
     remove_images,
 )
+from tests.fixtures.tiny_disk import tiny_disk
 
+__all__ = ["run"]
 pytestmark = [needs_podman, pytest.mark.slow]
 
 
@@ -44,27 +51,38 @@ def pushed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         remove_images(target)
 
 
+@pytest.fixture
+def ask_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have podman ask the registries of some images without TLS."""
+
+    def write(*images: str) -> None:
+        path = registries_file(tmp_path, *(image.partition("/")[0] for image in images))
+        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(path))
+
+    return write
+
+
 def fetch(images: Images, image: str, policy: str = "IfNotPresent", said: list[str] | None = None) -> str:
     lines: list[str] = [] if said is None else said
     return asyncio.run(images.fetch(image, policy, lines.append))
 
 
-def images_of(image: str, **changes: object) -> Images:
-    host = image.partition("/")[0]
-    return Images(PullSettings(insecure=(host,), first_pause_s=0.05, **changes))  # type: ignore[arg-type]
-
-
-def test_an_image_is_pulled_once_as_its_policy_says(pushed: str) -> None:
+def test_an_image_is_pulled_once_as_its_policy_says(
+    pushed: str, ask_plainly: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     remove_images(pushed)
-    images = images_of(pushed)
-    for settings, policy, message in (
-        (images, "Never", "its policy is Never"),
-        (images_of(pushed, is_offline=True), "Always", "offline mode forbids to pull it"),
+    ask_plainly(pushed)
+    images = Images(PullSettings())
+    for policy, offline, message in (
+        ("Never", "0", "its policy is Never"),
+        ("Always", "1", "offline mode forbids to pull it"),
     ):
+        monkeypatch.setenv("STROP_OFFLINE", offline)
         with pytest.raises(SandboxFailed, match=message) as caught:
-            fetch(settings, pushed, policy)
+            fetch(images, pushed, policy)
         assert caught.value.kind is FailureKind.IMAGE_ERROR
     assert images.num_pulls == 0
+    monkeypatch.delenv("STROP_OFFLINE")
 
     notes: list[str] = []
 
@@ -78,71 +96,109 @@ def test_an_image_is_pulled_once_as_its_policy_says(pushed: str) -> None:
     assert fetch(images, pushed, "Always") == ids[0]
     assert images.num_pulls == 2
     # Offline, what is here is used as it is.
+    monkeypatch.setenv("STROP_OFFLINE", "1")
     said: list[str] = []
-    assert fetch(images_of(pushed, is_offline=True), pushed, "Always", said) == ids[0]
+    assert fetch(images, pushed, "Always", said) == ids[0]
     assert said == [f"offline: {pushed} is used as it is here"]
 
 
-def test_what_a_registry_does_not_have_is_asked_for_once(pushed: str) -> None:
-    images = images_of(pushed)
+def test_what_a_registry_does_not_have_is_asked_for_once(
+    pushed: str, ask_plainly: Callable[..., None]
+) -> None:
+    ask_plainly(pushed)
+    images = Images(PullSettings())
     missing = pushed.replace("small", "none")
     for _ in range(3):
         with pytest.raises(SandboxFailed, match=r"none:1 (cannot be pulled|was refused lately)") as caught:
             fetch(images, missing)
+        assert caught.value.kind is FailureKind.IMAGE_ERROR
     assert "was refused lately" in caught.value.cause
     assert images.num_pulls == 1
-    # Nobody listens there: put off, and told in the end.
-    nobody = images_of("127.0.0.1:9/x", max_tries=1)
-    with pytest.raises(SandboxFailed, match="cannot be pulled, 1 times"):
-        fetch(nobody, "127.0.0.1:9/x/y:1")
 
 
-def test_a_registry_that_has_too_many_requests_is_asked_again(pushed: str) -> None:
-    remove_images(pushed)
-    host, _, rest = pushed.partition("/")
-    real = int(host.rpartition(":")[2])
+@pytest.mark.parametrize("registry_name", ["127.0.0.1:9", "registry.invalid"])
+def test_a_registry_that_is_not_reached_is_nobodys_image_error(registry_name: str) -> None:
+    nobody = Images(PullSettings(max_tries=1))
+    with pytest.raises(SandboxFailed, match="cannot be pulled, 1 times") as caught:
+        fetch(nobody, f"{registry_name}/x/y:1")
+    assert caught.value.kind is FailureKind.INFRA_LOST
 
-    async def main() -> tuple[str, list[str]]:
-        left = 8
-        said: list[str] = []
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal left
-            first = await reader.read(1)
-            if first == TLS_HANDSHAKE:
-                pass
-            elif left > 0:
-                left -= 1
-                await reader.readuntil(b"\r\n\r\n")
-                body = b'{"errors": [{"code": "TOOMANYREQUESTS", "message": "slow down"}]}'
-                head = (
-                    "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
-                    # podman's own pauses, of which the first is two seconds, follow what it is told.
-                    "retry-after: 0\r\nconnection: close"
-                )
-                writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-            else:
-                inner, outer = await asyncio.open_connection("127.0.0.1", real)
-                outer.write(first)
-                with suppress(ConnectionError):
-                    await asyncio.gather(pump(reader, outer), pump(inner, writer))
-                outer.close()
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        image = f"127.0.0.1:{server.sockets[0].getsockname()[1]}/{rest}"
-        images = images_of(image, max_tries=12)
+def test_a_full_disk_of_the_node_is_not_the_images_error(
+    pushed: str, ask_plainly: Callable[..., None]
+) -> None:
+    ask_plainly(pushed)
+    with own_storage() as folder, tiny_disk(folder / "graph", size_bytes=2 << 20):
+        images = Images(PullSettings())
         try:
-            return await images.fetch(image, "IfNotPresent", said.append), said
+            for num_pulls in (1, 2):
+                with pytest.raises(SandboxFailed, match="no space left on device") as caught:
+                    fetch(images, pushed)
+                assert caught.value.kind is FailureKind.INFRA_LOST
+                # Asked again: space may have come.
+                assert images.num_pulls == num_pulls
         finally:
-            server.close()
-            remove_images(image)
+            subprocess.run(["umount", "--lazy", f"{folder}/graph/overlay"], capture_output=True, check=False)
 
-    image_id, said = asyncio.run(main())
-    assert image_id
+
+def test_a_registry_that_has_too_many_requests_is_asked_again(
+    pushed: str, ask_plainly: Callable[..., None]
+) -> None:
+    host, _, rest = pushed.partition("/")
+    said: list[str] = []
+    with relay_of(host, num_put_off=8) as busy:
+        image = f"{busy.address}/{rest}"
+        ask_plainly(image)
+        try:
+            assert fetch(Images(PullSettings(max_tries=12, first_pause_s=0.05)), image, said=said)
+        finally:
+            remove_images(image)
     assert any("the registry puts" in line for line in said)
 
 
 def test_an_image_for_another_processor_is_refused(tree: Path) -> None:
     with imported(tree, "--arch", "s390x") as name, pytest.raises(SandboxFailed, match="is made for s390x"):
         fetch(Images(PullSettings()), name, "Never")
+
+
+def test_the_images_of_a_data_set_are_fetched(
+    pushed: str, ask_plainly: Callable[..., None], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command: in shards, put off, with a failure, gone on with, and offline."""
+    host, _, _ = pushed.partition("/")
+    rows, results = tmp_path / "rows.jsonl", tmp_path / "results"
+
+    def prebuild(shard: str = "1/1") -> Ended:
+        return run("runtime", "prebuild", "--dataset", rows, "--results", results, "--shard", shard)
+
+    def read_results() -> dict[str, dict[str, Any]]:
+        found = [json.loads(path.read_text()) for path in results.iterdir()]
+        return {one["image"].rpartition("/")[2]: one for one in found}
+
+    with relay_of(host, num_put_off=2) as busy:
+        names = [f"{busy.address}/strop/{name}:1" for name in ("small", "second", "third")]
+        parts = [shard_of(names, f"{number}/2") for number in (1, 2)]
+        podman("push", "--quiet", "--tls-verify=false", pushed, f"docker://{host}/strop/second:1")
+        rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in [*names, names[0]]))
+        ask_plainly(names[0])
+        try:
+            monkeypatch.setenv("STROP_OFFLINE", "1")
+            offline = prebuild()
+            assert (offline.code, offline.out) == (1, f"3 images, 3 failed; results in {results}\n")
+            assert all("offline mode forbids" in one["error"] for one in read_results().values())
+            assert busy.num_asked == 0
+            monkeypatch.delenv("STROP_OFFLINE")
+            ends = [prebuild(f"{number}/2") for number in (1, 2)]
+            assert [end.code for end in ends] == [int(names[2] in part) for part in parts]
+            found = read_results()
+            assert found["small:1"]["image_id"] == found["second:1"]["image_id"]
+            assert "image_id" not in found["third:1"]
+            assert found["third:1"]["failure_kind"] == "image_error"
+            # It goes on where it stopped: what is there now is fetched, and nothing else.
+            podman("push", "--quiet", "--tls-verify=false", pushed, f"docker://{host}/strop/third:1")
+            again = prebuild()
+            assert (again.code, again.out) == (0, f"3 images, 0 failed; results in {results}\n")
+            assert again.err.count("done before") == 2
+            assert "error" not in read_results()["third:1"]
+        finally:
+            remove_images(*names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ import pytest
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
+from strop.rollout import FailureOwner, Outcome, Split
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.served import ServedSandbox
 from strop.sandbox.wire import MAX_BODY_BYTES
+from strop.tasks import build_task, build_warm_task
+from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.judging import open_judge
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, processes_with, spec_of
 from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
@@ -168,6 +174,32 @@ def test_programs_are_judged_there() -> None:
     with pytest.raises(SandboxRefused) as caught:
         judge_python(job, min_isolation="vm", sandbox="remote")
     assert caught.value.kind == "level"
+
+
+def test_what_the_service_refuses_is_no_reward(
+    service: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
+    for stem, text in (("train", "Return it."), ("test", "Give it back.")):
+        (tmp_path / f"{stem}.jsonl").write_text(json.dumps({**row, "text": text}), "utf-8")
+    spec = MbppSpec(name="mbpp", source=str(tmp_path), min_isolation="rlimit", sandbox="remote")
+    task = build_task(spec)
+    example = task.examples(Split.TRAIN)[0]
+    monkeypatch.setenv("STROP_ENDPOINTS", str(tmp_path / "servers"))
+    hand_over(tmp_path / "servers", {RUNTIME: Endpoint(url=service.url, key="not-the-key-of-it")})
+
+    async def judge() -> Outcome:
+        workers = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await workers.judge(example, task.gold_replies(example)[0])
+        finally:
+            await workers.close()
+
+    outcome = asyncio.run(judge())
+    assert outcome.reward is None
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "verifier_SandboxRefused")
+    assert "answered 401" in (outcome.failure.detail or "")
 
 
 _OWNER = """

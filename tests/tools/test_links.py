@@ -61,6 +61,18 @@ def test_a_dead_link_is_named_with_its_line(root: Path, link: str, message: str)
     assert message in found
 
 
+def test_tests_that_a_page_names_are_there(root: Path) -> None:
+    (root / "tests").mkdir()
+    (root / "tests" / "test_it.py").write_text("def test_it_works() -> None: ...\n")
+    assert (
+        messages(root, "`test_it_works`, `test_it_...`, `tests/test_it.py`, `tests/`, `test`, `test.py`")
+        == []
+    )
+    for name in ("test_it", "test_it_works_...", "test_other", "tests/test_other.py"):
+        (found,) = messages(root, f"| `{name}` |")
+        assert f"page.md:1: {name} is no test" in found
+
+
 def test_headings_in_code_are_no_anchors() -> None:
     assert name_anchors("# Real\n```sh\n# not a heading\n```\n") == {"real"}
 

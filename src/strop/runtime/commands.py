@@ -29,6 +29,8 @@ _ANSWER_EARLY_S = 0.1
 _QUICK_S = 0.05
 """Most commands have ended by then, and their output is taken whole."""
 _SETTLE_S = 0.05
+_SHELL = "/bin/sh"
+_SHELL_LIMIT_S = 10.0
 _MAX_TAKEN_BYTES = 16 * MIB
 _MAX_KEPT = 200
 _MAX_KEPT_CHARACTERS = 64 * MIB
@@ -89,8 +91,8 @@ class Command:
         self.task: asyncio.Task[None] | None = None
         self.job: Job | None = None
         self.is_stopped = False
-        self.lost_cause = ""
-        """Why its sandbox was lost under it: then how it ended is no result."""
+        self.no_result: tuple[int, str] | None = None
+        """HTTP status and cause, where machinery or the image ended it and not the command itself."""
         self._stdout, self._stderr = _Text(), _Text()
 
     @property
@@ -219,7 +221,7 @@ class Commands:
         exit_code, why = -1, ""
         try:
             job = await self._sandbox.start(
-                ["/bin/sh", "-c", record["command"]],
+                [_SHELL, "-c", record["command"]],
                 wall_limit_s=limit_s,
                 env=self._env,
                 cwd=record["cwd"] or self._working_dir,
@@ -241,12 +243,22 @@ class Commands:
                     # Why it was not is in no stream.
                     command.add(b"", result.stderr, (0, 0))
             exit_code, why = _code_of(result), _explain(command, result)
+            if result.kind is ExecKind.NOT_STARTED:
+                await self._require_shell(command)
         except SandboxLost as lost:
-            why = command.lost_cause = f"the sandbox is lost ({lost.kind})"
+            why = f"the sandbox is lost ({lost.kind})"
+            command.no_result = (503, why)
         except asyncio.CancelledError:
             why = "the sandbox ends"
         finally:
             command.finish(exit_code, why)
+
+    async def _require_shell(self, command: Command) -> None:
+        """Blame the image for a command that was not started, unless its directory alone was missing."""
+        tried = await self._sandbox.exec([_SHELL, "-c", ":"], wall_limit_s=_SHELL_LIMIT_S)
+        if tried.kind is ExecKind.NOT_STARTED:
+            said = tried.stderr.decode(errors="replace").strip()
+            command.no_result = (501, f"no shell of the image starts: {said}")
 
     def _forget_old(self) -> None:
         kept = sum(one.num_characters for one in self._commands.values())

@@ -272,7 +272,7 @@ def as_failure(error: StropError) -> SandboxFailed:
         return lost_as_failure(error.kind)
     if not isinstance(error, SandboxRefused):
         return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
-    is_image = error.kind in ("image", "interpreter")
+    is_image = error.kind in ("image", "architecture", "interpreter")
     kind = FailureKind.IMAGE_ERROR if is_image else FailureKind.INFRA_LOST
     return SandboxFailed(kind, cause, refusal=error.kind)
 

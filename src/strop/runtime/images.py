@@ -19,6 +19,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from strop.io.atomic import explain_write_failure
 from strop.runtime.http_server import HttpError
 from strop.runtime.multipart import one_part, read_form
 from strop.runtime.web import read_body
@@ -52,11 +53,14 @@ class BuildRequest:
 async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildRequest]:
     """Give what a client wants built; its archive is kept in `folder` until the end of the block.
 
-    Raises: Refusal: 408, 413, 422 for what cannot be built from.
+    Raises: Refusal: 408, 413, 422 for what cannot be built from; StoreError if it cannot be kept.
     """
     body = await read_body(request, max_bytes=MAX_CONTEXT_BYTES, limit_s=UPLOAD_LIMIT_S)
     content_type = request.headers.get("content-type", "")
-    archive = await asyncio.to_thread(_keep_archive, folder, content_type, body)
+    try:
+        archive = await asyncio.to_thread(_keep_archive, folder, content_type, body)
+    except OSError as error:
+        raise explain_write_failure(error, folder) from error
     del body
     try:
         await asyncio.to_thread(check_archive, archive.archive)
@@ -93,7 +97,7 @@ def _check_member(member: tarfile.TarInfo, folder: Path) -> None:
 
 
 def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
-    """Write the archive of a form into a file. Raises: Refusal with 422."""
+    """Write the archive of a form into a file. Raises: Refusal with 422; OSError."""
     try:
         parts = read_form(content_type, body)
         text = one_part(parts, "context")

@@ -2,12 +2,15 @@
 
 A pull that a registry puts off (429), or that fails on the way, is tried again with growing pauses; one that
 is refused is remembered for a while, so that many sandboxes of one missing image do not all ask for it.
+Mirrors, and registries without TLS, are podman's own settings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import platform
 import shutil
 import time
@@ -22,8 +25,18 @@ from strop.store.policy import is_offline
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _PUT_OFF: tuple[str, ...] = (
     *("toomanyrequests", "too many requests", "429", "timeout", "timed out", "connection reset"),
-    *("connection refused", "unexpected eof", "503", "502", "500 internal"),
+    *(
+        "connection refused",
+        "unexpected eof",
+        "503",
+        "502",
+        "500 internal",
+        "no such host",
+        "no route to host",
+    ),
+    *("network is unreachable", "server misbehaving", "name resolution"),
 )
+_FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
 
 
@@ -31,10 +44,6 @@ _SHOWN_CHARACTERS = 400
 class PullSettings:
     """How images are pulled."""
 
-    is_offline: bool = False
-    """No registry is ever asked."""
-    insecure: tuple[str, ...] = ()
-    """Registries, as host:port, that are asked over plain HTTP."""
     max_tries: int = 6
     first_pause_s: float = 1.0
     """Doubled each time."""
@@ -54,10 +63,13 @@ class Images:
         """Asked of registries, repeated ones too."""
 
     async def fetch(self, image: str, policy: str, say: Callable[[str], None]) -> str:
-        """Have an image here; return its id. Raises: SandboxFailed of kind image_error."""
+        """Have an image here; return its id.
+
+        Raises: SandboxFailed of kind image_error; infra_lost where no registry answered, or the disk is full.
+        """
         found = await self.find(image)
         if found is None or policy == "Always":
-            if found is not None and (self._settings.is_offline or is_offline()):
+            if found is not None and (is_offline()):
                 say(f"offline: {image} is used as it is here")
             else:
                 self._refuse_pull(image, policy)
@@ -82,7 +94,7 @@ class Images:
     def _refuse_pull(self, image: str, policy: str) -> None:
         if policy == "Never":
             raise _failed(f"image {image} is not on this node, and its policy is Never")
-        if self._settings.is_offline or is_offline():
+        if is_offline():
             raise _failed(f"image {image} is not on this node, and offline mode forbids to pull it")
         until, why = self._refused.get(image, (0.0, ""))
         if time.monotonic() < until:
@@ -102,25 +114,25 @@ class Images:
     async def _pull(self, image: str, say: Callable[[str], None]) -> None:
         settings = self._settings
         pause_s = settings.first_pause_s
-        registry = image.removeprefix("docker://").partition("/")[0]
-        flags = ["--tls-verify=false"] if registry in settings.insecure else []
         for number in range(settings.max_tries):
             say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
             self.num_pulls += 1
-            words = ("pull", "--quiet", *flags, image)
-            code, said = await run_podman(*words, limit_s=settings.limit_s)
+            code, said = await run_podman("pull", "--quiet", image, limit_s=settings.limit_s)
             if code == 0:
                 return
             why = said.strip()[-_SHOWN_CHARACTERS:]
-            is_put_off = any(word in said.lower() for word in _PUT_OFF)
-            if not is_put_off:
+            if _FULL_DISK in said.lower():
+                raise _failed(f"image {image} cannot be pulled: {why}", FailureKind.INFRA_LOST)
+            if not any(word in said.lower() for word in _PUT_OFF):
                 self._refused[image] = (time.monotonic() + settings.refused_for_s, why)
                 raise _failed(f"image {image} cannot be pulled: {why}")
             if number + 1 < settings.max_tries:
                 say(f"the registry puts {image} off; next try in {pause_s:.1f} s")
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
-        raise _failed(f"image {image} cannot be pulled, {settings.max_tries} times: {why}")
+        # Who has asked for it is not to blame, nor is the image: the next node may have it.
+        cause = f"image {image} cannot be pulled, {settings.max_tries} times: {why}"
+        raise _failed(cause, FailureKind.INFRA_LOST)
 
     async def close(self) -> None:
         """End the pulls that are under way."""
@@ -166,5 +178,5 @@ async def run_podman(*words: str, limit_s: float = 600.0) -> tuple[int, str]:
     return process.returncode or 0, (out + err).decode(errors="replace")
 
 
-def _failed(cause: str) -> SandboxFailed:
-    return SandboxFailed(FailureKind.IMAGE_ERROR, cause)
+def _failed(cause: str, kind: FailureKind = FailureKind.IMAGE_ERROR) -> SandboxFailed:
+    return SandboxFailed(kind, cause)

@@ -253,9 +253,9 @@ class Workspace:
 
 
 def _require_result(command: Command) -> None:
-    """Refuse to show the end of a command that machinery ended. Raises: HttpError."""
-    if command.lost_cause:
-        raise HttpError(503, command.lost_cause)
+    """Refuse to show an end that is no result of the command. Raises: HttpError."""
+    if command.no_result is not None:
+        raise HttpError(*command.no_result)
 
 
 def _given(request: Request) -> str:

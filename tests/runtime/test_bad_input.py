@@ -1,0 +1,134 @@
+"""What a host or an image gets wrong is a failure with its owner, and a code, and no result of a command."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from strop.runtime.contract import FailureKind, State
+from strop.runtime.planes import DataPlane
+from strop.sandbox.podman import make_init
+from tests.fixtures.nodes import SLOT, Orders, Workspace, on_node, workspace_at
+from tests.fixtures.runtime_service import service, start_body
+from tests.fixtures.sandboxes import needs_podman
+from tests.fixtures.tiny_disk import tiny_disk
+
+OTHER_MACHINE = "aarch64" if platform.machine() == "x86_64" else "x86_64"
+
+
+def make_tree(top: Path, *, has_shell: bool) -> Path:
+    """Make the tree of an image; its shell, if it has one, is a program for another machine."""
+    for name in ("bin", "tmp"):
+        (top / name).mkdir(parents=True)
+    if has_shell:
+        shell = top / "bin" / "sh"
+        shell.write_bytes(make_init(OTHER_MACHINE))
+        shell.chmod(0o755)
+    # Others enter it as they would enter an image's.
+    for path in (top, *top.parents):
+        if path.owner() == "root" and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o011)
+    return top
+
+
+@pytest.mark.slow
+@needs_podman
+@pytest.mark.skipif(
+    Path(f"/proc/sys/fs/binfmt_misc/qemu-{OTHER_MACHINE}").exists(), reason="this kernel emulates the other"
+)
+@pytest.mark.parametrize(("has_shell", "why"), [(False, "No such file"), (True, "Exec format error")])
+def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "tree", has_shell=has_shell)
+
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1", image=str(tree))
+        await orders.wait_for("r1", State.READY)
+        async with workspace_at(url) as workspace:
+            for answer in await ask_both(workspace, "true"):
+                assert answer.status_code == 501, answer.text
+                assert "no shell of the image starts" in answer.json()["detail"]
+                assert why in answer.json()["detail"]
+            # Files need none.
+            upload = await workspace.client.post(
+                "/api/file/upload", params={"path": "/tmp/x"}, files={"file": ("x", b"x")}
+            )
+            assert upload.json() == {"success": True, "file_size": 1}
+        await orders.start("r2", image=str(tree), command=["/bin/sh", "-c", "true"])
+        failed = await orders.wait_for("r2", State.FAILED)
+        assert failed.failure_kind is FailureKind.IMAGE_ERROR
+        assert why in failed.cause
+
+    on_node(work, ("podman",), data_plane=DataPlane.AUTO)
+
+
+async def ask_both(workspace: Workspace, command: str) -> list[httpx.Response]:
+    """Run a command in both ways that clients have; return the answers that should tell its end."""
+    body = {"command": command, "timeout": 20}
+    at_once = await workspace.client.post("/api/bash/execute_bash_command", json=body)
+    started = await workspace.client.post("/api/bash/start_bash_command", json=body)
+    query = {"command_id__eq": started.json()["id"], "sort_order": "TIMESTAMP"}
+    return [at_once, await workspace.client.get("/api/bash/bash_events/search", params=query)]
+
+
+def test_a_full_disk_of_the_controller_begins_nothing(tmp_path: Path) -> None:
+    async def act(folder: Path) -> None:
+        async with service(folder) as running:
+            node = await running.add_node()
+            filler = folder / "filler"
+            with filler.open("wb") as file, suppress(OSError):
+                while True:
+                    os.write(file.fileno(), bytes(1 << 16))
+            answer = await running.client.post("/start", json=start_body("a", session_id="s"))
+            assert answer.status_code == 503
+            assert "disk is full" in answer.json()["detail"]
+            context = {"context": ("context.tar.gz", base64.b64encode(bytes(1 << 16)))}
+            build = await running.client.post("/build", files=context, data={"target_image": "a:1"})
+            assert (build.status_code, "disk is full" in build.json()["detail"]) == (503, True), build.text
+            filler.unlink()
+            # The same start, sent again, is a new sandbox, and of the first one nothing is left.
+            record = await running.start("s")
+            await running.until_session("s", pod_status="ready")
+            assert list(node.sandboxes) == [record["runtime_id"]]
+
+    with tiny_disk(tmp_path / "state") as folder:
+        asyncio.run(act(folder))
+
+
+def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1", SLOT.model_copy(update={"disk_bytes": 1 << 20}))
+        ready = await orders.wait_for("r1", State.READY)
+        if ready.isolation["disk"] != "enforced":
+            pytest.skip("the private directory is watched, not bounded")
+        async with workspace_at(url) as workspace:
+            top = (await workspace.run("echo $HOME"))[1].strip()
+            for name, status in (("kept", 200), ("more", 507)):
+                answer = await workspace.client.post(
+                    "/api/file/upload",
+                    params={"path": f"{top}/{name}"},
+                    files={"file": ("x", bytes(700_000))},
+                )
+                assert answer.status_code == status, answer.text
+            assert (await workspace.run("ls -A ~"))[1] == "kept\n"
+
+    on_node(work)
+
+
+def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        async with workspace_at(url) as workspace:
+            code, out, _ = await workspace.run("head -c 1000000000 /dev/zero; exit 3", limit_s=600)
+        assert code == 3
+        assert len(out) < 32 << 20
+        assert "bytes are not kept" in out or "bytes left out" in out
+
+    on_node(work)
