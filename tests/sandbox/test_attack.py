@@ -13,6 +13,7 @@ from strop.sandbox import daemon_handle
 from strop.sandbox.attack import attack_sandboxes
 from strop.sandbox.attack.contract import Code, confirmed_level
 from strop.sandbox.contract import IsolationLevel
+from strop.sandbox.doctor import read_confirmed, read_facts
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, where_users_differ
 from tools.attack_table import MARK, main, render
@@ -103,6 +104,7 @@ def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @needs_bubblewrap
 @needs_podman
+@pytest.mark.usefixtures("own_cache")
 def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     page = Path(__file__).parents[2] / "docs" / "sandbox-attacks.md"
     ended = run("sandbox", "attack", "--json")
@@ -112,6 +114,7 @@ def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     assert render(found).strip() == written
     levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in found}
     assert levels == {"bubblewrap": "namespace", "podman": "container", "process": "rlimit"}
+    assert {name: level.word for name, level in read_confirmed(read_facts()).items()} == levels
     by_name = {one["name"]: one["verdicts"] for one in found}
     for name in ("bubblewrap", "podman"):
         assert [one["attack"] for one in by_name[name] if one["code"] > Code.CONTAINED] == []

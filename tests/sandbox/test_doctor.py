@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import IsolationLevel, doctor
-from strop.sandbox.doctor import diagnose_sandboxes, read_facts
+from strop.sandbox.doctor import diagnose_sandboxes, keep_confirmed, read_facts
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 
@@ -31,6 +31,7 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
         assert by_name[name]["start_s"] > 0.0
         assert by_name[name]["command_s"] > 0.0
     assert found["facts"]["bwrap"].startswith("bubblewrap ")
+    monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap",))
     shown = run("sandbox", "doctor")
     assert shown.code == 0
     assert "namespace" in shown.out
@@ -63,6 +64,32 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     assert found.facts["podman"] == "the storage is locked"
     assert any("bubblewrap isolates quickest" in one for one in found.advice)
     assert any("Delegate=yes" in one for one in found.advice)
+
+
+def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
+    own_cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "BACKENDS", ("process",))
+    monkeypatch.setattr(doctor, "_TIMES", 1)
+
+    def look() -> tuple[IsolationLevel | None, list[str]]:
+        found = json.loads(run("sandbox", "doctor", "--json").out)
+        return found["backends"][0]["confirmed"], [one for one in found["advice"] if "attack" in one]
+
+    untried = (None, ["strop sandbox attack confirms the levels, in about a minute"])
+    assert look() == untried
+    for level, num_told in ((IsolationLevel.NONE, 1), (IsolationLevel.RLIMIT, 0)):
+        keep_confirmed({"process": level})
+        confirmed, told = look()
+        assert (confirmed, len(told)) == (level, num_told)
+        assert all("process: attacks confirm level none alone" in one for one in told)
+    keep_confirmed({"bubblewrap": IsolationLevel.NONE})
+    assert look()[0] == IsolationLevel.RLIMIT
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "read_boot_id", lambda: "another start")
+        assert look() == untried
+    (own_cache / "sandbox-attacks.json").write_text("[]")
+    assert look() == untried
 
 
 def test_docker_alone_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,15 +36,18 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
     rows: list[tuple[object, ...]] = []
     for one in found.backends:
         if one.isolation is None:
-            rows.append((one.name, "none", *[None] * 8))
+            rows.append((one.name, "none", *[None] * 9))
             continue
         reached = one.isolation
         guards = [guard.value for guard in (reached.memory, reached.pids, reached.cpu, reached.disk)]
         times = [f"{seconds * 1000:.0f} ms" for seconds in (one.start_s, one.command_s, one.stop_s)]
         network = reached.network + (" or a list" if one.has_list else "")
-        rows.append((one.name, reached.level.word, *guards, network, *times))
+        confirmed = one.confirmed.word if one.confirmed is not None else None
+        rows.append((one.name, reached.level.word, confirmed, *guards, network, *times))
     limits = ("memory", "processes", "CPU time", "disk")
-    output.give_table(("backend", "level", *limits, "network", "start", "command", "stop"), rows)
+    output.give_table(
+        ("backend", "level", "attacks confirm", *limits, "network", "start", "command", "stop"), rows
+    )
     output.give_table(("this host", "has"), list(found.facts.items()))
     for one in found.backends:
         if one.refusal:

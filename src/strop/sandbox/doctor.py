@@ -1,11 +1,14 @@
 """What sandboxes does this host allow, how quick are they, and how would it allow more?
 
 Every backend is tried by real starts, commands and stops; what isolation was reached is what its sandboxes
-say of themselves. The facts beside them say why no more was reached.
+say of themselves, and whether that holds is what attacks have confirmed, if they were made since this host
+was started and has these programs. The facts beside them say why no more was reached.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import resource
@@ -18,8 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strop import __version__
 from strop.errors import SandboxError, SandboxRefused, given_of
 from strop.hardware.disks import Disk, describe_disk
+from strop.hardware.identity import read_boot_id
+from strop.io.atomic import write_bytes_atomically
+from strop.io.variables import user_cache_dir
 from strop.sandbox.cgroup import find_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
@@ -28,6 +35,8 @@ from strop.sandbox.rootless import count_ids, names_of, ranges_of
 
 _TIMES = 5
 _PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
+_DECIDING = ("kernel", "user", "control groups", "user namespaces", "subordinate ids", *_PROGRAMS)
+_CONFIRMED_NAME = "sandbox-attacks.json"
 _DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
 _ANSWER_LIMIT_S = 10.0
 _WALL_LIMIT_S = 30.0
@@ -41,6 +50,8 @@ class BackendReport:
     isolation: Isolation | None
     """None where it makes no sandbox."""
     refusal: str = ""
+    confirmed: IsolationLevel | None = None
+    """The level that attacks on this host have confirmed; None if they were not all made."""
     has_list: bool = False
     """Whether its sandboxes can reach a list of hosts, and nothing else."""
     start_s: float = 0.0
@@ -61,8 +72,9 @@ class SandboxDiagnosis:
 
 async def diagnose_sandboxes() -> SandboxDiagnosis:
     """Try every backend on this host. Takes some seconds."""
-    reports = tuple([await _try(name) for name in BACKENDS])
     facts = read_facts()
+    confirmed = read_confirmed(facts)
+    reports = tuple([replace(await _try(name), confirmed=confirmed.get(name)) for name in BACKENDS])
     return SandboxDiagnosis(backends=reports, facts=facts, advice=tuple(_advise(reports, facts)))
 
 
@@ -123,6 +135,34 @@ def read_facts() -> dict[str, str]:
         "devices": ", ".join(path for path in _DEVICES if os.path.exists(path)) or "none of the three",
         **{name: _version_of(name) for name in _PROGRAMS},
     }
+
+
+def keep_confirmed(levels: Mapping[str, IsolationLevel]) -> None:
+    """Remember which levels attacks have confirmed, by backend, for as long as this host stays as it is."""
+    facts = read_facts()
+    kept = {name: level.word for name, level in (read_confirmed(facts) | dict(levels)).items()}
+    content = {"host": _digest_host(facts), "confirmed": kept}
+    path = user_cache_dir() / _CONFIRMED_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(path, json.dumps(content).encode())
+
+
+def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
+    """Return what was remembered of a host with these facts."""
+    try:
+        content = json.loads((user_cache_dir() / _CONFIRMED_NAME).read_bytes())
+        if content["host"] != _digest_host(facts):
+            return {}
+        return {name: IsolationLevel[word.upper()] for name, word in content["confirmed"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _digest_host(facts: Mapping[str, str]) -> str:
+    """Return what is the same as long as attacks would end as they did."""
+    deciding = {name: facts[name] for name in _DECIDING}
+    parts = [read_boot_id(), __version__, deciding]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _private_disk() -> Disk:
@@ -212,6 +252,12 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
             "no control group may be made, so memory and processes are watched and processor time is not"
             " bounded: be root, or let systemd hand controllers down (Delegate=yes)"
         )
+    for one in reports:
+        if one.isolation is not None and one.confirmed is not None and one.confirmed < one.isolation.level:
+            which = f"strop sandbox attack --backend {one.name} says which succeed"
+            yield f"{one.name}: attacks confirm level {one.confirmed.word} alone; {which}"
+    if any(one.isolation is not None and one.confirmed is None for one in reports):
+        yield "strop sandbox attack confirms the levels, in about a minute"
     if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"
 

@@ -20,6 +20,7 @@ from strop.sandbox.attack.stage import Control, Stage, control_beside
 from strop.sandbox.choose import BACKENDS
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of
+from strop.sandbox.doctor import keep_confirmed
 from strop.sandbox.local import LocalBackend
 
 ATTACKS: tuple[Attack, ...] = tuple(
@@ -74,7 +75,8 @@ async def attack_sandboxes(
     """Attack sandboxes of this host, by default all backends with all attacks.
 
     Ends all sandboxes that this process has, at its beginning and its end: those that are attacked are made
-    in a network of the suite's own, where this process may have one.
+    in a network of the suite's own, where this process may have one. Levels that are confirmed are remembered
+    for `doctor`.
 
     Raises: ConfigError for a backend or an attack that there is not.
     """
@@ -91,10 +93,13 @@ async def attack_sandboxes(
             async with laid_bait(has_own_network=has_own_network) as bait:
                 free = asyncio.Semaphore(_AT_ONCE)
                 works = [_attack_backend(name, chosen, bait, free) for name in names]
-                return tuple(await asyncio.gather(*works))
+                found = tuple(await asyncio.gather(*works))
     finally:
         _refusals_log.disabled = False
         daemon.close()
+    if confirmed := {one.name: one.confirmed for one in found if one.confirmed is not None}:
+        keep_confirmed(confirmed)
+    return found
 
 
 def _require_known(what: str, given: Collection[str], known: Sequence[str]) -> None:
