@@ -44,7 +44,7 @@ def with_client(
         client = HttpClient(max_connections=8)
         async with server_of(serve) as (url, writers):
             await work(client, url, writers)
-            await client.close()
+            await client.aclose()
             # The server's side ends with them.
             await asyncio.gather(*(writer.wait_closed() for writer in writers))
 

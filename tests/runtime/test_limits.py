@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.runtime.contract import FailureKind, NodeReport, SandboxReport, StartRequest, State
+from strop.runtime.contract import FailureKind, NodeReply, NodeReport, SandboxReport, StartRequest, State
 from strop.runtime.journal import Journal
 from strop.runtime.keys import open_keys
 from strop.runtime.nodes import NodeClient
@@ -211,6 +211,26 @@ def test_a_node_agent_that_replaces_another_keeps_its_sandboxes(tmp_path: Path) 
             assert session.node_url == "http://127.0.0.1:10"
             assert set(sessions.placement.nodes) == {"m"}
             assert set(sessions.placement.admission.rooms["m"].taken) == {session.runtime_id}
+
+    asyncio.run(main())
+
+
+def test_a_report_of_what_changed_says_nothing_of_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with sessions_of(tmp_path) as sessions:
+            session, placement = await begin(sessions), sessions.placement
+            make_ready(sessions, session)
+            part = placement.nodes["n"].report.model_copy(update={"sandboxes": (), "has_all": False})
+            for _ in range(3):
+                assert placement.report(part) == NodeReply()
+            assert session.state is State.READY
+            # From a node that a controller does not know, it would be taken for all that the node has.
+            stranger = part.model_copy(update={"node_id": "m"})
+            assert placement.report(stranger) == NodeReply(wants_all=True)
+            assert set(placement.nodes) == {"n"}
+            for _ in range(2):
+                placement.report(part.model_copy(update={"has_all": True}))
+            assert (session.state, session.cause) == (State.FAILED, "node n does not have it any more")
 
     asyncio.run(main())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.runtime.contract import FailureKind, State
+from strop.runtime.contract import FailureKind, NodeReply, State
 from strop.runtime.making import Maker, MakeSettings
 from strop.runtime.node import Node, NodeSettings
 from strop.runtime.node_options import NodeOptions, serve_node
@@ -122,6 +122,36 @@ def test_a_node_that_drains_takes_nothing_new_and_obeys_its_controller() -> None
     on_node(work)
 
 
+def test_a_report_for_a_change_tells_of_what_changed() -> None:
+    async def work(orders: Orders) -> None:
+        for name in ("a", "b"):
+            await orders.start(name)
+            await orders.wait_for(name, State.READY)
+        told = {one.runtime_id for report in orders.reports if not report.has_all for one in report.sandboxes}
+        assert told <= {"a", "b"}
+        num_before = len(orders.reports)
+        await orders.ask("POST", "/sandboxes/b/pause")
+        await orders.wait_for("b", State.PAUSED)
+        while not any(report.has_all for report in orders.reports[num_before:]):
+            orders.has_news.clear()
+            await orders.has_news.wait()
+        for report in orders.reports[num_before:]:
+            assert {one.runtime_id for one in report.sandboxes} == ({"a", "b"} if report.has_all else {"b"})
+        # One that was not answered is told again, and whoever knows nothing is told all.
+        for is_silent, wants_all in ((True, False), (False, True)):
+            orders.is_silent = is_silent
+            orders.reply = NodeReply(wants_all=wants_all)
+            await orders.ask("POST", f"/sandboxes/b/{'resume' if is_silent else 'pause'}")
+            await asyncio.sleep(0.1)
+            orders.is_silent, orders.reply, num_before = False, NodeReply(), len(orders.reports)
+            while len(orders.reports) == num_before:
+                orders.has_news.clear()
+                await orders.has_news.wait()
+            assert orders.reports[num_before].has_all
+
+    on_node(work)
+
+
 def test_a_silent_controller_ends_the_node() -> None:
     async def work(orders: Orders) -> None:
         url = await orders.start("r1")
@@ -141,9 +171,16 @@ def test_a_silent_controller_ends_the_node() -> None:
     on_node(work, silence_limit_s=0.3)
 
 
-def test_a_network_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    options = NodeOptions(controller="http://127.0.0.1:1", key_file=tmp_path / "key", network="allow:a")
-    with pytest.raises(ConfigError, match=r"'a' is not HOST:PORT. Allowed: none, host, or allow:HOST:PORT"):
+@pytest.mark.parametrize(
+    ("controller", "network", "why"),
+    [
+        ("http://127.0.0.1:1", "allow:a", r"'a' is not HOST:PORT. Allowed: none, host, or allow:HOST:PORT"),
+        ("https://127.0.0.1:1", "none", r"Allowed: a URL as the controller says it, http://HOST:PORT"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(tmp_path: Path, controller: str, network: str, why: str) -> None:
+    options = NodeOptions(controller=controller, key_file=tmp_path / "key", network=network)
+    with pytest.raises(ConfigError, match=why):
         asyncio.run(serve_node(options, say=print))
 
 
@@ -155,7 +192,7 @@ def test_a_jump_of_the_clock_does_not_end_a_nodes_job(monkeypatch: pytest.Monkey
     )
     node = Node(settings)
     monkeypatch.setattr(time, "time", lambda: now + 3600.0)
-    left_s = node._describe().ends_in_s
+    left_s = node._describe((), has_all=True).ends_in_s
     assert left_s is not None
     assert 590.0 < left_s <= 600.0
     assert not node._is_near_end()

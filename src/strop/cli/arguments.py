@@ -141,6 +141,8 @@ def to_flags(args: object) -> tuple[Flag, ...]:
 
 
 P = ParamSpec("P")
+_LASTING_THRESHOLD = 50_000
+"""Objects more than there were, at which the collector looks."""
 
 
 def brief(command: Callable[P, None]) -> Callable[P, None]:
@@ -167,11 +169,19 @@ def brief(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Give a brief command its collector back while it waits: hours of garbage are some."""
-    was_enabled = gc.isenabled()
+    """Give a brief command its collector back while it waits: hours of garbage are some.
+
+    It seldom looks, and not at what was imported: a service that is asked for much at once makes much, too,
+    that is no garbage, and a walk over all of it takes as long as many answers.
+    """
+    was_enabled, before = gc.isenabled(), gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_LASTING_THRESHOLD)
     gc.enable()
     try:
         yield
     finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
         if not was_enabled:
             gc.disable()

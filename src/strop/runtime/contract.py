@@ -211,7 +211,8 @@ class SandboxReport(_Flow):
 class NodeReport(_Flow):
     """`POST {controller}/nodes/{node_id}`: at registration, every `HEARTBEAT_S` and after each change.
 
-    Answered with `NodeReply`.
+    One that is only sent for a change tells of what changed, and is cheap however many live. Answered with
+    `NodeReply`.
     """
 
     node_id: str
@@ -233,6 +234,8 @@ class NodeReport(_Flow):
     """Until its allocation ends."""
     sandboxes: tuple[SandboxReport, ...]
     """All that it has, and those that ended since the last report that was answered."""
+    has_all: bool = True
+    """False: of all that, only what changed since the last report that was answered."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Added to the controller's own, by their names and labels."""
 
@@ -253,4 +256,6 @@ class NodeReply(_Flow):
 
     to_stop: tuple[str, ...] = ()
     """Runtime ids that it has and should not have: stopped, expired, or placed elsewhere meanwhile."""
+    wants_all: bool = False
+    """The report was not taken: the first of a node has all its sandboxes."""
     should_drain: bool = False

@@ -94,7 +94,7 @@ class HttpClient:
             if kept is None:
                 raise ConnectionError("the connection ended before an answer")
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close all connections that are kept."""
         for place in list(self._idle):
             for stream, _ in list(self._idle[place]):

@@ -3,9 +3,9 @@
     strop runtime node --controller http://HOST:PORT --key-file FILE
 
 One event loop. Each sandbox has an address that is held from the answer to its order until its end. A report
-goes to the controller every `HEARTBEAT_S` and after each change. When the controller has not answered for
-`silence_limit_s`, it is gone or has given this node up: all sandboxes are ended, and the agent too. However
-this process ends, its sandboxes end with it (`sandbox.daemon`).
+goes to the controller every `HEARTBEAT_S`, of all sandboxes, and after each change, of what changed. When the
+controller has not answered for `silence_limit_s`, it is gone or has given this node up: all sandboxes are
+ended, and the agent too. However this process ends, its sandboxes end with it (`sandbox.daemon`).
 
 Routes, all with the node key: those of `NodeOrder`, and GET /health without one.
 """
@@ -19,10 +19,11 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from strop.errors import SandboxError, given_of
 from strop.hardware.identity import read_boot_id
@@ -40,6 +41,7 @@ from strop.runtime.contract import (
     Slot,
 )
 from strop.runtime.held import HeldSandbox
+from strop.runtime.http_client import HttpClient, RequestFailed
 from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, serve_connection
 from strop.runtime.making import MakeSettings
 from strop.runtime.planes import DataPlane
@@ -47,9 +49,6 @@ from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, PullSettings, describe_image
 from strop.runtime.starting import NodeMaking
 from strop.sandbox.janitor import clear_abandoned
-
-if TYPE_CHECKING:
-    import httpx
 
 _log = logging.getLogger("strop.runtime.node")
 _MAX_ORDER_BYTES = 512 << 20
@@ -97,6 +96,10 @@ class Node:
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
+        self._changed: set[str] = set()
+        """Runtime ids of what no report has told yet."""
+        self._tell_all_at = 0.0
+        """When a report is to have all sandboxes again, by the monotonic clock."""
         self._ending = asyncio.Event()
         self._is_draining = False
         self._answered_at = time.monotonic()
@@ -155,9 +158,7 @@ class Node:
     # The controller.
 
     async def _report_for_ever(self) -> None:
-        import httpx
-
-        async with httpx.AsyncClient(timeout=_REPORT_LIMIT_S, trust_env=False) as client:
+        async with aclosing(HttpClient(max_connections=1)) as client:
             while True:
                 self._news.clear()
                 if not self._is_draining and self._is_near_end():
@@ -165,7 +166,7 @@ class Node:
                     self._is_draining = True
                 try:
                     await self._report(client)
-                except (httpx.HTTPError, ValueError) as error:
+                except (RequestFailed, ValueError) as error:
                     silent_s = time.monotonic() - self._answered_at
                     _log.warning("the controller does not answer for %.0f s: %s", silent_s, error)
                     if silent_s > self._settings.silence_limit_s:
@@ -185,16 +186,28 @@ class Node:
     def _left_s(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
-    async def _report(self, client: httpx.AsyncClient) -> None:
-        report = self._describe()
-        answer = await client.post(
+    async def _report(self, client: HttpClient, limit_s: float = _REPORT_LIMIT_S) -> None:
+        sent, tell_all_at = time.monotonic(), self._tell_all_at
+        has_all = sent >= tell_all_at
+        report = self._describe(self._held if has_all else self._changed, has_all=has_all)
+        self._changed = set()
+        # Whether a report that is not answered was read nobody knows.
+        self._tell_all_at = 0.0
+        answer = await client.ask(
+            "POST",
             f"{self._settings.controller}/nodes/{self.node_id}",
-            content=report.model_dump_json(),
             headers={NODE_KEY_HEADER: self._settings.key, "content-type": "application/json"},
+            content=report.model_dump_json().encode(),
+            limit_s=limit_s,
         )
-        answer.raise_for_status()
-        reply = NodeReply.model_validate_json(answer.content)
+        if not answer.is_success:
+            raise RequestFailed(f"it answered {answer.status}")
+        reply = NodeReply.model_validate_json(answer.body)
         self._answered_at = time.monotonic()
+        if reply.wants_all:
+            self._news.set()
+            return
+        self._tell_all_at = sent + HEARTBEAT_S if has_all else tell_all_at
         for told in report.sandboxes:
             held = self._held.get(told.runtime_id)
             # Told and answered: nobody needs to hear of it again.
@@ -206,7 +219,7 @@ class Node:
         if reply.should_drain:
             self._is_draining = True
 
-    def _describe(self) -> NodeReport:
+    def _describe(self, runtime_ids: Iterable[str], *, has_all: bool) -> NodeReport:
         return NodeReport(
             node_id=self.node_id,
             host=platform.node(),
@@ -218,7 +231,8 @@ class Node:
             backends=self._settings.make.backends,
             is_draining=self._is_draining,
             ends_in_s=self._left_s(),
-            sandboxes=tuple(one.report() for one in self._held.values()),
+            sandboxes=tuple(self._held[one].report() for one in runtime_ids if one in self._held),
+            has_all=has_all,
             metrics={
                 **{name: float(count) for name, count in self._counts.items()},
                 **self._making.metrics(),
@@ -227,12 +241,11 @@ class Node:
 
     async def _tell_last(self) -> None:
         """Tell how everything ended, if somebody listens."""
-        import httpx
-
         self._is_draining = True
-        async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
-            with suppress(httpx.HTTPError, ValueError):
-                await self._report(client)
+        self._tell_all_at = 0.0
+        async with aclosing(HttpClient(max_connections=1)) as client:
+            with suppress(RequestFailed, ValueError):
+                await self._report(client, limit_s=1.0)
 
     # Orders.
 
@@ -287,7 +300,7 @@ class Node:
         if held is None:
             if self._is_draining or self._ending.is_set():
                 raise HttpError(503, "this node takes nothing new: it ends soon")
-            held = HeldSandbox(order, self._making, self._news.set)
+            held = HeldSandbox(order, self._making, partial(self._note_change, order.runtime_id))
             self._held[order.runtime_id] = held
             self._counts["node_orders_total"] += 1
             await held.start(self._settings.host, start_limit_s=self._settings.start_limit_s)
@@ -302,6 +315,10 @@ class Node:
         except SandboxError as error:
             raise HttpError(409 if error.kind == "state" else 500, given_of(error)) from error
         return held.report()
+
+    def _note_change(self, runtime_id: str) -> None:
+        self._changed.add(runtime_id)
+        self._news.set()
 
     def _find(self, runtime_id: str) -> HeldSandbox:
         held = self._held.get(runtime_id)

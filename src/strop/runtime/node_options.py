@@ -60,7 +60,7 @@ async def _understand(options: NodeOptions, say: Callable[[str], None]) -> NodeS
         raise ConfigError(
             f"network {options.network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
         ) from error
-    if not options.controller.startswith(("http://", "https://")):
+    if not options.controller.startswith("http://"):
         raise ConfigError(
             f"controller {options.controller!r}",
             allowed="a URL as the controller says it, http://HOST:PORT",

@@ -112,7 +112,7 @@ class NodeClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.close()
+        await self._http.aclose()
 
     async def _ask(
         self,

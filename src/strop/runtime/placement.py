@@ -125,6 +125,9 @@ class Placement:
         """Take what a node says of itself and its sandboxes; return what it is to do."""
         node_id = report.node_id
         known = self.nodes.get(node_id)
+        if known is None and not report.has_all:
+            # What the journal has of it would be judged by a part.
+            return NodeReply(wants_all=True)
         if known is None:
             self.node_came = time.monotonic()
             self._registry.tell("node_joined", node=node_id, host=report.host, url=report.url)
@@ -142,10 +145,11 @@ class Placement:
         for old in report.replaces:
             self._move(old, node_id)
         to_stop = [one.runtime_id for one in report.sandboxes if not self._take(one, node_id)]
-        there = {one.runtime_id for one in report.sandboxes if one.state not in ENDED}
-        for session in list(self.admission.rooms[node_id].taken.values()):
-            if session.runtime_id not in there:
-                self._miss(session)
+        if report.has_all:
+            there = {one.runtime_id for one in report.sandboxes if one.state not in ENDED}
+            for session in list(self.admission.rooms[node_id].taken.values()):
+                if session.runtime_id not in there:
+                    self._miss(session)
         self.dispatch()
         return NodeReply(to_stop=tuple(to_stop), should_drain=node.should_drain)
 
