@@ -11,9 +11,11 @@ import pytest
 
 from strop.cluster import runtime_role
 from strop.cluster.runtime_role import RuntimeRole
-from strop.errors import SandboxLost
+from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
+from strop.sandbox import remote
 from strop.spec.runtime import RuntimeSpec
+from tests.fixtures import runtime_service
 
 # A service in small: it says where it is, as the real one does, and lives until it is ended.
 SERVICE = """
@@ -44,20 +46,38 @@ def test_a_service_that_is_there_is_handed_over_and_withdrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
-    key_file = tmp_path / "key"
-    key_file.write_text("lab secret\n")
-    key_file.chmod(0o600)
-    spec = RuntimeSpec(url="http://10.0.0.1:8000", key_file=str(key_file))
-    role = RuntimeRole(spec, tmp_path / "run", tmp_path / "servers")
-    asyncio.run(role.start())
-    found = find_endpoint("runtime")
-    assert found is not None
-    assert (found.url, found.key) == ("http://10.0.0.1:8000", "secret")
-    # What workers of other machines are sent.
-    assert list_endpoints() == {"runtime": found}
-    assert "secret" not in " ".join(os.environ.values())
-    asyncio.run(role.stop())
-    assert find_endpoint("runtime") is None
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.0)
+
+    def role_of(url: str, key: str) -> RuntimeRole:
+        key_file = tmp_path / f"key-{len(list(tmp_path.iterdir()))}"
+        key_file.write_text(f"lab {key}\n")
+        key_file.chmod(0o600)
+        spec = RuntimeSpec(url=url, key_file=str(key_file))
+        return RuntimeRole(spec, tmp_path / "run", tmp_path / "servers")
+
+    async def act() -> None:
+        async with runtime_service.service(tmp_path / "service") as running:
+            url, key = running.serving.url, running.client.headers["X-API-Key"]
+            for wrong, kind in (
+                (role_of(url, "not-its-key"), "key"),
+                (role_of("http://127.0.0.1:9", key), "service"),
+            ):
+                with pytest.raises(SandboxRefused) as caught:
+                    await wrong.start()
+                assert caught.value.kind == kind
+                assert find_endpoint("runtime") is None
+            role = role_of(url, key)
+            await role.start()
+            found = find_endpoint("runtime")
+            assert found is not None
+            assert (found.url, found.key) == (url, key)
+            # What workers of other machines are sent.
+            assert list_endpoints() == {"runtime": found}
+            assert key not in " ".join(os.environ.values())
+            await role.stop()
+            assert find_endpoint("runtime") is None
+
+    asyncio.run(act())
 
 
 @pytest.mark.usefixtures("service")

@@ -37,6 +37,25 @@ def test_what_cannot_be_is_refused(run_file: Path, overrides: list[str], words: 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        'name = "mbpp"\nsandbox = "remote"',
+        'name = "mixture"\n[task.parts.code]\nname = "mbpp"\nsandbox = "remote"',
+    ],
+)
+def test_sandboxes_of_a_service_need_one(task: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "run"\n[task]\n{task}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_spec(path)
+    assert "task.sandbox='remote'" in str(caught.value)
+    assert "there is no sandbox service" in str(caught.value)
+    assert "set runtime.serve to 'here'" in str(caught.value)
+    for given in (["runtime.serve=here"], ["runtime.url=http://h:1", "runtime.key_file=k"]):
+        load_spec(path, given)
+
+
 def test_where_sandboxes_come_from_does_not_make_another_run(run_file: Path) -> None:
     plain = load_spec(run_file).spec
     served = load_spec(run_file, ["runtime.serve=here", "runtime.backend=bubblewrap"]).spec

@@ -17,6 +17,7 @@ from strop.errors import SandboxLost
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
+from strop.sandbox.remote import require_service
 from strop.spec.runtime import RuntimeSpec
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ class RuntimeRole:
     async def start(self) -> None:
         """Find or start the service, wait until it listens, and hand it over.
 
-        Raises: ConfigError for a bad key file; CheckRefused if it does not come; SandboxLost with its last
-        log lines if it ended.
+        Raises: ConfigError for a bad key file; SandboxRefused if one that was there does not answer, or not
+        to that key; CheckRefused if one does not come; SandboxLost with its last log lines if it ended.
         """
         endpoint = await self._find()
         if endpoint is not None:
@@ -46,7 +47,9 @@ class RuntimeRole:
 
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
-            return Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
+            found = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
+            await require_service(found)
+            return found
         if self._spec.serve == "none":
             return None
         if self._spec.serve == "here":

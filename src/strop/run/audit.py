@@ -18,8 +18,10 @@ from strop.audit import (
 from strop.errors import ConfigError
 from strop.rollout import Message, Split
 from strop.run.inference import read_asking
+from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
+from strop.spec.parts import needs_service
 from strop.spec.task import TaskSpec
 from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
 from strop.tasks.generated.reasoning_gym import list_datasets
@@ -93,11 +95,14 @@ class TaskCheck:
 def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
     """Return the section of a task: that of a run file, or of a name such as my_task.py:Doubling.
 
-    Raises: ConfigError as for a run file.
+    Raises: ConfigError as for a run file; SandboxRefused if its sandboxes are those of a run's service.
     """
-    if target.endswith((".toml", ".yaml", ".yml")):
-        return load_spec(target, words).spec.task
-    return read_task(target, words)
+    if not target.endswith((".toml", ".yaml", ".yml")):
+        return read_task(target, words)
+    section = load_spec(target, words).spec.task
+    if needs_service(section):
+        find_service()
+    return section
 
 
 def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:

@@ -65,6 +65,15 @@ def find_service() -> RemoteBackend:
     return RemoteBackend(endpoint)
 
 
+async def require_service(endpoint: Endpoint) -> None:
+    """Refuse a service that does not answer, or not to its key.
+
+    Raises: SandboxRefused with kind service or key.
+    """
+    async with _Service(endpoint) as service:
+        await service.list_all()
+
+
 class RemoteBackend:
     """Makes sandboxes by a service."""
 
@@ -287,6 +296,9 @@ class _Service:
                 raise _refused(record["cause"] or "it was stopped", kind)
             record = await self._ask("GET", f"/runtime/{record['runtime_id']}")
         return record
+
+    async def list_all(self) -> dict[str, Any]:
+        return await self._ask("GET", "/list")
 
     async def stop(self, runtime_id: str) -> None:
         """End a sandbox, if the controller answers."""

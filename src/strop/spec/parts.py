@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict, check_free_table
-from strop.spec.task import TaskSection, TaskSpec, UserTaskSpec
+from strop.spec.task import CodeTaskSection, TaskSection, TaskSpec, UserTaskSpec
 from strop.user_code import CodeRef
 
 
@@ -80,6 +80,12 @@ class PartedSection(TaskSection):
 def plain_sections(task: TaskSection) -> list[TaskSection]:
     """Return the sections of the tasks that a task is made of: its own, or its parts'."""
     return [part.task for part in task.read_parts().values()] if isinstance(task, PartedSection) else [task]
+
+
+def needs_service(task: TaskSection) -> bool:
+    """Whether code that a task judges runs in sandboxes of the run's service."""
+    sections = [one for one in plain_sections(task) if isinstance(one, CodeTaskSection)]
+    return any(one.sandbox == "remote" for one in sections)
 
 
 def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:

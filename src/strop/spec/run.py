@@ -23,6 +23,7 @@ from strop.spec.objectives import (
     require_teacher,
 )
 from strop.spec.offline import DpoSpec, SftSpec
+from strop.spec.parts import needs_service
 from strop.spec.runtime import RuntimeSpec
 from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import TaskSection, TaskSpec
@@ -267,6 +268,19 @@ class RunSpec(Section):
                     allowed="a judge that is another model, or task.can_judge_itself = true",
                     next_step="name another judge",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sandboxes(self) -> RunSpec:
+        has_service = self.runtime.serve != "none" or self.runtime.url is not None
+        if not has_service and needs_service(self.task):
+            raise SpecConflict(
+                {"task.sandbox": "remote", "runtime.serve": self.runtime.serve},
+                "there is no sandbox service that could be asked",
+                allowed="a run with runtime.serve, or with runtime.url and runtime.key_file; evaluations and"
+                " audits have sandboxes of their machine",
+                next_step="set runtime.serve to 'here', or remove task.sandbox",
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strop.errors import DataError
+from strop.errors import DataError, SandboxRefused
 from strop.rollout import Split
 from strop.tasks.code.apps import Apps, AppsSpec
 from strop.tasks.traits import describe_counts
@@ -44,7 +44,8 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
         ("test", [row("Say 4.", "print(4)", {"inputs": ["", ""], "outputs": [4, 4]})]),
     ):
         (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), "utf-8")
-    return Apps(AppsSpec(name="apps", source=str(tmp_path), min_isolation=best_level(), **settings))
+    settings = {"min_isolation": best_level(), **settings}
+    return Apps(AppsSpec(name="apps", source=str(tmp_path), **settings))
 
 
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -70,6 +71,19 @@ def test_programs_may_import_numpy_and_nothing_else_of_this_installation(tmp_pat
     code = "import {}\nprint(sum(map(int, open(0).read().split())))"
     assert task.verify(add, f"```python\n{code.format('numpy')}\n```").is_correct
     assert not task.verify(add, f"```python\n{code.format('pydantic')}\n```").is_correct
+
+
+@pytest.mark.parametrize("statement", ["import numpy", "import numpy.linalg as n", "from numpy import sum"])
+def test_a_program_whose_package_a_sandbox_cannot_show_has_no_score(tmp_path: Path, statement: str) -> None:
+    task = apps(tmp_path, sandbox="process", min_isolation="rlimit")
+    add, *_ = task.examples(Split.TRAIN)
+    code = "{}\nprint(sum(map(int, open(0).read().split())))"
+    with pytest.raises(SandboxRefused, match="imports numpy, which process does not show") as caught:
+        task.verify(add, f"```python\n{code.format(statement)}\n```")
+    assert caught.value.kind == "packages"
+    # What it may not import anywhere is its own mistake.
+    assert task.verify(add, f"```python\n{code.format('import pydantic')}\n```").is_correct is False
+    assert task.verify(add, f"```python\n{code.format('import math')}\n```").is_correct
 
 
 def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> None:

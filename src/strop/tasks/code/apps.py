@@ -78,7 +78,8 @@ class Apps(RowTask):
 
     How an item is tested follows from the item: those with `fn_name` are called, all others are programs.
     Training items with fewer than two tests, held-out ones without any, and items with more than 8 MiB of
-    them are left out: `left_out`. Programs may import numpy where the sandbox can show it.
+    them are left out: `left_out`. Programs may import numpy; one that does has no score where the sandbox
+    cannot show it.
     """
 
     _spec: AppsSpec
@@ -120,7 +121,8 @@ class Apps(RowTask):
     def verify(self, example: Example, text: str) -> Outcome:
         """Run all tests over the reply's code.
 
-        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed.
+        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed;
+            SandboxRefused with kind packages if it cannot show numpy to a program that imports it.
         """
         fields = example.fields
         name = fields["fn_name"]

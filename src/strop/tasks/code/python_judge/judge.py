@@ -6,10 +6,12 @@ pass. What the sandbox or the judge fails to do raises, so that the reply has no
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import math
 import secrets
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from strop.errors import SandboxError, SandboxLost
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.runner import STARTED
@@ -42,8 +44,8 @@ def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
 def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> JudgeVerdict:
     """Run a program's tests in a fresh sandbox. Blocks, also where an event loop runs in this thread.
 
-    Raises: SandboxRefused if `sandbox` makes none of that level; SandboxError if it, or the judge in it,
-    failed.
+    Raises: SandboxRefused if `sandbox` makes none of that level, or does not show an allowed package that the
+    program imports; SandboxError if it, or the judge in it, failed.
     """
     judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()], sandbox))
     try:
@@ -60,12 +62,18 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> Judge
 
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     backend = await choose_backend(wanted, min_level)
-    mounts: tuple[Mount, ...] = ()
-    if job.packages and backend.name not in _NOT_MOUNTING:
-        mounts = tuple(
-            Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}")
-            for name, place in job.package_dirs().items()
+    shown = job.package_dirs() if backend.name not in _NOT_MOUNTING else {}
+    unseen = set(job.packages) - shown.keys()
+    if unseen and (missing := _find_imports(job.source) & unseen):
+        raise SandboxRefused(
+            f"the program imports {', '.join(sorted(missing))}, which {backend.name} does not show",
+            allowed="sandboxes of bubblewrap or podman, where this installation has the package",
+            next_step="choose one of them in task.sandbox, or install the package; the reply has no score",
+            kind="packages",
         )
+    mounts = tuple(
+        Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}") for name, place in shown.items()
+    )
     nonce = secrets.token_hex(16)
     spec = SandboxSpec(
         limits=limits,
@@ -84,6 +92,20 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> Judge
                 raise
             return _silent_verdict(job, ExecKind.FROM_INSIDE, isolation)
         return read_verdict(job, nonce, result, isolation)
+
+
+def _find_imports(source: str) -> set[str]:
+    """Return the packages that a program's import statements name; of what is no Python, none."""
+    try:
+        with warnings.catch_warnings():
+            # About escapes in its texts.
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def pack_job(job: JudgeJob, nonce: str) -> bytes:
