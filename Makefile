@@ -105,6 +105,7 @@ system-deps:
 	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
 	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
 	command -v podman >/dev/null 2>&1 || missing="$$missing podman runc"; \
+	command -v dockerd >/dev/null 2>&1 || missing="$$missing docker.io"; \
 	command -v newuidmap >/dev/null 2>&1 || missing="$$missing uidmap"; \
 	command -v docker-registry >/dev/null 2>&1 || missing="$$missing docker-registry"; \
 	command -v mmdebstrap >/dev/null 2>&1 || missing="$$missing mmdebstrap"; \
@@ -115,7 +116,7 @@ system-deps:
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
 		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
-		echo "jobs (slurm-wlm), of containers (podman, uidmap, mmdebstrap, docker-registry), of sandboxes (bubblewrap) and of other"; \
+		echo "jobs (slurm-wlm), of containers (podman, docker.io, uidmap, mmdebstrap, docker-registry), of sandboxes (bubblewrap) and of other"; \
 		echo "processors (qemu-user-static, gcc-aarch64-linux-gnu) will be skipped; without bubblewrap,"; \
 		echo "model-written code has no isolated place to run."; \
 		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \

@@ -77,6 +77,23 @@ def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def docker_daemon() -> Iterator[None]:
+    """A docker daemon of this session's own."""
+    # Here: it asks for what stands in this file.
+    from tests.fixtures import docker_daemon
+
+    with docker_daemon.docker_daemon():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _docker(request: pytest.FixtureRequest) -> None:
+    """What tests, or some of their parameters, ask for by the mark `docker`."""
+    if request.node.get_closest_marker("docker") is not None:
+        request.getfixturevalue("docker_daemon")
+
+
+@pytest.fixture(scope="session")
 def bubblewrap() -> None:
     """Ask for a host on which bubblewrap makes sandboxes."""
     from tests.fixtures.sandboxed import best_level

@@ -19,8 +19,8 @@ from strop.sandbox.doctor import read_facts
 from tools.audit_table import publish
 
 MARK = "<!-- Written by tools/attack_table.py; what stands below is replaced. -->"
-BACKENDS = ("process", "bubblewrap", "podman")
-_FACTS = ("kernel", "user", "control groups", "bwrap", "podman", "runc")
+BACKENDS = ("process", "bubblewrap", "podman", "docker")
+_FACTS = ("kernel", "user", "control groups", "bwrap", "podman", "docker daemon", "runc")
 
 
 def describe_host() -> str:

@@ -22,7 +22,14 @@ from strop.sandbox.allowlist import AllowList, parse_network
 from strop.sandbox.family import find_descendants, start_times
 from strop.sandbox.local import LocalBackend, LocalSandbox
 from strop.sandbox.proxy import serve_callers
-from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, on_every_backend, spec_of
+from tests.fixtures.sandboxes import (
+    DOCKER,
+    IS_ROOT,
+    needs_bubblewrap,
+    needs_podman,
+    on_every_backend,
+    spec_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,7 @@ def test_what_is_no_list_is_refused(backend: str, text: str) -> None:
 
 
 def test_a_backend_without_networks_refuses_a_list() -> None:
-    with pytest.raises(SandboxRefused, match=r"it has this host's network.*bubblewrap or podman") as caught:
+    with pytest.raises(SandboxRefused, match=r"it has this host's network.*podman or docker") as caught:
         asyncio.run(
             make_backend("process").create(replace(spec_of(), network="allow:packages.example.org:443"))
         )
@@ -371,6 +378,7 @@ async def reach(sandbox: LocalSandbox, server: _Server, other: int) -> None:
     [
         pytest.param("bubblewrap", marks=needs_bubblewrap),
         pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
+        DOCKER,
     ],
 )
 def test_a_sandbox_reaches_its_list_and_nothing_else(backend: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ def test_one_attack_on_one_backend(run: Run) -> None:
 def test_unknown_names_are_refused(run: Run) -> None:
     for words, said in (
         (("--only", "charm"), "fork-bomb"),
-        (("--backend", "vm"), "bubblewrap, podman, process"),
+        (("--backend", "vm"), "bubblewrap, podman, docker, process"),
     ):
         ended = run("sandbox", "attack", *words)
         assert ended.code != 0
@@ -105,6 +105,7 @@ def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> 
 @needs_bubblewrap
 @needs_podman
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.docker
 def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     page = Path(__file__).parents[2] / "docs" / "sandbox-attacks.md"
     ended = run("sandbox", "attack", "--json")
@@ -113,10 +114,11 @@ def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     written = page.read_text("utf-8").partition(MARK)[2].strip().partition("\n\n")[2]
     assert render(found).strip() == written
     levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in found}
-    assert levels == {"bubblewrap": "namespace", "podman": "container", "process": "rlimit"}
+    reached = {"podman": "container", "docker": "container", "bubblewrap": "namespace", "process": "rlimit"}
+    assert levels == reached
     assert {name: level.word for name, level in read_confirmed(read_facts()).items()} == levels
     by_name = {one["name"]: one["verdicts"] for one in found}
-    for name in ("bubblewrap", "podman"):
+    for name in ("bubblewrap", "podman", "docker"):
         assert [one["attack"] for one in by_name[name] if one["code"] > Code.CONTAINED] == []
     assert {one["row"] for one in by_name["podman"]} == set(range(1, 25)) - {22}
 

@@ -36,8 +36,8 @@ def test_a_level_that_is_not_reached_is_refused_and_says_what_was_reached(level:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'docker'. Allowed: auto, bubblewrap, podman, process"):
-        asyncio.run(choose_backend("docker"))
+    with pytest.raises(ConfigError, match=r"'vm'. Allowed: auto, bubblewrap, podman, docker, process"):
+        asyncio.run(choose_backend("vm"))
 
 
 def test_levels_are_ordered() -> None:

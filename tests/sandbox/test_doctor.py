@@ -12,7 +12,7 @@ import pytest
 from strop.sandbox import IsolationLevel, doctor
 from strop.sandbox.doctor import diagnose_sandboxes, keep_confirmed, read_facts
 from tests.fixtures.commands import Run, run
-from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
+from tests.fixtures.sandboxes import needs_bubblewrap, on_every_engine
 
 __all__ = ["run"]
 
@@ -24,7 +24,7 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     monkeypatch.setattr(doctor, "_TIMES", 1)
     found = json.loads(run("sandbox", "doctor", "--json").out)
     by_name = {one["name"]: one for one in found["backends"]}
-    assert list(by_name) == ["bubblewrap", "podman", "process"]
+    assert list(by_name) == ["bubblewrap", "podman", "docker", "process"]
     for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
         assert by_name[name]["isolation"]["level"] == level
         assert by_name[name]["has_list"] is (name == "bubblewrap")
@@ -38,10 +38,10 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     assert "control groups" in shown.out
 
 
-@pytest.mark.slow
-@needs_podman
-def test_podman_reaches_a_container() -> None:
-    report = next(one for one in asyncio.run(diagnose_sandboxes()).backends if one.name == "podman")
+@on_every_engine
+def test_an_engine_reaches_a_container(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "BACKENDS", (backend,))
+    (report,) = asyncio.run(diagnose_sandboxes()).backends
     assert report.isolation is not None, report.refusal
     assert report.isolation.level is IsolationLevel.CONTAINER
 
@@ -55,10 +55,11 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     program.write_text("#!/bin/sh\necho 'the storage is locked' >&2\nexit 125\n")
     program.chmod(0o755)
     found = asyncio.run(diagnose_sandboxes())
-    bubblewrap, podman, process = found.backends
-    assert bubblewrap.isolation is podman.isolation is None
+    bubblewrap, podman, docker, process = found.backends
+    assert bubblewrap.isolation is podman.isolation is docker.isolation is None
     assert process.isolation is not None
     assert "program bwrap was not found" in bubblewrap.refusal
+    assert "program docker was not found" in docker.refusal
     assert ("the storage is locked" if os.geteuid() == 0 else "newuidmap is not installed") in podman.refusal
     assert found.facts["bwrap"] == "missing"
     assert found.facts["podman"] == "the storage is locked"
@@ -92,15 +93,22 @@ def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
     assert look() == untried
 
 
-def test_docker_alone_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_docker_without_a_daemon_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "BACKENDS", ("podman",))
+    monkeypatch.setattr(doctor, "BACKENDS", ("docker",))
     docker = tmp_path / "docker"
-    docker.write_text("#!/bin/sh\necho Docker version 20\n")
+    docker.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo Docker version 20 && exit\n"
+        "echo Cannot connect to the Docker daemon >&2; exit 1\n"
+    )
     docker.chmod(0o755)
     found = asyncio.run(diagnose_sandboxes())
     assert found.backends[0].isolation is None
-    assert any("docker alone makes no sandboxes" in one and "make system-deps" in one for one in found.advice)
+    assert "Cannot connect to the Docker daemon" in found.backends[0].refusal
+    assert found.facts["docker daemon"] == "Cannot connect to the Docker daemon"
+    assert any("group docker are root" in one for one in found.advice)
 
 
 @pytest.mark.parametrize(

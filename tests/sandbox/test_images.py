@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import platform
 import subprocess
 import tarfile
@@ -20,7 +21,8 @@ from strop.sandbox.engine import require_engine, require_local
 from strop.sandbox.linux import read_file
 from strop.sandbox.podman import make_init
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import needs_podman, spec_of
+from tests.fixtures.docker_daemon import docker
+from tests.fixtures.sandboxes import needs_podman, on_every_engine, spec_of
 
 PROGRAM = r"""
 #include <stdio.h>
@@ -64,11 +66,31 @@ def image(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     subprocess.run(["podman", "rmi", "--force", name], check=True, capture_output=True)
 
 
+@pytest.fixture(scope="module")
+def docker_image(docker_daemon: None, tree: Path) -> Iterator[str]:
+    """The same as an image of docker's."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as file:
+        file.add(tree, arcname=".")
+    name = f"localhost/strop-test-{uuid.uuid4().hex[:8]}"
+    docker("import", "-", name, stdin=packed.getvalue())
+    yield name
+    docker("rmi", "--force", name)
+
+
 @pytest.mark.slow
-@needs_podman
-@pytest.mark.parametrize("kind", ["image", "directory"])
-def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Path) -> None:
-    spec = replace(spec_of(Limits(cpus=0.5)), image=image if kind == "image" else str(tree))
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        pytest.param("podman", "image", marks=needs_podman),
+        pytest.param("podman", "tree", marks=needs_podman),
+        pytest.param("docker", "docker_image", marks=pytest.mark.docker),
+    ],
+)
+def test_an_image_needs_nothing_but_its_program(
+    backend: str, kind: str, request: pytest.FixtureRequest, tree: Path
+) -> None:
+    spec = replace(spec_of(Limits(cpus=0.5)), image=str(request.getfixturevalue(kind)))
     spec = replace(spec, min_level=IsolationLevel.CONTAINER, files={"/tmp/given": b"a word"})
 
     async def work(sandbox: ServedSandbox) -> None:
@@ -88,7 +110,7 @@ def test_an_image_needs_nothing_but_its_program(kind: str, image: str, tree: Pat
         assert await sandbox.read("/etc/word") == b"the image"
 
     async def act() -> None:
-        async with await make_backend("podman").create(spec) as sandbox:
+        async with await make_backend(backend).create(spec) as sandbox:
             await work(sandbox)
 
     asyncio.run(act())
@@ -127,15 +149,16 @@ def test_a_podman_that_does_not_work_is_told(tmp_path: Path) -> None:
     program.chmod(0o755)
     for path, said in ((program, "cannot find subuid ranges"), (tmp_path / "none", "No such file")):
         with pytest.raises(SandboxRefused, match=said) as caught:
-            require_engine(str(path))
+            require_engine("podman", str(path))
         assert caught.value.kind == "podman"
 
 
-@needs_podman
-def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
-    for name, said in (("localhost/none", "image not known"), (str(tmp_path / "none"), "No such file")):
+@on_every_engine
+def test_what_is_no_image_is_refused(backend: str, tmp_path: Path) -> None:
+    unknown = "image not known" if backend == "podman" else "[Nn]o such image"
+    for name, said in (("localhost/none", unknown), (str(tmp_path / "none"), "No such file")):
         with pytest.raises(SandboxRefused, match=said) as caught:
-            asyncio.run(make_backend("podman").create(replace(spec_of(), image=name)))
+            asyncio.run(make_backend(backend).create(replace(spec_of(), image=name)))
         assert caught.value.kind == "image"
 
 

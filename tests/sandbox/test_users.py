@@ -15,13 +15,19 @@ from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox import ExecKind, IsolationLevel, Sandbox, make_backend
 from strop.sandbox.idmap import NUM_IDS, claim_ids
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import appearance_of, needs_podman, on_every_backend, spec_of
+from tests.fixtures.sandboxes import appearance_of, needs_podman, on_every_backend, on_every_engine, spec_of
 
 
-def as_user(user: int, work: Callable[[ServedSandbox], Awaitable[None]], *, image: str | None = None) -> None:
+def as_user(
+    user: int,
+    work: Callable[[ServedSandbox], Awaitable[None]],
+    *,
+    image: str | None = None,
+    backend: str = "podman",
+) -> None:
     async def run() -> None:
         spec = replace(spec_of(), user=user, image=image, min_level=IsolationLevel.CONTAINER)
-        async with await make_backend("podman").create(spec) as sandbox:
+        async with await make_backend(backend).create(spec) as sandbox:
             await work(sandbox)
 
     asyncio.run(run())
@@ -33,9 +39,8 @@ async def say(sandbox: Sandbox, script: str) -> str:
     return result.stdout.decode()
 
 
-@needs_podman
-@pytest.mark.slow
-def test_root_inside_has_its_container_and_is_nobody_outside() -> None:
+@on_every_engine
+def test_root_inside_has_its_container_and_is_nobody_outside(backend: str) -> None:
     async def work(sandbox: ServedSandbox) -> None:
         reached = sandbox.isolation
         assert reached.userns
@@ -55,12 +60,11 @@ def test_root_inside_has_its_container_and_is_nobody_outside() -> None:
         assert os.stat(f"/proc/{pid}").st_uid == reached.host_uid
         await job.stop()
 
-    as_user(0, work)
+    as_user(0, work, backend=backend)
 
 
-@needs_podman
-@pytest.mark.slow
-def test_root_inside_has_no_way_further() -> None:
+@on_every_engine
+def test_root_inside_has_no_way_further(backend: str) -> None:
     async def work(sandbox: ServedSandbox) -> None:
         attempts = (
             "kill -9 $PPID",
@@ -80,7 +84,7 @@ def test_root_inside_has_no_way_further() -> None:
             assert result.exit_code, attempt
         assert await say(sandbox, "echo lives") == "lives\n"
 
-    as_user(0, work)
+    as_user(0, work, backend=backend)
 
 
 @needs_podman

@@ -77,7 +77,7 @@ def refuse_network(network: str, backend: str) -> None:
     why, next_step = "", "leave the network out: there is none then"
     try:
         if parse_network(network) is not None and backend == "process":
-            why, next_step = "it has this host's network", "use backend bubblewrap or podman"
+            why, next_step = "it has this host's network", "use backend bubblewrap, podman or docker"
     except ValueError as error:
         why = str(error)
     if why:

@@ -97,7 +97,7 @@ def remove_group(path: Path) -> None:
 
 
 def clear_container_groups(container_id: str) -> None:
-    """Kill what is left in the groups that podman made for a container, in every hierarchy; remove them."""
+    """Kill what is left in groups that were made for a container, in every hierarchy; remove them."""
     mounts = _read_or_empty("/proc/self/mountinfo").splitlines()
     found: set[Path] = set()
     for place in {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     Backend: TypeAlias = LocalBackend | RemoteBackend
 
-BACKENDS = ("bubblewrap", "podman", "process")
-"""This machine's, in the order in which they are tried: the quickest that isolates, the one that isolates
-best, the rest."""
+BACKENDS = ("bubblewrap", "podman", "docker", "process")
+"""This machine's, in the order in which they are tried: the quickest that isolates, those that isolate best,
+the rest."""
 REMOTE = "remote"
 """The service that this process was handed, if there is one."""
 _tried: dict[tuple[str, IsolationLevel], SandboxRefused | None] = {}

@@ -429,7 +429,7 @@ class SandboxBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The word in run files: 'process', 'bubblewrap', 'podman', 'remote'."""
+        """The word in run files: 'process', 'bubblewrap', 'podman', 'docker', 'remote'."""
         ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:

@@ -34,7 +34,9 @@ from strop.sandbox.bubblewrap import BubblewrapPlace, copy_first, system_tree
 from strop.sandbox.cgroup import Cgroup, find_controllers, remove_abandoned
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
+from strop.sandbox.docker import DockerPlace
 from strop.sandbox.egress import Egress
+from strop.sandbox.engine import Engine, container_name, read_container_id
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.freezer import clear_freezers
@@ -52,14 +54,7 @@ from strop.sandbox.linux import (
     sandbox_uid,
 )
 from strop.sandbox.place import Ground, LoadedPython, Order, Place
-from strop.sandbox.podman import (
-    PodmanPlace,
-    container_name,
-    mount_image,
-    read_container_id,
-    remove_container,
-    run_podman,
-)
+from strop.sandbox.podman import PodmanPlace
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
@@ -71,10 +66,11 @@ FOLDER_PREFIX = "strop-sandbox-"
 SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 """Where a daemon may make its folder; the first that it can write to."""
 _ABANDONED_AFTER_S = 60.0
+_CONTAINERS: dict[str, type[PodmanPlace]] = {"podman": PodmanPlace, "docker": DockerPlace}
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace | PodmanPlace]] = {
     "process": ProcessPlace,
     "bubblewrap": BubblewrapPlace,
-    "podman": PodmanPlace,
+    **_CONTAINERS,
 }
 
 
@@ -98,10 +94,10 @@ class _Daemon:
         self._supervisors: set[int] = set()
         self._pythons: dict[int, LoadedPython] = {}
         self._numbers = itertools.count()
-        self._images: dict[str, str] = {}
-        """Where podman's images are mounted."""
-        self._engine: Order | None = None
-        """An order that names podman, once there was one."""
+        self._engines: dict[str, Engine] = {}
+        """Of the orders so far, by backend."""
+        self._images: dict[str, dict[str, str]] = {name: {} for name in _CONTAINERS}
+        """Where images of each backend are mounted."""
 
     def serve(self) -> None:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -176,13 +172,16 @@ class _Daemon:
         except OSError as error:
             _refuse(connection, "snapshot", f"the snapshot is gone: {error}")
             return False
-        if order.backend != "podman":
+        if order.backend not in _CONTAINERS:
             return True
-        self._engine = order
+        engine = Engine(name=order.backend, program=order.program, environ=order.engine_env)
+        self._engines[order.backend] = engine
+        images = self._images[order.backend]
         try:
-            if order.image and not os.path.isabs(order.image) and order.image not in self._images:
-                self._images[order.image] = mount_image(order.program, order.image, order.engine_env)
-            order.image_root = self._images.get(order.image, order.image)
+            if order.image and not os.path.isabs(order.image) and order.image not in images:
+                find_image = _CONTAINERS[order.backend].find_image
+                images[order.image] = find_image(engine, order.image, self._ground.runtime_dir)
+            order.image_root = images.get(order.image, order.image)
             if order.image:
                 # A lower tree that is missing would be told in the words of mount.
                 os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
@@ -241,12 +240,11 @@ class _Daemon:
             remove_ipc(uid)
         remove_unfinished(self._ground.runtime_dir, pid, can_mount=self._ground.can_mount)
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
-        if self._engine is not None:
-            name = container_name(self._ground.runtime_dir, pid)
-            container_id = read_container_id(scratch)
-            remove_container(self._engine.program, name, self._engine.engine_env, container_id)
-            with suppress(OSError):
-                detach_mount(f"{scratch}/root")
+        for engine in self._engines.values():
+            engine.remove(container_name(self._ground.runtime_dir, pid), read_container_id(scratch))
+            for name in ("root", "users"):
+                with suppress(OSError):
+                    detach_mount(f"{scratch}/{name}")
         if os.path.isdir(scratch):
             if self._ground.can_mount:
                 with suppress(OSError):
@@ -267,10 +265,10 @@ class _Daemon:
         for target in self._ground.staged.values():
             with suppress(OSError):
                 detach_mount(target)
-        if self._engine is not None and self._images:
-            with suppress(OSError):
-                words = ["image", "unmount", *self._images]
-                run_podman(self._engine.program, words, self._engine.engine_env)
+        for name, images in self._images.items():
+            if images:
+                with suppress(OSError):
+                    _CONTAINERS[name].drop_images(self._engines[name], images)
         for path in Path(self._ground.runtime_dir).glob(f"{PREFIX}*"):
             remove_layer(str(path), can_mount=self._ground.can_mount)
         if self._ground.can_mount:
@@ -290,7 +288,7 @@ def _become_supervisor(
         os.setsid()
         become_subreaper()
         uid, is_private_uid = sandbox_uid(os.getpid())
-        if order.backend == "podman" and order.snapshot_uid is not None:
+        if order.backend in _CONTAINERS and order.snapshot_uid is not None:
             # The snapshot's files are its programs' own, without a copy.
             uid, is_private_uid = order.snapshot_uid, False
         made = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)

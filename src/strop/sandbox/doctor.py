@@ -134,6 +134,7 @@ def read_facts() -> dict[str, str]:
         "processes": _describe_limit(resource.RLIMIT_NPROC),
         "devices": ", ".join(path for path in _DEVICES if os.path.exists(path)) or "none of the three",
         **{name: _version_of(name) for name in _PROGRAMS},
+        "docker daemon": _version_of("docker", "version", "--format", "{{.Server.Version}}"),
     }
 
 
@@ -205,13 +206,13 @@ def _describe_limit(kind: int) -> str:
     return f"{soft} of {hard}"
 
 
-def _version_of(name: str) -> str:
+def _version_of(name: str, *words: str) -> str:
     path = shutil.which(name)
     if path is None:
         return "missing"
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            [path, "--version"],
+            [path, *(words or ("--version",))],
             capture_output=True,
             stdin=subprocess.DEVNULL,
             text=True,
@@ -236,14 +237,16 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
     if facts["bwrap"] == "missing":
         yield "as root, run make system-deps: bubblewrap isolates quickest"
     if facts["podman"] == "missing":
-        has_docker = facts["docker"] != "missing"
-        yield "as root, run make system-deps: podman gives level container" + (
-            "; docker alone makes no sandboxes here, and both may be installed" if has_docker else ""
-        )
+        yield "as root, run make system-deps: podman gives level container, to ordinary users too"
     elif _lacks_groups(reports):
         yield (
             "podman makes no containers here for want of control groups: be root, or let systemd hand memory"
             " and pids down (Delegate=yes)"
+        )
+    if facts["docker"] != "missing" and "docker" in failed:
+        yield (
+            "docker gives level container to root, beside a daemon of this machine; members of its group"
+            " docker are root too, by what they can ask of it"
         )
     if facts["user namespaces"] != "allowed" and "bubblewrap" in failed:
         yield f"user namespaces are {facts['user namespaces']}; whoever runs this host may allow them"

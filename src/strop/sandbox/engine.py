@@ -1,50 +1,137 @@
-"""Is podman of this host fit for sandboxes? Asked once, before the first container.
+"""The programs that make containers, podman and docker: how they are called, and whether this host's are fit.
 
-Not covered: a disk that becomes full later, which podman then says.
+Not covered: a disk that becomes full later, which the program then says.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from strop.errors import SandboxRefused
-from strop.hardware.disks import describe_disk
+from strop.sandbox.cgroup import clear_container_groups
+from strop.sandbox.linux import read_file
+from strop.sandbox.process import remove_tree
 from strop.sandbox.rootless import require_ranges
+from strop.sandbox.spawning import run_program
 
+ENGINES = ("podman", "docker")
+"""The backends whose sandboxes are containers, and have images; each is called like its program."""
+_LIMIT_S = 120.0
 _ANSWER_LIMIT_S = 60.0
+_ID_FILE = "id"
+_RUNTIMES = ("runc", "crun")
+"""Each keeps the state of podman's containers in a directory of /run that is named like it."""
+_MAX_SAID = 600
+_VARIABLES = (
+    *("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
+    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_API_VERSION"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """A program that makes containers."""
+
+    name: str
+    """One of `ENGINES`."""
+    program: str
+    environ: Mapping[str, str]
+
+    def run(self, *words: str, stdin: int | None = None, limit_s: float = _LIMIT_S) -> str:
+        """Run it and return its standard output. Raises: OSError with what it said."""
+        done = run_program([self.program, *words], self.environ, stdin=stdin, limit_s=limit_s)
+        if done.exit_code:
+            said = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
+            raise OSError(errno.EIO, f"{self.name} {words[0]}: {said or f'exit code {done.exit_code}'}")
+        return done.stdout.decode(errors="replace")
+
+    def remove(self, container: str, container_id: str = "") -> None:
+        """Remove a container, running or not, or there is none.
+
+        `container_id`: the engine's own, empty if it has none yet. Where podman itself or its monitor was
+        killed, it forgets the container and leaves what the runtime has of it, which is found by that.
+        """
+        words = ("--time", "0", "--ignore") if self.name == "podman" else ()
+        # docker may say that there is none.
+        with suppress(OSError):
+            self.run("rm", "--force", "--volumes", *words, container)
+        if container_id:
+            clear_container_groups(container_id)
+            for runtime in _RUNTIMES:
+                remove_tree(f"/run/{runtime}/{container_id}")
+
+    def list_containers(self, part: str) -> dict[str, str]:
+        """Return the ids of containers, running or not, by their names that have a part. Raises: OSError."""
+        words = ("--all", "--no-trunc", "--format", "{{.Names}} {{.ID}}", "--filter", f"name={part}")
+        lines = self.run("ps", *words).splitlines()
+        return {name: container_id for name, _, container_id in (line.partition(" ") for line in lines)}
+
+
+def engine_environ() -> dict[str, str]:
+    """Return what an engine is started with, of this process's environment."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def container_name(runtime_dir: str, last: object) -> str:
+    """Return what a container of a daemon is called, for whoever has to remove it.
+
+    `last`: the process that supervises it, or what it is for.
+    """
+    return f"{Path(runtime_dir).name}-{last}"
+
+
+def id_file(scratch: str) -> str:
+    """Return where an engine writes the id of the container whose supervisor has a private directory."""
+    return f"{scratch}/{_ID_FILE}"
+
+
+def read_container_id(scratch: str) -> str:
+    """Return the id of the container whose supervisor has a private directory; empty if none."""
+    try:
+        return read_file(id_file(scratch)).strip()
+    except OSError:
+        return ""
 
 
 @cache
-def require_engine(program: str) -> None:
-    """Refuse a podman that does not answer, or that keeps its containers where overlays do not work.
+def require_engine(name: str, program: str) -> None:
+    """Refuse an engine that does not answer, or whose containers cannot be sandboxes here.
 
-    Blocks for a tenth of a second. Raises: SandboxRefused with kind podman or graph_root; for an ordinary
-    user, newuidmap or subuid.
+    Blocks for a tenth of a second. Raises: SandboxRefused with the engine's name as its kind, or graph_root;
+    for an ordinary user of podman, newuidmap or subuid.
     """
-    if os.geteuid() != 0:
+    engine = Engine(name=name, program=program, environ=os.environ)
+    is_podman = name == "podman"
+    if is_podman and os.geteuid() != 0:
         require_ranges(program, os.environ)
-    words = [program, "info", "--format", "{{.Store.GraphRoot}}"]
+    asked = "{{.Store.GraphRoot}}" if is_podman else "{{json .SecurityOptions}}"
     try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            check=True,
-            timeout=_ANSWER_LIMIT_S,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
+        answer = engine.run("info", "--format", asked, limit_s=_ANSWER_LIMIT_S).strip()
+        options = [] if is_podman else list(json.loads(answer))
+    except (OSError, ValueError, TypeError) as error:
         raise SandboxRefused(
-            f"podman does not tell where it keeps containers: {said.strip()}",
-            allowed="a podman that works for this user",
-            next_step="run podman info, and mend what it says",
-            kind="podman",
+            f"{name} does not tell what it is: {getattr(error, 'strerror', '') or error}",
+            allowed=f"a {name} that works for this user",
+            next_step=f"run {name} info, and mend what it says",
+            kind=name,
         ) from error
-    require_local(Path(done.stdout.strip()))
+    if is_podman:
+        require_local(Path(answer))
+    elif os.geteuid() != 0 or "name=rootless" in options:
+        why = "daemon belongs to an ordinary user" if os.geteuid() == 0 else "containers are those of root"
+        raise SandboxRefused(
+            f"docker's {why}, and are out of this process's reach",
+            allowed="root, beside a docker daemon of this machine's root; or podman, for every user",
+            next_step="use backend podman, which needs no daemon",
+            kind=name,
+        )
 
 
 def require_local(graph_root: Path, *, mounts: str | None = None) -> None:
@@ -52,6 +139,9 @@ def require_local(graph_root: Path, *, mounts: str | None = None) -> None:
 
     Raises: SandboxRefused with kind graph_root.
     """
+    # Here: the daemon imports this module too, and a small process is forked faster.
+    from strop.hardware.disks import describe_disk
+
     disk = describe_disk(graph_root, mounts=mounts)
     if disk.is_network:
         raise SandboxRefused(

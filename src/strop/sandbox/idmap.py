@@ -10,8 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from strop.sandbox.linux import CLONE_NEWUSER, mount_mapped, unshare, write_file
 
@@ -47,13 +45,15 @@ def mount_for(source: str, target: str, first_id: int) -> None:
 
     Raises: OSError, on a kernel or a file system that cannot.
     """
-    with _user_namespace(f"0 {first_id} {NUM_IDS}\n") as namespace:
+    namespace = make_users(first_id)
+    try:
         mount_mapped(source, target, namespace)
+    finally:
+        os.close(namespace)
 
 
-@contextmanager
-def _user_namespace(mapping: str) -> Iterator[int]:
-    """Yield a descriptor of a user namespace with a map of users and groups."""
+def make_users(first_id: int) -> int:
+    """Return a descriptor of a user namespace whose users are `NUM_IDS` of the host. Raises: OSError."""
     ready_r, ready_w = os.pipe()
     hold_r, hold_w = os.pipe()
     pid = os.fork()
@@ -71,13 +71,14 @@ def _user_namespace(mapping: str) -> Iterator[int]:
         if not os.read(ready_r, 1):
             raise OSError(errno.EPERM, "no user namespace may be made")
         for kind in ("uid_map", "gid_map"):
-            write_file(f"/proc/{pid}/{kind}", mapping)
-        namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            write_file(f"/proc/{pid}/{kind}", users_map(first_id))
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(hold_w)
         os.close(ready_r)
         os.waitpid(pid, 0)
-    try:
-        yield namespace
-    finally:
-        os.close(namespace)
+
+
+def users_map(first_id: int) -> str:
+    """Return the map of users, or of groups, of a namespace that has a range of the host's."""
+    return f"0 {first_id} {NUM_IDS}\n"

@@ -22,17 +22,16 @@ from pathlib import Path
 from strop.hardware.identity import read_start_ticks, send_signal
 from strop.sandbox.cgroup import find_controllers, find_freezers, remove_abandoned, remove_group
 from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
+from strop.sandbox.engine import ENGINES, Engine, engine_environ
 from strop.sandbox.family import parent_of
 from strop.sandbox.freezer import FREEZER_FILES
 from strop.sandbox.linux import read_file, write_file
-from strop.sandbox.local import find_program
-from strop.sandbox.podman import remove_container, run_podman
 from strop.sandbox.process import remove_tree
 
 _YOUNG_S = 2.0
 """A directory that was just made may not have been locked yet."""
 _END_LIMIT_S = 5.0
-_CONTAINER = re.compile(rf"({FOLDER_PREFIX}[0-9a-f]{{16}})-[0-9]+")
+_CONTAINER = re.compile(rf"({FOLDER_PREFIX}[0-9a-f]{{16}})-(image-)?[0-9]+")
 
 
 def clear_abandoned() -> list[str]:
@@ -42,7 +41,10 @@ def clear_abandoned() -> list[str]:
     try:
         # First: a container whose processes cannot end is not removed.
         told += [f"process {pid}, frozen" for pid in _end_frozen()]
-        told += [f"container {name}" for name in _remove_containers({path.name for path, _ in dead})]
+        names = {path.name for path, _ in dead}
+        told += [
+            f"container {name}" for engine in _find_engines() for name in _remove_containers(engine, names)
+        ]
         for path, _ in dead:
             told += [f"process {pid} in {path}" for pid in _end_processes(path)]
             remove_tree(str(path))
@@ -72,33 +74,38 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
                 yield path, descriptor
 
 
-def _remove_containers(dead: set[str]) -> list[str]:
+def _find_engines() -> list[Engine]:
+    programs = {name: shutil.which(name) for name in ENGINES}
+    environ = engine_environ()
+    return [
+        Engine(name=name, program=program, environ=environ) for name, program in programs.items() if program
+    ]
+
+
+def _remove_containers(engine: Engine, dead: set[str]) -> list[str]:
     """Remove the containers whose daemon's directory is dead or gone; return their names.
 
     To podman a process that nobody has waited for still runs, and it is init who waits: so more than once.
     """
     removed: set[str] = set()
     deadline = time.monotonic() + _END_LIMIT_S
-    while (found := _find_containers(dead)) and time.monotonic() < deadline:
+    while (found := _find_containers(engine, dead)) and time.monotonic() < deadline:
         for name, container_id in found.items():
-            remove_container(find_program("podman", "podman"), name, os.environ, container_id)
+            engine.remove(name, container_id)
         removed.update(found)
     return sorted(removed)
 
 
-def _find_containers(dead: set[str]) -> dict[str, str]:
-    """Return the containers whose daemon's directory is dead, or is not there, with podman's ids of them."""
-    program = shutil.which("podman")
+def _find_containers(engine: Engine, dead: set[str]) -> dict[str, str]:
+    """Return the containers whose daemon's directory is dead or gone, with the engine's ids of them."""
     # An ordinary user's podman makes a place for its images, and a process, where there was none.
-    if program is None or (os.geteuid() != 0 and not dead):
+    if os.geteuid() != 0 and not dead:
         return {}
-    words = ["ps", "--all", "--no-trunc", "--format", "{{.Names}} {{.ID}}", "--filter"]
     try:
-        lines = run_podman(program, [*words, f"name={FOLDER_PREFIX}"], os.environ).splitlines()
+        found = engine.list_containers(FOLDER_PREFIX)
     except OSError:
-        # A podman that does not work has made no containers.
+        # An engine that does not work has made no containers.
         return {}
-    found = {name: container_id for name, _, container_id in (line.partition(" ") for line in lines)}
     matches = [match for name in found if (match := _CONTAINER.fullmatch(name))]
     return {one[0]: found[one[0]] for one in matches if one[1] in dead or not _is_there(one[1])}
 

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,16 +21,25 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-ALL_NAMESPACES = (
-    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
-)
+NAMESPACE_FLAGS = {
+    "mnt": CLONE_NEWNS,
+    "cgroup": CLONE_NEWCGROUP,
+    "uts": CLONE_NEWUTS,
+    "ipc": CLONE_NEWIPC,
+    "user": CLONE_NEWUSER,
+    "pid": CLONE_NEWPID,
+    "net": CLONE_NEWNET,
+}
+"""By what /proc/PID/ns calls them."""
+ALL_NAMESPACES = sum(NAMESPACE_FLAGS.values())
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 _MNT_DETACH = 2
 # The same numbers on every machine.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
-_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
-_OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH, _MOUNT_ATTR_IDMAP = 1, 4, 0x100000
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+_OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 1, 4, 0x40
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 1, 2, 4, 0x100000
 _NS_GET_USERNS = 0xB701
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -86,15 +95,8 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
 
     `places`: where they are, and whether programs may be executed there. Raises: OSError.
     """
-    child = os.fork()
-    if child != 0:
-        _, status = os.waitpid(child, 0)
-        number = os.waitstatus_to_exitcode(status)
-        if number:
-            raise OSError(number, f"limit of files: {os.strerror(number)}")
-        return
-    number = errno.EIO
-    try:
+
+    def remount() -> None:
         mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if os.geteuid() != 0:
             # Whoever made the user namespace that they belong to is its root.
@@ -103,6 +105,71 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
         for place, is_executable in places.items():
             flags = _MS_REMOUNT | _MS_NOSUID | _MS_NODEV | (0 if is_executable else _MS_NOEXEC)
             _mount("tmpfs", place, "tmpfs", flags, f"nr_inodes={max_files}")
+
+    _do_apart("limit of files", remount)
+
+
+def show_root(pid: int, target: str) -> None:
+    """Show the root of a process that has other mounts, without what is mounted below it. Raises: OSError."""
+
+    def show() -> None:
+        where = os.open(target, os.O_PATH | os.O_DIRECTORY)
+        its, own = (os.open(f"/proc/{one}/ns/mnt", os.O_RDONLY) for one in (pid, "self"))
+        enter_namespaces(its, CLONE_NEWNS)
+        tree = _clone_tree("/")
+        enter_namespaces(own, CLONE_NEWNS)
+        _attach(tree, where)
+
+    _do_apart(f"root of process {pid}", show)
+
+
+def replace_root(
+    pid: int, mount_point: str, root: str, *, kept: Sequence[str], binds: Sequence[tuple[str, str, bool]]
+) -> None:
+    """Give a process, and all that have its mounts, another root in the place of theirs.
+
+    `mount_point`: a directory of the old root. `kept`: what is mounted in the old root and stays where it is.
+    `binds`: what is shown in the new root: path here, path inside, read-only. Raises: OSError.
+    """
+
+    def replace() -> None:
+        shown = [
+            (_clone_tree(source, is_whole=True, is_read_only=read_only), inside, os.path.isdir(source))
+            for source, inside, read_only in binds
+        ]
+        tree = _clone_tree(root)
+        os.umask(0o022)
+        enter_namespaces(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY), CLONE_NEWNS)
+        _attach(tree, os.open(mount_point, os.O_PATH))
+        moved = [(os.open(path, os.O_PATH), path, os.path.isdir(path)) for path in kept]
+        old_root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+        os.chdir(mount_point)
+        # The old root then lies above the new one, where no path leads.
+        _checked(_libc.pivot_root(b".", b"."), "pivot_root")
+        for tree, inside, is_directory in (*moved, *shown):
+            # A link of an image leads nowhere but into its own root.
+            os.makedirs(inside if is_directory else os.path.dirname(inside), exist_ok=True)
+            if not is_directory:
+                os.close(os.open(inside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            _attach(tree, os.open(inside, os.O_PATH))
+        os.fchdir(old_root)
+        _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
+
+    _do_apart(f"root for process {pid}", replace)
+
+
+def _do_apart(name: str, work: Callable[[], None]) -> None:
+    """Do some work in a process of its own, which may leave its namespaces for good. Raises: OSError."""
+    child = os.fork()
+    if child != 0:
+        _, status = os.waitpid(child, 0)
+        number = os.waitstatus_to_exitcode(status)
+        if number:
+            raise OSError(number, f"{name}: {os.strerror(number)}")
+        return
+    number = errno.EIO
+    try:
+        work()
         number = 0
     except OSError as error:
         number = error.errno or number
@@ -115,18 +182,43 @@ def mount_mapped(source: str, target: str, user_namespace: int) -> None:
 
     Raises: OSError.
     """
-    tree = _libc.syscall(_OPEN_TREE, _AT_FDCWD, source.encode(), ctypes.c_uint(_OPEN_TREE_CLONE))
-    _checked(min(tree, 0), f"open_tree {source}")
+    tree = _clone_tree(source)
+    where = os.open(target, os.O_PATH)
     try:
-        attributes = struct.pack("QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
-        set_result = _libc.syscall(
-            _MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, ctypes.c_size_t(len(attributes))
-        )
-        _checked(set_result, f"mount_setattr {source}")
-        moved = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
-        _checked(moved, f"move_mount {target}")
+        _change_mount(tree, _AT_EMPTY_PATH, struct.pack("QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace))
+        _attach(tree, where)
     finally:
         os.close(tree)
+        os.close(where)
+
+
+def _clone_tree(source: str, *, is_whole: bool = False, is_read_only: bool = False) -> int:
+    """Return a descriptor of a copy of a mount, or of a directory in it, that is mounted nowhere yet.
+
+    `is_whole`: with what is mounted below it; such a copy has no devices and no set-uid programs.
+    """
+    below = _AT_RECURSIVE if is_whole else 0
+    tree: int = _libc.syscall(
+        _OPEN_TREE, _AT_FDCWD, source.encode(), ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC | below)
+    )
+    _checked(min(tree, 0), f"open_tree {source}")
+    if is_whole:
+        attributes = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | (_MOUNT_ATTR_RDONLY if is_read_only else 0)
+        _change_mount(tree, _AT_EMPTY_PATH | below, struct.pack("QQQQ", attributes, 0, 0, 0))
+    return tree
+
+
+def _change_mount(tree: int, flags: int, attributes: bytes) -> None:
+    size = ctypes.c_size_t(len(attributes))
+    _checked(
+        _libc.syscall(_MOUNT_SETATTR, tree, b"", ctypes.c_uint(flags), attributes, size), "mount_setattr"
+    )
+
+
+def _attach(tree: int, where: int) -> None:
+    """Mount what a descriptor stands for where another one does."""
+    flags = ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH)
+    _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", where, b"", flags), "move_mount")
 
 
 def detach_mount(target: str) -> None:

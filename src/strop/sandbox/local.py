@@ -21,7 +21,7 @@ from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import WORKSPACE, ExecKind, ExecResult, Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
-from strop.sandbox.engine import require_engine
+from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
@@ -114,7 +114,7 @@ class LocalSandbox(ServedSandbox):
 
 
 class LocalBackend:
-    """Makes sandboxes here: `podman` of level container, `bubblewrap` of namespace, `process` of rlimit."""
+    """Makes sandboxes here, by one of `strop.sandbox.choose.BACKENDS`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,14 +126,14 @@ class LocalBackend:
         outside of every sandbox, and must do no more than import and define.
 
         Raises: SandboxRefused with kind image, architecture, user, mounts, workspace, network, snapshot,
-        no_space, missing (no bwrap or podman), graph_root, bubblewrap, podman, level or host.
+        no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker, level or host.
         """
         refuse_network(spec.network, self.name)
-        if spec.image is not None and self.name != "podman":
+        if spec.image is not None and self.name not in ENGINES:
             raise SandboxRefused(
                 f"image {spec.image!r} in a {self.name} sandbox",
                 allowed="no image: its programs see this host's /usr",
-                next_step="leave the image out, or use backend podman",
+                next_step="leave the image out, or use backend podman or docker",
                 kind="image",
             )
         if spec.user is not None:
@@ -142,8 +142,8 @@ class LocalBackend:
             refuse_mounts(spec)
             refuse_workspace(spec)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
-        if self.name == "podman":
-            await asyncio.to_thread(require_engine, program)
+        if self.name in ENGINES:
+            await asyncio.to_thread(require_engine, self.name, program)
         snapshot = require_snapshot(spec, self.name)
         key = (self.name, spec.image)
         if key not in _pythons:
@@ -166,9 +166,12 @@ class LocalBackend:
         return made
 
 
-_PROGRAMS = {"bubblewrap": ("bwrap", "bubblewrap"), "podman": ("podman", "podman")}
+_PROGRAMS = {
+    "bubblewrap": ("bwrap", "bubblewrap"),
+    "podman": ("podman", "podman"),
+    "docker": ("docker", "docker.io"),
+}
 """What makes a backend's sandboxes, and the package that brings it."""
-_ENGINE_VARIABLES = ("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")
 _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
 """By backend and image, for the life of this process."""
 
@@ -189,7 +192,7 @@ async def _start(
         "has_workspace": spec.has_workspace,
         "layers": [layer.path for layer in snapshot.layers] if snapshot is not None else [],
         "snapshot_uid": snapshot.uid if snapshot is not None else None,
-        "engine_env": {name: os.environ[name] for name in _ENGINE_VARIABLES if name in os.environ},
+        "engine_env": engine_environ(),
     }
     client = Client(daemon_of(os.getpid()).start(order, main_source), backend)
     try:
@@ -219,11 +222,11 @@ def refuse_user(user: int, backend: str) -> None:
 
     Raises: SandboxRefused with kind user.
     """
-    if backend != "podman" or not 0 <= user < NUM_IDS or os.geteuid() != 0:
+    if backend not in ENGINES or not 0 <= user < NUM_IDS or os.geteuid() != 0:
         raise SandboxRefused(
             f"user {user} in a {backend} sandbox",
-            allowed=f"0 to {NUM_IDS - 1} of podman as root; programs of the others are a user of their own",
-            next_step="leave the user out, or use backend podman",
+            allowed=f"0 to {NUM_IDS - 1} of podman or docker as root; else programs are a user of their own",
+            next_step="leave the user out, or use backend podman or docker",
             kind="user",
         )
 

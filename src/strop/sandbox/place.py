@@ -20,11 +20,11 @@ class Order:
     binds: list[tuple[str, str, bool]]
     """Host path, path inside, read-only."""
     program: str = ""
-    """Where the program is that makes the place: bwrap, or podman."""
+    """Where the program is that makes the place: bwrap, podman or docker."""
     engine_env: dict[str, str] = field(default_factory=dict)
-    """What podman is started with."""
+    """What podman or docker is started with."""
     image: str = ""
-    """A name in podman's store, or the absolute path of a directory tree; empty: this host's /usr."""
+    """A name in the engine's store, or the absolute path of a directory tree; empty: this host's /usr."""
     image_root: str = ""
     """Where the image's tree is on this host; the daemon finds it."""
     user: int | None = None

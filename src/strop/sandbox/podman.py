@@ -14,7 +14,6 @@ it, which ends its own sandbox and is seen.
 For an ordinary user, all of it happens in podman's own user namespace (`rootless`); that is level `namespace`
 with a root of its own, unless control groups are handed down.
 
-Covered: all that level `container` names. Not covered: docker.
 Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root and as an
 ordinary user.
 """
@@ -33,15 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.bubblewrap import root_inside, system_tree
-from strop.sandbox.cgroup import Cgroup, clear_container_groups, find_controllers
+from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
+from strop.sandbox.engine import Engine, container_name, id_file, read_container_id
 from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
 from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
-    ALL_NAMESPACES,
-    CLONE_NEWCGROUP,
-    CLONE_NEWNET,
-    CLONE_NEWUSER,
+    NAMESPACE_FLAGS,
     detach_mount,
     enter_namespaces,
     limit_files,
@@ -59,21 +56,15 @@ from strop.sandbox.place import (
     network_word,
     own_namespaces,
 )
-from strop.sandbox.process import remove_tree
 from strop.sandbox.rootless import claim_id, enter_podman
-from strop.sandbox.spawning import run_program
 
-_START_LIMIT_S = 120.0
-_INIT = "/.strop-init"
-_ID_FILE = "id"
-_RUNTIMES = ("runc", "crun")
-"""Each keeps the state of its containers in a directory of /run that is named like it."""
+INIT = "/.strop-init"
+"""Process 1 of a container."""
 _NUM_OWN_FILES = 24
 ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
 """Of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid, setgid, setuid,
 setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach what watches its programs."""
-_MAX_SAID = 600
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """What images call a machine."""
 # rt_sigaction(SIGCHLD, {SIG_IGN}, NULL, 8), so that the kernel reaps; then pause() for ever. The address of
 # the structure, which stands behind the code, is filled in.
@@ -99,14 +90,17 @@ class PodmanPlace:
     has_own_pids = True
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
+        # Only podman has ordinary users.
         self._is_rootless = os.geteuid() != 0
-        self._environ = order.engine_env
+        environ = order.engine_env
         if self._is_rootless:
-            self._environ = enter_podman(order.program, order.engine_env)
+            environ = enter_podman(order.program, environ)
         elif not ground.can_mount:
             raise OSError(
-                errno.EPERM, "backend podman mounts the root of its containers, which needs root here"
+                errno.EPERM,
+                f"backend {order.backend} mounts the root of its containers, which needs root here",
             )
+        self._engine = Engine(name=order.backend, program=order.program, environ=environ)
         self.limits = limits = order.limits
         self._order = order
         self._ground = ground
@@ -132,9 +126,12 @@ class PodmanPlace:
         except OSError:
             self._clear()
             raise
-        # Of control groups; with version 1 podman makes none, and that of the host only its root may enter.
-        own, its = (os.readlink(f"/proc/{one}/ns/cgroup") for one in ("self", pid))
-        self._has_own_view = own != its
+        # Not all are others: with version 1 podman makes none of control groups.
+        self._joined = sum(
+            flag
+            for name, flag in NAMESPACE_FLAGS.items()
+            if len({os.readlink(f"/proc/{one}/ns/{name}") for one in ("self", pid)}) == 2
+        )
         membership = read_file(f"/proc/{pid}/cgroup")
         # Where podman may make none, the container stands in this process's own.
         has_own_groups = membership != read_file("/proc/self/cgroup")
@@ -150,6 +147,27 @@ class PodmanPlace:
             max_processes=None if "pids" in self.cgroup.dirs else limits.max_processes,
         )
 
+    @staticmethod
+    def find_image(engine: Engine, image: str, _runtime_dir: str) -> str:
+        """Return where an image's tree is, mounted read-only until `drop_images`.
+
+        Raises: OSError if there is no such image; with ENOEXEC if its programs are for another machine.
+        """
+        # An ordinary user's image is mounted where its containers are.
+        ahead = () if os.geteuid() == 0 else ("unshare", engine.program)
+        path = engine.run(*ahead, "image", "mount", image).strip()
+        try:
+            require_architecture(engine, image)
+        except OSError:
+            engine.run(*ahead, "image", "unmount", image)
+            raise
+        return path
+
+    @staticmethod
+    def drop_images(engine: Engine, images: Mapping[str, str]) -> None:
+        """Let go of images, by where they are. Raises: OSError."""
+        engine.run("image", "unmount", *images)
+
     def _give_users(self, user: int, snapshot_first_id: int | None) -> None:
         """Make programs users of the image, in a range of the host's ids that is theirs, or a snapshot's."""
         if snapshot_first_id is None:
@@ -162,28 +180,32 @@ class PodmanPlace:
 
     def _start(self) -> int:
         """Mount the root, start the container and return its process 1."""
-        binds = [*self._mount_root(), *self._order.binds]
-        limits = self.limits
-        network = "host" if self._order.network == "host" else "none"
-        words = ["run", "--detach", "--name", self._name, "--pidfile", f"{self._base}/pid"]
-        words += ["--cidfile", f"{self._base}/{_ID_FILE}"]
-        words += ["--log-driver", "none", "--network", network, "--no-hosts"]
-        words += ["--hostname", "sandbox", "--entrypoint", _INIT]
+        binds = [(f"{self._base}/init", INIT, True), *self._mount_root(), *self._order.binds]
+        words = ["--pidfile", f"{self._base}/pid", "--no-hosts"]
         if self._has_users:
             mapping = f"0:{self.first_id}:{NUM_IDS}"
             words += ["--uidmap", mapping, "--gidmap", mapping]
+        for host, inside, read_only in binds:
+            source = self._ground.staged.get(host, host)
+            words += ["--volume", f"{source}:{inside}:{'ro' if read_only else 'rw'}"]
+        Path(self._base, "init").write_bytes(make_init(platform.machine()))
+        Path(self._base, "init").chmod(0o755)
+        self._engine.run(*self._words(), *words, "--rootfs", f"{self._base}/root")
+        return int(read_file(f"{self._base}/pid"))
+
+    def _words(self) -> list[str]:
+        """Return what starts a container, but for its root."""
+        limits = self.limits
+        network = "host" if self._order.network == "host" else "none"
+        words = ["run", "--detach", "--name", self._name, "--cidfile", id_file(self._base)]
+        words += ["--log-driver", "none", "--network", network, "--hostname", "sandbox", "--entrypoint", INIT]
         words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
         words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
         words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
         if limits.cpus is not None:
             words += ["--cpus", f"{limits.cpus:.3f}"]
         # Named: podman raises them by itself, which a container around this host may not.
-        words += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
-        for host, inside, read_only in binds:
-            source = self._ground.staged.get(host, host)
-            words += ["--volume", f"{source}:{inside}:{'ro' if read_only else 'rw'}"]
-        run_podman(self._order.program, [*words, "--rootfs", f"{self._base}/root"], self._environ)
-        return int(read_file(f"{self._base}/pid"))
+        return [*words, "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
 
     def _mount_root(self) -> list[tuple[str, str, bool]]:
         """Mount the root; return what is bound into it beside the order's: as `Order.binds`."""
@@ -202,10 +224,7 @@ class PodmanPlace:
         if self._has_users:
             for written in (temp, temp.parent):
                 os.chown(written, self.first_id, self.first_id)
-        init = base / "init"
-        init.write_bytes(make_init(platform.machine()))
-        init.chmod(0o755)
-        binds = [(str(init), _INIT, True)]
+        binds: list[tuple[str, str, bool]] = []
         lower = self._order.image_root
         if not lower:
             # This host's programs, as in the other backends.
@@ -247,13 +266,8 @@ class PodmanPlace:
         os.chown(written, owner, owner)
 
     def enter(self) -> None:
-        """Join all namespaces of process 1."""
-        left_out = 0 if self._has_users else CLONE_NEWUSER
-        if self._order.network == "host":
-            left_out |= CLONE_NEWNET
-        if not self._has_own_view:
-            left_out |= CLONE_NEWCGROUP
-        enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
+        """Join the namespaces of process 1."""
+        enter_namespaces(self.holder, self._joined)
 
     def kill(self) -> None:
         """Kill process 1, and the kernel all others with it."""
@@ -278,9 +292,9 @@ class PodmanPlace:
             level = IsolationLevel.CONTAINER
         return Isolation(
             level=level,
-            backend="podman",
+            backend=self._engine.name,
             **inside_fields(facts, own),
-            host_root_maps_to=root_inside(read_file(f"/proc/{self._pid}/uid_map")),
+            host_root_maps_to=root_inside(self._user_map()),
             host_uid=self._host_uid,
             memory=guard(has_memory, is_watched=True),
             pids=guard(has_pids or self.max_user_processes is not None, is_watched=True),
@@ -291,15 +305,17 @@ class PodmanPlace:
             kernel=self._ground.kernel,
         )
 
+    def _user_map(self) -> str:
+        return read_file(f"/proc/{self._pid}/uid_map")
+
     def close(self) -> None:
         """Remove the container and its root."""
         self._clear()
         os.close(self.holder)
 
     def _clear(self) -> None:
-        container_id = read_container_id(self._base)
-        remove_container(self._order.program, self._name, self._environ, container_id)
-        for place in (f"{self._base}/root", f"{self._base}/mapped", self._base):
+        self._engine.remove(self._name, read_container_id(self._base))
+        for place in (*(f"{self._base}/{name}" for name in ("root", "mapped", "users")), self._base):
             with suppress(OSError):
                 detach_mount(place)
         with suppress(OSError):
@@ -308,59 +324,12 @@ class PodmanPlace:
             self._claim.close()
 
 
-def container_name(runtime_dir: str, supervisor_pid: int) -> str:
-    """Return what the container of a supervisor is called, for whoever has to remove it."""
-    return f"{Path(runtime_dir).name}-{supervisor_pid}"
-
-
-def remove_container(program: str, name: str, environ: Mapping[str, str], container_id: str) -> None:
-    """Remove a container, running or not, or there is none.
-
-    `container_id`: podman's own, empty if it has none yet. Where podman itself or its monitor was killed, it
-    forgets the container and leaves what the runtime has of it, which is found by that.
-    """
-    with suppress(OSError):
-        run_podman(program, ["rm", "--force", "--time", "0", "--ignore", name], environ)
-    if container_id:
-        clear_container_groups(container_id)
-        for runtime in _RUNTIMES:
-            remove_tree(f"/run/{runtime}/{container_id}")
-
-
-def read_container_id(scratch: str) -> str:
-    """Return podman's id of the container whose supervisor has a private directory; empty if none."""
-    try:
-        return read_file(f"{scratch}/{_ID_FILE}").strip()
-    except OSError:
-        return ""
-
-
-def mount_image(program: str, image: str, environ: Mapping[str, str]) -> str:
-    """Return where an image of podman's store is mounted, read-only.
-
-    Raises: OSError if there is none; with ENOEXEC if its programs are for another machine.
-    """
-    # An ordinary user's image is mounted where its containers are.
-    ahead = ["unshare", program] if os.geteuid() != 0 else []
-    path = run_podman(program, [*ahead, "image", "mount", image], environ).strip()
-    words = ["image", "inspect", "--format", "{{.Architecture}}", image]
-    its, ours = run_podman(program, words, environ).strip(), _ARCHITECTURES.get(platform.machine(), "")
+def require_architecture(engine: Engine, image: str) -> None:
+    """Refuse an image whose programs are for another machine. Raises: OSError with ENOEXEC."""
+    its = engine.run("image", "inspect", "--format", "{{.Architecture}}", image).strip()
+    ours = ARCHITECTURES.get(platform.machine(), "")
     if its and ours and its != ours:
-        run_podman(program, [*ahead, "image", "unmount", image], environ)
         raise OSError(errno.ENOEXEC, f"image {image} is for {its}, and this host is {ours}")
-    return path
-
-
-def run_podman(program: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run podman and return its standard output.
-
-    Raises: OSError with what it said.
-    """
-    done = run_program([program, *words], environ, limit_s=_START_LIMIT_S)
-    if done.exit_code:
-        said = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
-        raise OSError(errno.EIO, f"podman {words[0]}: {said or f'exit code {done.exit_code}'}")
-    return done.stdout.decode(errors="replace")
 
 
 def make_init(machine: str) -> bytes:
@@ -370,7 +339,7 @@ def make_init(machine: str) -> bytes:
     """
     known = {"x86_64": _X86_64, "aarch64": _AARCH64}
     if machine not in known:
-        raise OSError(errno.ENOEXEC, f"backend podman has no process 1 for {machine}: x86_64 or aarch64")
+        raise OSError(errno.ENOEXEC, f"containers have no process 1 for {machine}: x86_64 or aarch64")
     kind, text, is_arm = known[machine]
     num_bytes = len(bytes.fromhex(text.format(act="00000000" if not is_arm else "0" * 16)))
     address = _LOAD_ADDRESS + _HEADERS_BYTES + num_bytes

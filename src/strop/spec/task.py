@@ -255,7 +255,7 @@ class CodeTaskSection(HeldOutRows):
         " and network.",
         json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
     )
-    sandbox: Literal["auto", "bubblewrap", "podman", "process", "remote"] = Field(
+    sandbox: Literal["auto", "bubblewrap", "podman", "docker", "process", "remote"] = Field(
         default="auto",
         description="What makes the sandboxes that code of the model runs in. 'auto': the first of this"
         " machine's that is isolated enough. 'remote': the run's sandbox service, `[runtime]`, on whichever"

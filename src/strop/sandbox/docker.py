@@ -1,0 +1,184 @@
+"""Backend `docker`: the containers of backend `podman`, made by a docker daemon of this machine.
+
+docker starts no container over a root that it has not made, and its daemon sees no mounts of a supervisor.
+So each container begins with an image of two files, which docker keeps; then its root is exchanged, from
+outside, for the overlay that `podman` has too, and what docker mounted in /proc, /sys and /dev stays. docker
+also makes no user namespace for one container: where one is asked for (`SandboxSpec.user`), programs have one
+of their own, in which process 1 is nobody, and hold no power over the container's other namespaces.
+
+docker shows no image on the host either: one container of each image waits, as long as the daemon of its
+sandboxes lives, and lends them its root. Whatever docker stores images with, nothing is copied.
+
+Covered: all that level `container` names, for root beside a daemon of its own machine. Not covered: ordinary
+users, a daemon of another machine, in a virtual one (Docker Desktop) or of an ordinary user.
+Tried with docker 20.10 and runc 1.1.5 on Linux 6.18 with control groups of version 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from strop.sandbox.engine import Engine, container_name
+from strop.sandbox.idmap import make_users, users_map
+from strop.sandbox.linux import (
+    CLONE_NEWUSER,
+    bind,
+    detach_mount,
+    enter_namespaces,
+    read_file,
+    replace_root,
+    show_root,
+)
+from strop.sandbox.podman import ARCHITECTURES, INIT, PodmanPlace, make_init, require_architecture
+
+_NEW_ROOT = "/new"
+_KEPT = ("/proc", "/sys", "/dev")
+_KEPT_OF_HOST = ("/etc/resolv.conf", "/etc/hosts")
+"""With the host's network, what leads in it too."""
+
+
+class DockerPlace(PodmanPlace):
+    """A container of docker's, held by its process 1."""
+
+    @staticmethod
+    def find_image(engine: Engine, image: str, runtime_dir: str) -> str:
+        """Return where an image's tree is, mounted until `drop_images`; see `PodmanPlace.find_image`."""
+        require_architecture(engine, image)
+        number = len(list(Path(runtime_dir).glob("image-*")))
+        folder = Path(runtime_dir, f"image-{number}")
+        folder.mkdir()
+        holder = container_name(runtime_dir, folder.name)
+        try:
+            words = ("--name", holder, "--pull", "never", "--network", "none", "--cap-drop", "all")
+            engine.run("create", *words, "--log-driver", "none", "--entrypoint", INIT, image)
+            _give(engine, {INIT: make_init(platform.machine())}, "cp", "-", f"{holder}:/")
+            engine.run("start", holder)
+            show_root(_find_process(engine, holder), str(folder))
+        except OSError:
+            engine.remove(holder)
+            folder.rmdir()
+            raise
+        return str(folder)
+
+    @staticmethod
+    def drop_images(engine: Engine, images: Mapping[str, str]) -> None:
+        """Let go of images, by where they are. Raises: OSError."""
+        for place in images.values():
+            engine.remove(container_name(str(Path(place).parent), Path(place).name))
+            detach_mount(place)
+
+    def _start(self) -> int:
+        binds = [
+            (self._ground.staged.get(host, host), inside, read_only)
+            for host, inside, read_only in (*self._mount_root(), *self._order.binds)
+        ]
+        if self._has_users:
+            self._make_users()
+        words = [*self._words(), "--pull", "never", "--userns", "host"]
+        has_host_network = self._order.network == "host"
+        if not has_host_network:
+            # Who is root in a user namespace has no say in the network.
+            words += ["--sysctl", "net.ipv4.ip_unprivileged_port_start=0"]
+        name, archive = _own_image()
+        try:
+            self._engine.run(*words, name)
+        except OSError as error:
+            if "No such image" not in str(error):
+                raise
+            # For the first one, or somebody has tidied up.
+            _give(self._engine, archive, "load", "--quiet")
+            self._engine.run(*words, name)
+        pid = _find_process(self._engine, self._name)
+        kept = (*_KEPT, *(_KEPT_OF_HOST if has_host_network else ()))
+        replace_root(pid, _NEW_ROOT, f"{self._base}/root", kept=kept, binds=binds)
+        return pid
+
+    def _make_users(self) -> None:
+        namespace = make_users(self.first_id)
+        try:
+            Path(self._base, "users").touch()
+            # By a name, since processes inside keep no descriptor but that of process 1.
+            bind(f"/proc/self/fd/{namespace}", f"{self._base}/users")
+        finally:
+            os.close(namespace)
+
+    def enter(self) -> None:
+        """Join the namespaces of process 1, and then the users of programs."""
+        users = os.open(f"{self._base}/users", os.O_RDONLY | os.O_CLOEXEC) if self._has_users else None
+        super().enter()
+        if users is not None:
+            enter_namespaces(users, CLONE_NEWUSER)
+            os.close(users)
+
+    def _user_map(self) -> str:
+        return users_map(self.first_id) if self._has_users else super()._user_map()
+
+
+def _find_process(engine: Engine, container: str) -> int:
+    """Return process 1 of a container. Raises: OSError if it is none of this machine's."""
+    words = ("inspect", "--format", "{{.Id}} {{.State.Pid}}", container)
+    container_id, _, pid = engine.run(*words).strip().partition(" ")
+    try:
+        is_here = container_id in read_file(f"/proc/{pid}/cgroup")
+    except OSError:
+        is_here = False
+    if not is_here:
+        raise OSError(
+            errno.ENOTSUP,
+            "the containers of this docker daemon are not processes of this machine, as seen here",
+        )
+    return int(pid)
+
+
+def _own_image() -> tuple[str, dict[str, bytes]]:
+    """Return the image that containers begin with, by a name that says what is in it, and its archive."""
+    init = make_init(platform.machine())
+    layer = _pack({INIT: init, f"{_NEW_ROOT}/": b""})
+    config = json.dumps(
+        {
+            "architecture": ARCHITECTURES[platform.machine()],
+            "os": "linux",
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+        }
+    ).encode()
+    digest = hashlib.sha256(config).hexdigest()
+    name = f"localhost/strop-sandbox:{digest[:16]}"
+    listed = [{"Config": f"{digest}.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    return name, {
+        "manifest.json": json.dumps(listed).encode(),
+        f"{digest}.json": config,
+        "layer.tar": layer,
+    }
+
+
+def _give(engine: Engine, files: Mapping[str, bytes], *words: str) -> None:
+    """Run docker with an archive of files as its standard input. Raises: OSError."""
+    archive = os.memfd_create("archive")
+    try:
+        os.write(archive, _pack(files))
+        os.lseek(archive, 0, os.SEEK_SET)
+        engine.run(*words, stdin=archive)
+    finally:
+        os.close(archive)
+
+
+def _pack(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files, the same for the same; a name that ends with / is a directory's."""
+    # Here: a daemon that makes no containers of docker's needs none.
+    import tarfile
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name.strip("/"))
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            member.mode, member.size = 0o755, len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
