@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,11 @@ def layers_of_daemons() -> list[str]:
     found = []
     for pid in find_descendants(os.getpid()):
         for base in SCRATCH_BASES:
-            found += [str(path) for path in Path(f"/proc/{pid}/root{base}").glob("strop-sandbox-*/snap-*")]
+            # Folders of others come and go.
+            with suppress(FileNotFoundError):
+                found += [
+                    str(path) for path in Path(f"/proc/{pid}/root{base}").glob("strop-sandbox-*/snap-*")
+                ]
     return found
 
 
