@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.figures import Figure, Measured
+from benchmarks.sandboxes import measure_followed
 from strop.io.endpoints import Endpoint
 from strop.runtime.service_dir import START_LIMIT_S, ServiceDir, serve_argv
 from strop.sandbox import Limits, SandboxSpec
@@ -38,13 +39,6 @@ _WALL_LIMIT_S = 60.0
 _SPEC = SandboxSpec(limits=Limits(memory_bytes=128 * MIB))
 _POLICY = {"cpu_factor": 1000.0, "settle_s": 0.0}
 """So many live at once on few processors."""
-_SERVER = """
-import socket
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-while True:
-    listener.accept()[0].close()
-"""
 
 
 def measure_remote_sandboxes(*, is_quick: bool) -> Measured:
@@ -131,20 +125,7 @@ def _describe_commands(there_ms: list[float], here_ms: list[float]) -> list[Figu
 
 async def _measure_beside(sandbox: ServedSandbox, num: int, num_files: int) -> list[Figure]:
     """Measure in one sandbox what is no command of its own."""
-    server = await sandbox.start([*sandbox.python_argv, "-c", _SERVER])
-    output = await server.read()
-    assert output is not None
-    port = int(output.stdout)
-    taken_ms: dict[str, list[float]] = {"connection": [], "command of an open shell": []}
-    async with await sandbox.open_shell() as shell:
-        for _ in range(num):
-            begun = time.perf_counter()
-            (await sandbox.connect(port)).close()
-            connected = time.perf_counter()
-            await shell.run(":", wall_limit_s=_WALL_LIMIT_S)
-            taken_ms["connection"].append(1e3 * (connected - begun))
-            taken_ms["command of an open shell"].append(1e3 * (time.perf_counter() - connected))
-    await server.stop()
+    taken_ms = await measure_followed(sandbox, num)
     data = bytes(range(256)) * (16 * MIB // 256 - 1)
     for name in ("write of 16 MiB", "read of 16 MiB"):
         taken_ms[name] = []

@@ -55,7 +55,7 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
         begun = time.perf_counter()
         await live[index % num_live].exec(["/bin/true"], wall_limit_s=_WALL_LIMIT_S)
         taken_ms.append(1e3 * (time.perf_counter() - begun))
-    followed = await _measure_followed(live[0], num_commands // 5)
+    followed = await measure_followed(live[0], num_commands // 5)
     await _stop_all(live)
     begun = time.perf_counter()
     started = await asyncio.gather(*(backend.create(spec) for _ in range(num_starts)))
@@ -72,7 +72,7 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
     return [
         figure("command, p50", "ms", cuts[49], at_most=_MAX_P50_MS),
         figure("command, p99", "ms", cuts[98], at_most=_MAX_P99_MS),
-        *(figure(f"{what}, p50", "ms", value) for what, value in followed.items()),
+        *(figure(f"{what}, p50", "ms", statistics.median(values)) for what, values in followed.items()),
         figure("memory of an idle one", "MB", idle_mb, at_most=_MAX_IDLE_MB),
         figure("starts", "a second", starts, at_least=_MIN_STARTS_PER_S[name]),
         figure("stops", "a second", stops),
@@ -88,8 +88,8 @@ while True:
 """
 
 
-async def _measure_followed(sandbox: ServedSandbox, num: int) -> dict[str, float]:
-    """Return the median time in ms of a connection to a server inside, and of a command of an open shell."""
+async def measure_followed(sandbox: ServedSandbox, num: int) -> dict[str, list[float]]:
+    """Return the times in ms of connections to a server inside, and of commands of an open shell."""
     server = await sandbox.start([*sandbox.python_argv, "-c", _SERVER])
     output = await server.read()
     assert output is not None
@@ -104,7 +104,7 @@ async def _measure_followed(sandbox: ServedSandbox, num: int) -> dict[str, float
             taken_ms["connection"].append(1e3 * (connected - begun))
             taken_ms["command of an open shell"].append(1e3 * (time.perf_counter() - connected))
     await server.stop()
-    return {what: statistics.median(values) for what, values in taken_ms.items()}
+    return taken_ms
 
 
 async def _stop_all(sandboxes: Sequence[Sandbox]) -> None:

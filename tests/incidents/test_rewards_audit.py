@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,10 +25,10 @@ from strop.audit import (
 )
 from strop.errors import CheckRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks import Task, build_task
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
-from strop.tasks.judging import open_judge
+from tests.fixtures.judging import judge_once
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (
@@ -429,18 +428,10 @@ def test_sec_1_a_host_without_the_wanted_sandbox_is_the_owner_and_nothing_runs(t
     for stem, text in (("train", "Add 1."), ("test", "Add one.")):
         (tmp_path / f"{stem}.jsonl").write_text(json.dumps({**row, "text": text}), "utf-8")
     spec = MbppSpec(name="mbpp", source=str(tmp_path), min_isolation="vm")
-    task = build_task(spec)
     mark = tmp_path / "ran"
     reply = f"```python\nopen({str(mark)!r}, 'w').close()\ndef inc(x): return x + 1\n```"
 
-    async def judge() -> Outcome:
-        workers = open_judge(task, partial(build_warm_task, spec))
-        try:
-            return await workers.judge(task.examples(Split.TRAIN)[0], reply)
-        finally:
-            await workers.close()
-
-    outcome = asyncio.run(judge())
+    outcome = judge_once(spec, reply)
     assert outcome.reward is None
     assert outcome.failure is not None
     assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "verifier_SandboxRefused")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ import pytest
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
-from strop.rollout import FailureOwner, Outcome, Split
+from strop.rollout import FailureOwner
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.served import ServedSandbox
 from strop.sandbox.wire import MAX_BODY_BYTES
-from strop.tasks import build_task, build_warm_task
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.judging import open_judge
+from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, processes_with, spec_of
 from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
@@ -183,19 +181,10 @@ def test_what_the_service_refuses_is_no_reward(
     for stem, text in (("train", "Return it."), ("test", "Give it back.")):
         (tmp_path / f"{stem}.jsonl").write_text(json.dumps({**row, "text": text}), "utf-8")
     spec = MbppSpec(name="mbpp", source=str(tmp_path), min_isolation="rlimit", sandbox="remote")
-    task = build_task(spec)
-    example = task.examples(Split.TRAIN)[0]
     monkeypatch.setenv("STROP_ENDPOINTS", str(tmp_path / "servers"))
     hand_over(tmp_path / "servers", {RUNTIME: Endpoint(url=service.url, key="not-the-key-of-it")})
 
-    async def judge() -> Outcome:
-        workers = open_judge(task, partial(build_warm_task, spec))
-        try:
-            return await workers.judge(example, task.gold_replies(example)[0])
-        finally:
-            await workers.close()
-
-    outcome = asyncio.run(judge())
+    outcome = judge_once(spec, "```python\ndef f(x): return x\n```")
     assert outcome.reward is None
     assert outcome.failure is not None
     assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "verifier_SandboxRefused")

@@ -180,6 +180,8 @@ def test_containers_of_an_ordinary_user(user: User) -> None:
     }
     assert reached["host_root_maps_to"] == "unmapped"
     assert reached["network"] == "allow:127.0.0.1:9"
+    # What it refuses it says before it is asked.
+    assert reached["lacks"] == ["snapshots", "users"]
     assert (reached["disk"], reached["pids"]) == ("enforced", "enforced")
     # Not this user, and nobody's user twice.
     assert user.uid not in found["users"]

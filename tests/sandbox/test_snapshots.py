@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
-from strop.sandbox import Limits, Sandbox, Snapshot, make_backend
+from strop.sandbox import Limits, Snapshot, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import find_descendants, parent_of
@@ -26,14 +26,9 @@ from tests.fixtures.sandboxes import (
     needs_bubblewrap,
     needs_podman,
     on_every_backend,
+    say,
     spec_of,
 )
-
-
-async def say(sandbox: Sandbox, script: str) -> str:
-    result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout.decode()
 
 
 def forking(backend: str, prepare: str, work: Callable[[ServedSandbox, Snapshot], Awaitable[None]]) -> None:

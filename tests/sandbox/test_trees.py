@@ -14,7 +14,7 @@ import pytest
 from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox import Guard, Limits, Sandbox, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
-from tests.fixtures.sandboxes import IS_ROOT, in_sandbox, on_every_backend, spec_of
+from tests.fixtures.sandboxes import IS_ROOT, in_sandbox, on_every_backend, say, spec_of
 
 
 def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitable[None]]) -> None:
@@ -23,12 +23,6 @@ def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitab
             await work(sandbox)
 
     asyncio.run(run())
-
-
-async def say(sandbox: Sandbox, script: str) -> str:
-    result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout.decode()
 
 
 @on_every_backend

@@ -12,10 +12,17 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox import ExecKind, IsolationLevel, Sandbox, make_backend
+from strop.sandbox import ExecKind, IsolationLevel, make_backend
 from strop.sandbox.idmap import NUM_IDS, claim_ids
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import appearance_of, needs_podman, on_every_backend, on_every_engine, spec_of
+from tests.fixtures.sandboxes import (
+    appearance_of,
+    needs_podman,
+    on_every_backend,
+    on_every_engine,
+    say,
+    spec_of,
+)
 
 
 def as_user(
@@ -31,12 +38,6 @@ def as_user(
             await work(sandbox)
 
     asyncio.run(run())
-
-
-async def say(sandbox: Sandbox, script: str) -> str:
-    result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout.decode()
 
 
 @on_every_engine

@@ -201,7 +201,8 @@ class OwnerPlane:
         argv: tuple[str, ...] = ()
         with suppress(SandboxRefused):
             argv = sandbox.python_argv
-        isolation = replace(sandbox.isolation, node=platform.node(), lacks=_LACKS)
+        lacks = tuple(dict.fromkeys((*_LACKS, *sandbox.isolation.lacks)))
+        isolation = replace(sandbox.isolation, node=platform.node(), lacks=lacks)
         return {"isolation": asdict(isolation), "scratch": sandbox.scratch, "python_argv": argv}
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:

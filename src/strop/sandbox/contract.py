@@ -96,7 +96,8 @@ class Isolation:
     node: str = ""
     """The machine that has it, where a service was asked for it; empty: this one."""
     lacks: tuple[str, ...] = ()
-    """What of the contract it refuses, because it is on a service's node: 'mounts', 'snapshots'."""
+    """What of the contract it refuses, because it is on a service's node or podman's of an ordinary user:
+    'mounts', 'snapshots', 'users'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -303,6 +303,7 @@ class PodmanPlace:
             files=Guard.ENFORCED,
             network=network_word(own, self._order.network),
             kernel=self._ground.kernel,
+            lacks=("snapshots", "users") if self._is_rootless else (),
         )
 
     def _user_map(self) -> str:
