@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from strop.hardware.identity import read_start_ticks
 from strop.sandbox import ExecKind
 from strop.sandbox.daemon import FOLDER_PREFIX
-from strop.sandbox.family import find_descendants
+from strop.sandbox.family import find_descendants, parent_of
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
@@ -116,6 +119,76 @@ def test_a_container_whose_monitor_was_killed_leaves_nothing() -> None:
     of_container = in_sandbox("podman", work)
     assert of_container
     assert [one for one in of_container if one.exists()] == []
+
+
+# Waits before there is a bwrap, or between what that does first, cloning, and letting the clone go on.
+HELD_BWRAP = {
+    "before": 'while [ ! -e {folder}/go ]; do sleep 0.01; done; exec {program} --setenv FOLDER {folder} "$@"',
+    "between": 'exec {program} --userns-block-fd 9 --setenv FOLDER {folder} "$@" 9<>{folder}/go',
+}
+
+
+def find_naming(word: str) -> list[int]:
+    """Return the processes that have a word in their command line or environment."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with suppress(OSError):
+            if word in read_file(f"/proc/{pid}/cmdline") + read_file(f"/proc/{pid}/environ"):
+                found.append(pid)
+    return found
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("moment", "has_daemon"), [("before", True), ("before", False), ("between", False)])
+def test_nothing_stays_of_a_bwrap_that_began_when_all_were_killed(moment: str, *, has_daemon: bool) -> None:
+    folder = Path(tempfile.mkdtemp())
+    # Another user starts it.
+    folder.chmod(0o777)
+    line = HELD_BWRAP[moment].format(folder=folder, program=shutil.which("bwrap"))
+    (folder / "bwrap").write_text(
+        f"#!/bin/sh\necho $$ > {folder}/pid; mv {folder}/pid {folder}/begun\n{line}\n"
+    )
+    (folder / "bwrap").chmod(0o755)
+    if moment == "between":
+        os.mkfifo(folder / "go", 0o666)
+        (folder / "go").chmod(0o666)
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, "bubblewrap"],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (folder / "begun").exists():
+            time.sleep(0.01)
+        bwrap = int((folder / "begun").read_text())
+        while moment == "between" and not find_descendants(bwrap):
+            time.sleep(0.01)
+        supervisor = parent_of(bwrap)
+        assert supervisor is not None
+        daemon = parent_of(supervisor)
+        assert daemon is not None
+        (place,) = places_held_by([supervisor])
+        pids = [supervisor] if has_daemon else [supervisor, daemon, client.pid]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                os.kill(pid, number)
+        client.wait(30.0)
+        if moment == "before":
+            (folder / "go").touch()
+        deadline = time.monotonic() + 30.0
+        while find_naming(str(folder)):
+            if moment == "between":
+                clear_abandoned()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        while Path(place).exists():
+            clear_abandoned()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        client.kill()
+        client.wait()
+        shutil.rmtree(folder)
 
 
 def test_what_lives_is_left_alone() -> None:

@@ -18,7 +18,6 @@ import json
 import os
 import select
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -112,31 +111,30 @@ class BubblewrapPlace:
         cat_in_r, cat_in_w = os.pipe()
         cat_out_r, cat_out_w = os.pipe()
         error_r, error_w = os.pipe()
-        info_r, info_w = os.pipe()
-        ends = (cat_in_r, cat_out_w, error_w, info_w)
+        # Not a pipe: bwrap would die of writing to one that nobody reads, and what it has cloned by then
+        # waits for it for ever.
+        info = os.memfd_create("info")
+        ends = (cat_in_r, cat_out_w, error_w, info)
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
         # Inside a user namespace the host's root could still read every file.
         with acting_as(self.first_id):
             # Not a fork, which copies the page tables of an interpreter for a program that needs none.
             bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)
         self._bwrap = os.pidfd_open(bwrap_pid)
-        for descriptor in ends:
+        for descriptor in ends[:3]:
             os.close(descriptor)
         # cat answers once everything is set up, and a bwrap that has given up is silent.
         with suppress(BrokenPipeError):
             os.write(cat_in_w, b"\n")
-        answer = _read_within(cat_out_r, 1, _START_LIMIT_S)
-        if not answer:
+        ready, _, _ = select.select([cat_out_r], [], [], _START_LIMIT_S)
+        if not ready or not os.read(cat_out_r, 1):
             os.set_blocking(error_r, False)
             with suppress(BlockingIOError):
                 raise OSError(os.read(error_r, 4096).decode(errors="replace").strip() or "bwrap is silent")
             raise OSError("bwrap is silent")
-        info = b""
-        while not info.rstrip().endswith(b"}") and (more := _read_within(info_r, 4096, _START_LIMIT_S)):
-            info += more
-        holder = os.pidfd_open(json.loads(info)["child-pid"])
-        self._holder_pid = json.loads(info)["child-pid"]
-        for descriptor in (error_r, info_r):
+        self._holder_pid = json.loads(os.pread(info, 4096, 0))["child-pid"]
+        holder = os.pidfd_open(self._holder_pid)
+        for descriptor in (error_r, info):
             os.close(descriptor)
         # A program of the same user may write to cat's input, and cat must not die of saying it again.
         self._cat_out = cat_out_r
@@ -248,9 +246,3 @@ def root_inside(uid_map: str) -> str:
         if outside <= 0 < outside + length:
             return str(inside - outside)
     return "unmapped"
-
-
-def _read_within(descriptor: int, num_bytes: int, limit_s: float) -> bytes:
-    deadline = time.monotonic() + limit_s
-    ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-    return os.read(descriptor, num_bytes) if ready else b""

@@ -37,7 +37,7 @@ from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.docker import DockerPlace
 from strop.sandbox.egress import Egress
 from strop.sandbox.engine import Engine, container_name, read_container_id
-from strop.sandbox.family import kill_strays, signal_descendants
+from strop.sandbox.family import end_inside, kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.freezer import clear_freezers
 from strop.sandbox.inside import read_namespaces
@@ -287,6 +287,8 @@ def _become_supervisor(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         become_subreaper()
+        # And what it starts: where all above it are killed, whoever clears up finds it by this.
+        os.chdir(ground.runtime_dir)
         uid, is_private_uid = sandbox_uid(os.getpid())
         if order.backend in _CONTAINERS and order.snapshot_uid is not None:
             # The snapshot's files are its programs' own, without a copy.
@@ -342,6 +344,7 @@ def _prepare_ground() -> Ground:
             is_old = abs(time.time() - found.st_mtime) > _ABANDONED_AFTER_S
             if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
                 descriptor = _lock(str(path))
+                end_inside(str(path))
                 remove_tree(str(path))
                 os.close(descriptor)
     # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from strop.sandbox.linux import read_file
 
 _STATE_FIELD, _PARENT_FIELD, _GROUP_FIELD, _START_FIELD = 0, 1, 2, 19
 """Of /proc/PID/stat, counted from behind the name."""
+_END_LIMIT_S = 5.0
 _CPU_FIELDS = slice(11, 15)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -106,6 +108,33 @@ def kill_strays(root_pid: int, own: set[int]) -> list[int]:
         signal_descendants(child, signal.SIGKILL)
         _signal_one(child, signal.SIGKILL, {root_pid})
     return strays
+
+
+def end_inside(path: str) -> list[int]:
+    """Kill the processes that work in a directory or below it, until none is left; return them."""
+    ended = set()
+    deadline = time.monotonic() + _END_LIMIT_S
+    while time.monotonic() < deadline:
+        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), path)]
+        if not found:
+            break
+        for pid in found:
+            with suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                # Looked at again: this process is the one that is killed.
+                if _works_in(pid, path):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    ended.add(pid)
+                os.close(descriptor)
+        time.sleep(0.01)
+    return sorted(ended)
+
+
+def _works_in(pid: int, path: str) -> bool:
+    try:
+        return f"{os.readlink(f'/proc/{pid}/cwd')}/".startswith(f"{path}/")
+    except OSError:
+        return False
 
 
 def kill_biggest(pids: list[int], root_pid: int) -> None:

@@ -23,7 +23,7 @@ from strop.hardware.identity import read_start_ticks, send_signal
 from strop.sandbox.cgroup import find_controllers, find_freezers, remove_abandoned, remove_group
 from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
 from strop.sandbox.engine import ENGINES, Engine, engine_environ
-from strop.sandbox.family import parent_of
+from strop.sandbox.family import end_inside, parent_of
 from strop.sandbox.freezer import FREEZER_FILES
 from strop.sandbox.linux import read_file, write_file
 from strop.sandbox.process import remove_tree
@@ -46,7 +46,7 @@ def clear_abandoned() -> list[str]:
             f"container {name}" for engine in _find_engines() for name in _remove_containers(engine, names)
         ]
         for path, _ in dead:
-            told += [f"process {pid} in {path}" for pid in _end_processes(path)]
+            told += [f"process {pid} in {path}" for pid in end_inside(str(path))]
             remove_tree(str(path))
             told.append(f"directory {path}")
         remove_abandoned(find_controllers())
@@ -112,31 +112,6 @@ def _find_containers(engine: Engine, dead: set[str]) -> dict[str, str]:
 
 def _is_there(name: str) -> bool:
     return any(Path(base, name).exists() for base in SCRATCH_BASES)
-
-
-def _end_processes(path: Path) -> list[int]:
-    """Kill the processes whose working directory is in a dead directory; return them."""
-    ended = set()
-    deadline = time.monotonic() + _END_LIMIT_S
-    while (found := _find_inside(path)) and time.monotonic() < deadline:
-        for pid in found:
-            start_ticks = read_start_ticks(pid)
-            # Looked at again: what it is since that start is what is killed.
-            if start_ticks is not None and _works_in(pid, path):
-                ended |= {pid} if send_signal(pid, start_ticks, signal.SIGKILL) else set()
-        time.sleep(0.01)
-    return sorted(ended)
-
-
-def _find_inside(path: Path) -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), path)]
-
-
-def _works_in(pid: int, path: Path) -> bool:
-    try:
-        return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(path)
-    except OSError:
-        return False
 
 
 def _end_frozen() -> list[int]:
