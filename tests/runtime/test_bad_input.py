@@ -7,17 +7,22 @@ import base64
 import os
 import platform
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from strop.errors import SandboxRefused
+from strop.runtime import node_options
 from strop.runtime.contract import FailureKind, State
+from strop.runtime.held import as_failure
 from strop.runtime.planes import DataPlane
+from strop.sandbox import engine
 from strop.sandbox.podman import make_init
 from tests.fixtures.nodes import SLOT, Orders, Workspace, on_node, workspace_at
 from tests.fixtures.runtime_service import service, start_body
-from tests.fixtures.sandboxes import needs_podman
+from tests.fixtures.sandboxes import IS_ROOT, needs_podman
 from tests.fixtures.tiny_disk import tiny_disk
 
 OTHER_MACHINE = "aarch64" if platform.machine() == "x86_64" else "x86_64"
@@ -75,6 +80,40 @@ async def ask_both(workspace: Workspace, command: str) -> list[httpx.Response]:
     started = await workspace.client.post("/api/bash/start_bash_command", json=body)
     query = {"command_id__eq": started.json()["id"], "sort_order": "TIMESTAMP"}
     return [at_once, await workspace.client.get("/api/bash/bash_events/search", params=query)]
+
+
+def test_a_refusal_has_an_owner() -> None:
+    """Whether an image is to blame that no sandbox was made, or the machine."""
+    owners = {
+        FailureKind.IMAGE_ERROR: ("image", "architecture", "interpreter"),
+        FailureKind.INFRA_LOST: ("graph_root", "subuid", "newuidmap", "level", "host", "podman", "no_space"),
+    }
+    for owner, kinds in owners.items():
+        for kind in kinds:
+            failure = as_failure(SandboxRefused("it is so", kind=kind))
+            assert (failure.kind, failure.refusal) == (owner, kind)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="podman of an ordinary user is asked for more than its graph root")
+def test_a_node_does_without_an_engine_on_a_shared_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "podman"
+    program.write_text(f"#!/bin/sh\necho {tmp_path}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
+    monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
+    monkeypatch.setattr(node_options, "BACKENDS", ("podman", "process"))
+    said: list[str] = []
+    assert asyncio.run(node_options.find_backends((), said.append)) == ("process",)
+    (line,) = said
+    assert "no sandboxes by podman" in line
+    assert "on a disk that machines share" in line
+    assert f"nfs4, over the network, mounted at {tmp_path}" in line
+    with pytest.raises(SandboxRefused) as caught:
+        asyncio.run(node_options.find_backends(("podman",), said.append))
+    assert caught.value.kind == "graph_root"
 
 
 def test_a_full_disk_of_the_controller_begins_nothing(tmp_path: Path) -> None:
