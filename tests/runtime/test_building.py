@@ -77,6 +77,22 @@ def test_one_content_is_built_once_and_found_by_another_node(tmp_path: Path) -> 
         asyncio.run(main(base))
 
 
+def test_docker_builds_nothing_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_OFFLINE", "1")
+
+    async def main() -> BuildStatus:
+        builds = Builds(BuildSettings(folder=tmp_path), "docker")
+        return await finish(builds, builds.start(context_of("FROM scratch\n"), "localhost/any:1", []))
+
+    failed = asyncio.run(main())
+    assert (failed.status, failed.error) == (
+        "FAILURE",
+        "docker may ask a registry in a build, which offline mode forbids",
+    )
+    # The next one, online, is not refused for it.
+    assert list((tmp_path / "docker").iterdir()) == []
+
+
 def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert take_lock(path, 60.0)

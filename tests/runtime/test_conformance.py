@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from strop.runtime.conformance import CASES, ConformanceOptions, parse_extra, ru
 from strop.runtime.openhands import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
+from tests.fixtures.docker_daemon import docker
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import (
@@ -43,6 +46,8 @@ RUN = {
     "process": tuple(number for number in CASES if number not in _NEEDS_IMAGES),
     "bubblewrap": tuple(number for number in CASES if number not in _NEEDS_IMAGES),
     "podman": tuple(CASES),
+    # Where its containers, its images and their ends come in.
+    "docker": (1, 2, 9, 14, 15, 17, 18, 22, 23),
 }
 """The cases that tests here run, by backend."""
 _FATAL = "#!/bin/sh\necho it cannot start >&2\nexit 7\n"
@@ -143,11 +148,26 @@ def slow_registry(folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> 
         yield target
 
 
+@pytest.mark.slow
+@pytest.mark.docker
+def test_docker_starts_and_builds_images_of_its_own(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(make_small_root(tmp_path / "root"), arcname=".")
+    image = "localhost/strop-conformance-base:1"
+    docker("import", "-", image, stdin=packed.getvalue())
+    with service_of(tmp_path, "--backend", "docker", cache=tmp_path / "cache") as service:
+        require_passed(service, RUN["docker"], image=image, many=12, extra={"base_image": image})
+    # Those that lent images too.
+    assert "strop-sandbox-" not in docker("ps", "--all", "--format", "{{.Names}}")
+
+
 def test_the_page_says_which_cases_are_run(request: pytest.FixtureRequest) -> None:
     page = (request.config.rootpath / "docs" / "runtime.md").read_text("utf-8")
-    rows = ["| case | situation | process | bubblewrap | podman |", "|---|---|---|---|---|"]
+    rows = ["| case | situation | process | bubblewrap | podman | docker |", "|---|---|---|---|---|---|"]
     for number, title in CASES.items():
-        marks = ("passed" if number in RUN[name] else "needs images" for name in RUN)
+        untried = "needs images" if number in _NEEDS_IMAGES else "not run"
+        marks = ("passed" if number in cases else untried for cases in RUN.values())
         rows.append(f"| {number} | {title} | {' | '.join(marks)} |")
     assert "\n".join(rows) in page
 

@@ -36,8 +36,8 @@ BackendNames = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="A kind of sandbox that may be made: podman, bubblewrap, process; repeated. Default: all that"
-        " work here.",
+        help="A kind of sandbox that may be made: podman, docker, bubblewrap, process; repeated. Default: all"
+        " that work here.",
     ),
 ]
 DataPlaneName = Annotated[
@@ -274,14 +274,17 @@ def fetch_images(
 ) -> None:
     """Fetch the images of a data set to this node. Given again, it goes on where it stopped."""
     import asyncio
+    import shutil
 
     from strop.runtime.prebuild import list_images, prebuild, shard_of
-    from strop.runtime.pulling import Images, PullSettings
+    from strop.runtime.pulling import Images, PullSettings, engine_of
+    from strop.sandbox.engine import ENGINES
 
     output: Output = context.obj
+    engine = engine_of([name for name in ENGINES if shutil.which(name)])
     images = shard_of(list_images(dataset, field), shard)
     results.mkdir(parents=True, exist_ok=True)
-    work = prebuild(images, Images(PullSettings()), results, num_at_once=at_once, say=output.say)
+    work = prebuild(images, Images(PullSettings(), engine), results, num_at_once=at_once, say=output.say)
     num_failed = asyncio.run(work)
     output.give(f"{len(images)} images, {num_failed} failed; results in {results}")
     if num_failed:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from strop.hardware.identity import ProcessIdentity, identify_self
 from strop.io.atomic import write_bytes_atomically
 from strop.runtime.contract import BuildStatus, FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import run_podman
+from strop.runtime.pulling import run_engine
+from strop.sandbox.engine import ENGINES
+from strop.store.policy import is_offline
 
 _TOUCH_S = 5.0
 _SHOWN_CHARACTERS = 2000
@@ -49,10 +51,13 @@ class BuildSettings:
 
 
 class Builds:
-    """The builds of one node, one at a time."""
+    """The builds of one node, one at a time, by one engine."""
 
-    def __init__(self, settings: BuildSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: BuildSettings, engine: str = ENGINES[0]) -> None:
+        # What one of them saves the other may not load, and calls otherwise.
+        own = settings.folder if engine == ENGINES[0] else settings.folder / engine
+        self._settings = replace(settings, folder=own)
+        self._engine = engine
         self._status: dict[str, BuildStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -87,7 +92,7 @@ class Builds:
                 self._status[build_id] = BuildStatus(status="WORKING")
                 image_id = await self.build(key, context)
                 for name in dict.fromkeys((image, *tags)):
-                    await _run("tag", image_id, name)
+                    await self._run("tag", image_id, name)
             self._status[build_id] = BuildStatus(status="SUCCESS", image=image)
         except SandboxFailed as failure:
             self._status[build_id] = BuildStatus(status="FAILURE", error=failure.cause)
@@ -119,6 +124,9 @@ class Builds:
             (folder / f"{key}.lock").unlink(missing_ok=True)
 
     async def _build_here(self, key: str, context: bytes) -> str:
+        if self._engine == "docker" and is_offline():
+            # It has no word for it, and pulls what a recipe begins with.
+            raise _failed("docker may ask a registry in a build, which offline mode forbids")
         settings, place = self._settings, self._settings.folder / f"{key}.json"
         self.num_built += 1
         name = f"localhost/strop-build:{key[:32]}"
@@ -126,17 +134,20 @@ class Builds:
             with tarfile.open(fileobj=io.BytesIO(context), mode="r:*") as archive:
                 # Nothing outside of the folder, no devices.
                 archive.extractall(folder, filter="data")
-            words = ("build", "--network", settings.network, "--pull=never", "--tag", name, folder)
-            code, said = await run_podman(*words, limit_s=settings.limit_s)
+            never = ("--pull=never",) if self._engine == "podman" else ()
+            words = ("build", "--network", settings.network, *never, "--tag", name, folder)
+            code, said = await run_engine(self._engine, *words, limit_s=settings.limit_s)
         (settings.folder / f"{key}.log").write_text(said)
         if code:
             error = said.strip()[-_SHOWN_CHARACTERS:]
             _write(place, {"error": error, "until": time.time() + settings.failed_for_s})
             raise _failed(error)
-        image_id = (await _run("image", "inspect", "--format", "{{.Id}}", name)).strip()
+        image_id = (await self._run("image", "inspect", "--format", "{{.Id}}", name)).strip()
         partial = settings.folder / f"{key}.{os.getpid()}.partial"
         try:
-            await _run("save", "--quiet", "--format", "oci-archive", "--output", str(partial), name)
+            # docker has one form, and is quiet.
+            form = ("--quiet", "--format", "oci-archive") if self._engine == "podman" else ()
+            await self._run("save", *form, "--output", str(partial), name)
             partial.replace(settings.folder / f"{key}.oci")
         finally:
             partial.unlink(missing_ok=True)
@@ -145,10 +156,16 @@ class Builds:
 
     async def _load(self, key: str, image_id: str) -> str:
         """Take an image from the folder unless it is here already."""
-        code, _ = await run_podman("image", "exists", image_id)
+        code, _ = await run_engine(self._engine, "image", "inspect", image_id)
         if code:
-            await _run("load", "--quiet", "--input", str(self._settings.folder / f"{key}.oci"))
+            await self._run("load", "--quiet", "--input", str(self._settings.folder / f"{key}.oci"))
         return image_id
+
+    async def _run(self, *words: str) -> str:
+        code, said = await run_engine(self._engine, *words)
+        if code:
+            raise _failed(f"{self._engine} {words[0]}: {said.strip()[-_SHOWN_CHARACTERS:]}")
+        return said
 
 
 def take_lock(path: Path, stale_after_s: float) -> bool:
@@ -205,13 +222,6 @@ async def _touch_for_ever(path: Path) -> None:
         await asyncio.sleep(_TOUCH_S)
         with suppress(OSError):
             os.utime(path)
-
-
-async def _run(*words: str) -> str:
-    code, said = await run_podman(*words)
-    if code:
-        raise _failed(f"podman {words[0]}: {said.strip()[-_SHOWN_CHARACTERS:]}")
-    return said
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.choose import choose_among
 from strop.sandbox.contract import MIB
+from strop.sandbox.engine import ENGINES
 from strop.sandbox.local import LocalBackend, LocalSandbox
 
 HOST_IMAGE = "host"
@@ -98,12 +99,13 @@ class Maker:
         if request.image == HOST_IMAGE:
             fitting = allowed
         else:
-            fitting = tuple(name for name in allowed if name == "podman")
+            # Those of one store, which is the node's.
+            fitting = tuple(name for name in allowed if name in ENGINES)[:1]
         if not fitting:
             raise ConfigError(
                 f"image {request.image!r} on a node that makes sandboxes by {', '.join(allowed)}",
                 allowed=f"{HOST_IMAGE!r}, whose programs are the node's own",
-                next_step="name it, or start the node with --backend podman",
+                next_step="name it, or start the node with --backend podman, or docker",
             )
         return fitting
 

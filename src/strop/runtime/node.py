@@ -46,7 +46,7 @@ from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_
 from strop.runtime.making import MakeSettings
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
-from strop.runtime.pulling import Images, PullSettings, describe_image
+from strop.runtime.pulling import Images, PullSettings, engine_of
 from strop.runtime.starting import NodeMaking
 from strop.sandbox.janitor import clear_abandoned
 
@@ -90,8 +90,10 @@ class Node:
         self.node_id = f"{platform.node()}-{uuid.uuid4().hex[:12]}"
         self._settings = settings
         self._capacity = settings.capacity or measure_capacity()
-        self._images = Images(settings.pull)
-        self._builds = Builds(settings.build or BuildSettings(folder=user_cache_dir() / "runtime" / "builds"))
+        engine = engine_of(settings.make.backends)
+        self._images = Images(settings.pull, engine)
+        build = settings.build or BuildSettings(folder=user_cache_dir() / "runtime" / "builds")
+        self._builds = Builds(build, engine)
         self._making = NodeMaking(settings.make, settings.data_plane, self._images)
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -287,7 +289,7 @@ class Node:
                 if (status := self._builds.find(build_id)) is not None:
                     return status
             case "GET", ["images"]:
-                return await describe_image(request.one("image"))
+                return await self._images.describe(request.one("image"))
         raise HttpError(404, "Not Found")
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:

@@ -1,8 +1,8 @@
-"""Images of podman's store on this node: what policy and offline mode allow, one pull of each at a time.
+"""Images of an engine's store on this node: what policy and offline mode allow, one pull of each at a time.
 
 A pull that a registry puts off (429), or that fails on the way, is tried again with growing pauses; one that
 is refused is remembered for a while, so that many sandboxes of one missing image do not all ask for it.
-Mirrors, and registries without TLS, are podman's own settings.
+Mirrors, and registries without TLS, are settings of podman's or of docker's daemon.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
+from strop.sandbox.engine import ENGINES
 from strop.store.policy import is_offline
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -53,10 +54,11 @@ class PullSettings:
 
 
 class Images:
-    """The images of this node."""
+    """The images of this node, in the store of one engine."""
 
-    def __init__(self, settings: PullSettings) -> None:
+    def __init__(self, settings: PullSettings, engine: str = ENGINES[0]) -> None:
         self._settings = settings
+        self._engine = engine
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[float, str]] = {}
         self.num_pulls = 0
@@ -85,7 +87,8 @@ class Images:
 
     async def find(self, image: str) -> tuple[str, str] | None:
         """Return the id and the architecture of an image that is here."""
-        code, said = await run_podman("image", "inspect", "--format", "{{.Id}} {{.Architecture}}", image)
+        words = ("image", "inspect", "--format", "{{.Id}} {{.Architecture}}", image)
+        code, said = await run_engine(self._engine, *words)
         if code:
             return None
         image_id, _, architecture = said.strip().partition(" ")
@@ -117,7 +120,8 @@ class Images:
         for number in range(settings.max_tries):
             say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
             self.num_pulls += 1
-            code, said = await run_podman("pull", "--quiet", image, limit_s=settings.limit_s)
+            words = ("pull", "--quiet", image)
+            code, said = await run_engine(self._engine, *words, limit_s=settings.limit_s)
             if code == 0:
                 return
             why = said.strip()[-_SHOWN_CHARACTERS:]
@@ -134,6 +138,14 @@ class Images:
         cause = f"image {image} cannot be pulled, {settings.max_tries} times: {why}"
         raise _failed(cause, FailureKind.INFRA_LOST)
 
+    async def describe(self, image: str) -> dict[str, Any]:
+        """Return whether an image is on this node, and when it was made and how large it is."""
+        code, said = await run_engine(self._engine, "image", "inspect", image)
+        if code:
+            return {"exists": False}
+        found = json.loads(said)[0]
+        return {"exists": True, "image": {"upload_time": found["Created"], "image_size_bytes": found["Size"]}}
+
     async def close(self) -> None:
         """End the pulls that are under way."""
         pulls = list(self._pulls.values())
@@ -142,23 +154,19 @@ class Images:
         await asyncio.gather(*pulls, return_exceptions=True)
 
 
-async def describe_image(image: str) -> dict[str, Any]:
-    """Return whether an image is on this node, and when it was made and how large it is."""
-    code, said = await run_podman("image", "inspect", image)
-    if code:
-        return {"exists": False}
-    found = json.loads(said)[0]
-    return {"exists": True, "image": {"upload_time": found["Created"], "image_size_bytes": found["Size"]}}
+def engine_of(backends: Sequence[str]) -> str:
+    """Return whose store the images of a node are in: that of the first of its backends which has one."""
+    return next((name for name in backends if name in ENGINES), ENGINES[0])
 
 
-async def run_podman(*words: str, limit_s: float = 600.0) -> tuple[int, str]:
-    """Run podman; return its exit code and what it said, standard output first.
+async def run_engine(engine: str, *words: str, limit_s: float = 600.0) -> tuple[int, str]:
+    """Run podman or docker; return its exit code and what it said, standard output first.
 
     Raises: SandboxFailed if it is not installed.
     """
-    program = shutil.which("podman")
+    program = shutil.which(engine)
     if program is None:
-        raise _failed("podman is not installed on this node")
+        raise _failed(f"{engine} is not installed on this node")
     process = await asyncio.create_subprocess_exec(
         program,
         *words,
@@ -170,7 +178,7 @@ async def run_podman(*words: str, limit_s: float = 600.0) -> tuple[int, str]:
         async with asyncio.timeout(limit_s):
             out, err = await process.communicate()
     except TimeoutError:
-        return 124, f"podman {words[0]} timed out after {limit_s:.0f} s"
+        return 124, f"{engine} {words[0]} timed out after {limit_s:.0f} s"
     finally:
         if process.returncode is None:
             process.kill()

@@ -31,10 +31,10 @@ class RuntimeSpec(Section):
         description="File that holds the key of runtime.url, readable by this user alone. none = none.",
         json_schema_extra=expert("one service may outlive runs, and serve several"),
     )
-    backend: Literal["auto", "podman", "bubblewrap", "process"] = Field(
+    backend: Literal["auto", "podman", "docker", "bubblewrap", "process"] = Field(
         default="auto",
-        description="What a service that comes with the run makes sandboxes with. 'auto': podman for images"
-        " where it is, else bubblewrap.",
+        description="What a service that comes with the run makes sandboxes with. 'auto': podman, or docker,"
+        " for images where one is, else bubblewrap.",
         json_schema_extra=expert("a host may allow less than it has installed"),
     )
 
