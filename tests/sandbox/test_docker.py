@@ -150,6 +150,7 @@ def test_the_image_of_containers_is_the_same_wherever_it_is_made() -> None:
         ("echo permission denied while trying to connect >&2; exit 1", "docker", "permission denied"),
         ("echo null", "docker", "does not tell what it is"),
         ('echo \'["name=seccomp", "name=rootless"]\'', "docker", "belongs to an ordinary user"),
+        ("echo '[\"name=userns\"]'", "docker", "userns-remap"),
     ],
 )
 def test_a_daemon_that_makes_no_sandboxes_is_refused(said: str, kind: str, why: str, tmp_path: Path) -> None:
@@ -159,6 +160,17 @@ def test_a_daemon_that_makes_no_sandboxes_is_refused(said: str, kind: str, why: 
     with pytest.raises(SandboxRefused, match=why) as caught:
         require_engine("docker", str(program))
     assert caught.value.kind == kind
+
+
+def test_docker_makes_no_sandboxes_for_an_ordinary_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\necho '[]'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SandboxRefused, match="this process to an ordinary user"):
+        require_engine("docker", str(program))
 
 
 def test_a_daemon_of_another_machine_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ docker shows no image on the host either: one container of each image waits, as 
 sandboxes lives, and lends them its root. Whatever docker stores images with, nothing is copied.
 
 Covered: all that level `container` names, for root beside a daemon of its own machine. Not covered: ordinary
-users, a daemon of another machine, in a virtual one (Docker Desktop) or of an ordinary user.
+users, and a daemon of another machine, in a virtual one (Docker Desktop), of an ordinary user or with
+userns-remap.
 Tried with docker 20.10 and runc 1.1.5 on Linux 6.18 with control groups of version 1.
 """
 

@@ -29,6 +29,11 @@ _ID_FILE = "id"
 _RUNTIMES = ("runc", "crun")
 """Each keeps the state of podman's containers in a directory of /run that is named like it."""
 _MAX_SAID = 600
+_UNFIT = {
+    "name=rootless": "but its daemon belongs to an ordinary user",
+    "name=userns": "but shows its images' files as those of other users (userns-remap)",
+}
+"""What a docker daemon says of itself, and why its containers cannot be sandboxes then."""
 _VARIABLES = (
     *("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
     *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_API_VERSION"),
@@ -124,10 +129,13 @@ def require_engine(name: str, program: str) -> None:
         ) from error
     if is_podman:
         require_local(Path(answer))
-    elif os.geteuid() != 0 or "name=rootless" in options:
-        why = "daemon belongs to an ordinary user" if os.geteuid() == 0 else "containers are those of root"
+        return
+    why = next((why for option, why in _UNFIT.items() if option in options), None)
+    if os.geteuid() != 0:
+        why = "and its containers belong to root, and this process to an ordinary user"
+    if why is not None:
         raise SandboxRefused(
-            f"docker's {why}, and are out of this process's reach",
+            f"docker answers, {why}",
             allowed="root, beside a docker daemon of this machine's root; or podman, for every user",
             next_step="use backend podman, which needs no daemon",
             kind=name,
