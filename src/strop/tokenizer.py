@@ -1,7 +1,7 @@
 """Text to token ids and back, and messages to the exact prompt a model was trained on.
 
 Reads a Hugging Face model directory without transformers, so planning and checking a run stay
-fast. Left out on purpose: slow tokenizers without a tokenizer.json, images and lists of tools in
+fast. Left out on purpose: slow tokenizers without a tokenizer.json, images in
 templates, and every default that would add tokens nobody asked for (no start token is added, nothing is cut
 or padded).
 
@@ -30,6 +30,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from strop.errors import ConfigError, StoreError
 from strop.rollout import REASONING, IntArray, Message
+from strop.tool_calls import CallFormat, find_format
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_NAMES = (REASONING, "reasoning", "thinking")
@@ -141,13 +142,27 @@ class Tokenizer:
             )
         return self._chat_template
 
-    def render(self, messages: Sequence[Message], *, is_thinking: bool | None = None) -> str:
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the model writes that it calls a tool, by its chat template."""
+        return find_format(self._chat_template)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        is_thinking: bool | None = None,
+        tools: Sequence[str] = (),
+        is_reply_next: bool = True,
+    ) -> str:
         """Write a chat the way the model was trained on it, up to where the reply begins.
 
-        `is_thinking` is told to the template as `enable_thinking`; None leaves it to the template.
+        `is_thinking` is told to the template as `enable_thinking`; None leaves it to the template. `tools`
+        are functions in the form of OpenAI's chat API, as JSON. Without `is_reply_next` it ends behind the
+        last message.
 
         Raises: ConfigError if the model has no chat template, or its template refuses the messages, cannot be
-            told whether to think, or leaves out a system message, a tool's reply, a tool call or reasoning.
+            told whether to think, or leaves out a system message, a tool, its reply, a call or reasoning.
         """
         source = self.require_chat_template()
         if is_thinking is not None and "enable_thinking" not in source:
@@ -164,9 +179,9 @@ class Tokenizer:
                 self._template = self._environment.from_string(source)
             text = self._template.render(
                 messages=chat,
-                tools=None,
+                tools=[json.loads(tool) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=is_reply_next,
                 **choice,
                 **self._special_texts,
             )
@@ -182,6 +197,9 @@ class Tokenizer:
                 next_step=f"{remedy}, or set model.prompt_format=base",
             ) from error
         _require_shown(text, messages)
+        for tool in tools:
+            if (name := json.loads(tool)["function"]["name"]) not in text:
+                raise _left_out(f"the tool {name}")
         return text
 
     def _to_template(self, message: Message, source: str) -> dict[str, Any]:
@@ -226,9 +244,10 @@ class Tokenizer:
         """Return the ids of a text; special tokens written in it become their ids, none is added."""
         return np.asarray(self._fast.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
-    def decode(self, token_ids: Sequence[int] | IntArray) -> str:
+    def decode(self, token_ids: Sequence[int] | IntArray, *, with_special: bool = False) -> str:
         """Return the text of ids, without special tokens. Incomplete characters become U+FFFD."""
-        return self._fast.decode([int(token_id) for token_id in token_ids], skip_special_tokens=True)
+        ids = [int(token_id) for token_id in token_ids]
+        return self._fast.decode(ids, skip_special_tokens=not with_special)
 
     def token_text(self, token_id: int) -> str:
         """Return what one id reads as, special tokens spelled out; for people, not for joining."""

@@ -9,9 +9,9 @@ import pytest
 
 import strop
 from strop.environments import Action, Environment, SingleTurn, choose_environment
-from strop.environments.rollout import ENVIRONMENTS
-from strop.errors import ConfigError
-from strop.rollout import Example, Message, Outcome, make_example
+from strop.environments.guess_number import GuessNumberSpec
+from strop.environments.worlds import PlayedWorld
+from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.judging import InlineJudge
@@ -31,20 +31,23 @@ class TestSingleTurn(EnvironmentContract):
         return SUM
 
 
-def test_an_environment_is_made_by_its_name() -> None:
-    """With the task and the judge of the run, anew for each attempt."""
-    task = build_task(ArithmeticSpec())
-    for name, kind in ENVIRONMENTS.items():
-        make_environment = choose_environment(task, InlineJudge(task), name=name)
+def test_a_task_is_attempted_in_its_own_world_or_in_one_turn() -> None:
+    for spec, kind in ((ArithmeticSpec(), SingleTurn), (GuessNumberSpec(), PlayedWorld)):
+        task = build_task(spec)
+        make_environment = choose_environment(task, InlineJudge(task))
         first, second = make_environment(), make_environment()
         assert type(first) is kind
         assert first is not second
-    assert type(choose_environment(task)()) is SingleTurn
 
 
-def test_an_unknown_environment_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigError, match=r"the environment 'frozen-lake'\. Allowed: single-turn"):
-        choose_environment(build_task(ArithmeticSpec()), name="frozen-lake")
+class TestGuessNumber(EnvironmentContract):
+    @pytest.fixture
+    def make_environment(self) -> Callable[[], Environment]:
+        return choose_environment(build_task(GuessNumberSpec()))
+
+    @pytest.fixture
+    def example(self) -> Example:
+        return build_task(GuessNumberSpec()).examples(Split.TRAIN)[0]
 
 
 def test_no_other_room_chooses_an_environment() -> None:

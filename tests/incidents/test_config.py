@@ -196,7 +196,8 @@ def _last_name(node: ast.expr) -> str:
 
 def settings_read_in_source() -> set[str]:
     """Return the dotted settings that some module outside of spec/ reads, or the one that lays out roles."""
-    sections = {"RunSpec": "", "TaskSpec": "task", "TaskSection": "task", "UserTaskSpec": "task"}
+    sections = {"RunSpec": "", "TaskSpec": "task", "TaskSection": "task"}
+    sections |= dict.fromkeys(("UserTaskSpec", "UserCodeSection", "UserEnvironmentSpec"), "task")
     for task in task_summaries():
         bases = [kind for kind in built_in_tasks().section(task).__mro__ if issubclass(kind, Section)]
         sections |= {kind.__name__: "task" for kind in bases if kind is not Section}

@@ -12,7 +12,7 @@ from strop.errors import ConfigError
 from strop.spec import OptimizerSpec, RunSpec, SamplingSpec, Section, TrainSpec, all_keys, expert_keys
 from strop.spec.base import SpecConflict
 from strop.spec.schema import settings
-from strop.spec.task import TaskSection, UserTaskSpec
+from strop.spec.task import TaskSection, UserCodeSection
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 
 
@@ -63,6 +63,8 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.order_file", "task.min_solved_frac", "task.max_solved_frac", "task.max_unmatched_ids"),
         *("task.min_value", "task.max_value", "task.operators", "task.num_held_out"),
         *("task.num_train", "task.min_words", "task.max_words", "task.partial_marks"),
+        *("task.max_turns", "task.max_attempt_tokens", "task.max_attempt_s", "task.max_observation_chars"),
+        *("task.tool_limit_s", "task.max_format_errors"),
         *("task.dataset", "task.config", "task.data_seed", "task.num_few_shot", "task.source"),
         *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
         *("task.min_isolation", "task.sandbox", "task.rules", "task.hidden_tests", "task.difficulty"),
@@ -160,7 +162,7 @@ def test_a_section_is_documented_frozen_strict_and_closed(section: type[Section]
         assert is_tag or info.description, f"{section.__name__}.{name} has no description"
     config = section.model_config
     # What a class of the user's takes is checked by that class.
-    extra = "allow" if section is UserTaskSpec else "forbid"
+    extra = "allow" if issubclass(section, UserCodeSection) else "forbid"
     assert (config.get("frozen"), config.get("strict"), config.get("extra")) == (True, True, extra)
 
 

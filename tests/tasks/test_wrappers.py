@@ -16,6 +16,9 @@ from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import OPTIONAL, has
 
 NOT_PASSED_ON = {
+    # An environment is no part of another task.
+    ("mixture", "world"),
+    ("blend", "world"),
     # A mixture is no single task of many, and says which part an example is of instead.
     ("mixture", "variant"),
     # Rows are numbered within the data of one part.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from strop.rollout import Example, FinishReason, Message, Outcome
+from strop.tool_calls import Spoken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,16 @@ class Action:
     """Ends before its terminator or stop string."""
     finish_reason: FinishReason
     """EOS, STOP_STRING, LENGTH or CHOSEN; an aborted reply never becomes an action."""
+    spoken: Spoken | None = None
+    """The reply taken apart, where the opening named tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a step or a tool of an author's environment returns to end the attempt."""
+
+    text: str = ""
+    """Why, for people: nobody is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +56,21 @@ class Choosing(Protocol):
     @property
     def choices(self) -> tuple[str, ...]:
         """The replies to choose from, since `reset`; empty where the policy writes."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """Optional capability: an attempt ends, and is scored, when it has used this up. None: no such bound."""
+
+    @property
+    def max_attempt_tokens(self) -> int | None:
+        """Tokens that the policy may say in all its turns."""
+        ...
+
+    @property
+    def max_attempt_s(self) -> float | None:
+        """Wall time from `reset` on, in seconds; a reply that is not done by then is given up."""
         ...
 
 

@@ -3,32 +3,29 @@
 Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
 names. None ever becomes a reward of 0.
 
-What the engine sampled stays as it is, and only new text is encoded: rendering a reply again can give other
-ids than were sampled (TOK-5). The chat template is asked only for the text between a reply and the next one,
-with a stand-in for the reply, and it must write the stand-in right behind the prompt that the reply answered.
-The reply's ids must read as its text. Where either fails, everything is rendered anew, and a new training
-sample begins there.
-
-A single-turn task is the world `SingleTurn`; `ENVIRONMENTS` at the end names the worlds there are, and
-`choose_environment` alone chooses among them.
+A single-turn task is the world `SingleTurn`; `choose_environment` alone chooses.
 Left out on purpose: retries, which are the loop's decision.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment, StepResult
-from strop.errors import ConfigError, DataError, EngineError
+from strop.environments.extending import PromptCache, encode_next_messages, reads_as
+from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
@@ -48,11 +45,12 @@ from strop.tasks import Task, choices_of, limits_of
 from strop.tasks.contract import within_bounds
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
+from strop.tasks.prompt import PromptFormat, call_format_of, tools_of
+from strop.tasks.traits import world_of
 from strop.tokenizer import Tokenizer
+from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
 
 _CLOSE_LIMIT_S = 10.0
-_STAND_IN = "reply"
 _WORLD_TURN = -1
 """Turn number in the name of a world's random stream; replies count from 0."""
 
@@ -79,20 +77,16 @@ class RolloutPlan:
         return self.max_positions is None or num_prompt_tokens + num_reply_tokens <= self.max_positions
 
 
-class PromptCache:
-    """Renders and encodes each opening once; shared by the rollouts of a group."""
+class Stop(StrEnum):
+    """Why an attempt that is scored ended."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> None:
-        self.tokenizer = tokenizer
-        self.prompt_format = resolve_prompt_format(tokenizer, prompt_format)
-        """Chat or base."""
-        self._prompts: dict[tuple[Message, ...], tuple[str, IntArray]] = {}
-
-    def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
-        """Return the prompt as text and as ids; the same array object for equal messages."""
-        if messages not in self._prompts:
-            self._prompts[messages] = render_prompt(self.tokenizer, messages, self.prompt_format)
-        return self._prompts[messages]
+    DONE = "done"
+    TURNS = "turns"
+    TOKENS = "tokens"
+    """A reply was cut, or all replies together used up their tokens."""
+    CONTEXT = "context"
+    """The model has no room for another reply."""
+    TIME = "time"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +100,7 @@ class _Attempt:
     clock: Callable[[], float]
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
+    started_at: float = 0.0
     choice_nats: dict[str, float] = field(default_factory=dict)
     """Log-probability of each reply that could be chosen, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
@@ -115,36 +110,93 @@ class _Attempt:
         """Walk from reset to score."""
         plan = self.plan
         world_seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
+        if getattr(self.environment, "max_attempt_s", None) is not None:
+            self.started_at = self.clock()
         history = list(await self.environment.reset(plan.example, world_seed))
+        ended = await self._converse(history)
+        return ended if isinstance(ended, Outcome) else await self._score(ended)
+
+    async def _converse(self, history: list[Message]) -> Outcome | Stop:
+        """Let the policy and the world take turns; return why they ended, or why there is no score."""
+        environment = self.environment
+        schemas = {name: one["parameters"] for name, one in map(_read_tool, tools_of(history))}
         text, context_ids = self.prompts.render(tuple(history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
-        for turn_index in range(self.environment.max_turns):
+        for turn_index in range(environment.max_turns):
             choices = self._encode_choices(context_ids)
-            num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
-            if not plan.has_room_behind(len(context_ids), num_reply_tokens):
-                detail = (
-                    f"a prompt of {len(context_ids)} tokens and a reply of {num_reply_tokens} exceed"
-                    f" the model's {plan.max_positions} positions"
-                )
-                return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
+            if (ended := self._find_end(context_ids, choices, turn_index)) is not None:
+                return ended
             if choices is None:
                 completion = await self._generate(context_ids, turn_index)
             else:
                 context_ids, completion = choices.context_ids, await self._choose(choices)
+            if completion is None:
+                return Stop.TIME
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
-            result = await self.environment.step(
-                Action(text=completion.text, finish_reason=completion.finish_reason)
+            spoken = self._take_apart(completion, schemas, turn_index) if schemas else None
+            result = await environment.step(
+                Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
             )
-            is_last = turn_index + 1 == self.environment.max_turns
-            if result.done or is_last or completion.finish_reason is FinishReason.LENGTH:
-                break
-            context_ids = self._continue(context_ids, history, result.messages)
-            history += [Message(role="assistant", content=completion.text), *result.messages]
-        return await self._score()
+            if result.done or completion.finish_reason is FinishReason.LENGTH:
+                return Stop.DONE if result.done else Stop.TOKENS
+            if turn_index + 1 < environment.max_turns:
+                said = Message(role="assistant", content=completion.text)
+                if spoken is not None and spoken.calls and self._call_format is not CallFormat.FENCE:
+                    said = replace(said, content=spoken.content, tool_calls=spoken.calls)
+                context_ids = self._continue(context_ids, history, result.messages, said)
+                history += [said, *result.messages]
+        return Stop.TURNS
+
+    def _find_end(
+        self, context_ids: IntArray, choices: EncodedChoices | None, turn_index: int
+    ) -> Outcome | Stop | None:
+        """Say why the policy is not asked any more; None where it is."""
+        plan = self.plan
+        num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
+        if not plan.has_room_behind(len(context_ids), num_reply_tokens):
+            if turn_index:
+                return Stop.CONTEXT
+            detail = (
+                f"a prompt of {len(context_ids)} tokens and a reply of {num_reply_tokens} exceed"
+                f" the model's {plan.max_positions} positions"
+            )
+            return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
+        left_tokens, left_s = self._left()
+        if left_tokens < 1:
+            return Stop.TOKENS
+        return Stop.TIME if left_s <= 0.0 else None
+
+    def _left(self) -> tuple[float, float]:
+        """Return the tokens and the seconds that the attempt has left."""
+        # As `Bounded` says.
+        max_tokens = getattr(self.environment, "max_attempt_tokens", None)
+        max_s = getattr(self.environment, "max_attempt_s", None)
+        num_said = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+        left_tokens = math.inf if max_tokens is None else max_tokens - num_said
+        return left_tokens, math.inf if max_s is None else max_s - (self.clock() - self.started_at)
+
+    @property
+    def _call_format(self) -> CallFormat:
+        return call_format_of(self.prompts.tokenizer, self.prompts.prompt_format)
+
+    def _take_apart(
+        self, completion: Completion, schemas: Mapping[str, Mapping[str, Any]], turn_index: int
+    ) -> Spoken:
+        """Read thinking, prose and calls of a reply, whose marks may be special tokens."""
+        text, ids = completion.text, completion.token_ids
+        if completion.finish_reason is not FinishReason.STOP_STRING:
+            is_ended = completion.finish_reason is FinishReason.EOS
+            text = self.prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
+        spoken = read_reply(text, self._call_format, schemas)
+        return replace(spoken, calls=name_calls(spoken.calls, turn_index))
 
     def _continue(
-        self, context_ids: IntArray, history: Sequence[Message], new_messages: Sequence[Message]
+        self,
+        context_ids: IntArray,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        said: Message,
     ) -> IntArray:
         """Add the turn that answers the last reply; return the ids of the whole conversation.
 
@@ -154,19 +206,20 @@ class _Attempt:
         reply, tokenizer = self.turns[-1], self.prompts.tokenizer
         assert reply.finish_reason is not None
         extension = encode_next_messages(
-            tokenizer, self.prompts.prompt_format, history, new_messages, reply.finish_reason
+            tokenizer, self.prompts.prompt_format, history, new_messages, reply.finish_reason, said.tool_calls
         )
         if extension is not None and reads_as(tokenizer, reply):
             text, new_ids = extension
             self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
             return np.concatenate([context_ids, reply.token_ids, new_ids])
-        spoken = Message(role="assistant", content=reply.text)
-        text, new_ids = self.prompts.render((*history, spoken, *new_messages))
+        text, new_ids = self.prompts.render((*history, said, *new_messages))
         self.turns.append(Turn(role=RESTART, text=text, token_ids=new_ids))
         return new_ids
 
-    async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion:
+    async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion | None:
+        """Sample a reply; None if it was not done in the time that is left."""
         plan = self.plan
+        left_tokens, left_s = self._left()
         stop_strings = self.environment.stop_strings
         if self.prompts.prompt_format is PromptFormat.BASE:
             # As `PlainlyStopped` says: in plain text a world may have further ones.
@@ -177,14 +230,17 @@ class _Attempt:
                 plan.run_seed, plan.example.example_id, plan.step, plan.sample_index, turn_index
             ),
             sampling=plan.sampling,
-            max_tokens=plan.max_reply_tokens,
+            max_tokens=int(min(plan.max_reply_tokens, left_tokens)),
             stop_token_ids=self.prompts.tokenizer.stop_token_ids,
             stop_strings=stop_strings,
         )
         self.stage_owner = FailureOwner.ENGINE
         started_at = self.clock()
-        completion = await self.engine.generate(request)
+        completion = await _in_time(self.engine.generate(request), left_s)
         self.seconds["generate"] += self.clock() - started_at
+        self.stage_owner = FailureOwner.TASK if completion is None else self.stage_owner
+        if completion is None:
+            return None
         if completion.logprobs is None:
             # The turn would count as not sampled.
             raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
@@ -222,15 +278,37 @@ class _Attempt:
         self.stage_owner = FailureOwner.TASK
         return completion
 
-    async def _score(self) -> Outcome:
+    async def _score(self, stop: Stop) -> Outcome:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
         metrics = {**outcome.metrics, **self.choice_nats}
+        if self.environment.max_turns > 1:
+            num_turns = sum(turn.is_sampled for turn in self.turns)
+            metrics |= {"num_turns": float(num_turns), f"stopped_by_{stop}": 1.0}
         if metrics:
             outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
+        is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
         return replace(outcome, truncated=outcome.truncated or is_cut)
+
+
+async def _in_time(completion: Awaitable[Completion], left_s: float) -> Completion | None:
+    """Wait for a reply, and give it up at the end of the time; an engine's own time-out is its failure."""
+    if left_s == math.inf:
+        return await completion
+    waiting = asyncio.ensure_future(completion)
+    done, _ = await asyncio.wait([waiting], timeout=left_s)
+    if done:
+        return waiting.result()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    return None
+
+
+def _read_tool(tool: str) -> tuple[str, Mapping[str, Any]]:
+    function = json.loads(tool)["function"]
+    return function["name"], function
 
 
 async def run_rollout(
@@ -359,44 +437,6 @@ async def run_groups(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
-    """Whether a reply's ids are its text, before the terminator or the stop string that ended it."""
-    is_ended = reply.finish_reason is FinishReason.EOS
-    said = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
-    is_stopped = reply.finish_reason is FinishReason.STOP_STRING
-    return said.startswith(reply.text) if is_stopped else said == reply.text
-
-
-def encode_next_messages(
-    tokenizer: Tokenizer,
-    prompt_format: PromptFormat,
-    history: Sequence[Message],
-    new_messages: Sequence[Message],
-    finish_reason: FinishReason,
-) -> tuple[str, IntArray] | None:
-    """Return text and ids that stand between the last reply and the next one.
-
-    `history` holds all messages up to the last reply, which is not among them; `prompt_format` is
-    resolved. A terminator that the policy sampled is not repeated. None if the template writes the
-    history differently once a reply follows, so that the ids cannot be extended.
-    """
-    if prompt_format is PromptFormat.BASE:
-        text = "\n\n" + tokenizer.render_base(new_messages)
-        return text, tokenizer.encode(text)
-    before = tokenizer.render(history)
-    stand_in = Message(role="assistant", content=_STAND_IN)
-    full, _ = render_prompt(tokenizer, (*history, stand_in, *new_messages), prompt_format)
-    if not full.startswith(before + _STAND_IN):
-        return None
-    text = full[len(before) + len(_STAND_IN) :]
-    if finish_reason is FinishReason.EOS:
-        terminator = tokenizer.token_text(tokenizer.eos_id)
-        if not text.startswith(terminator):
-            return None
-        text = text[len(terminator) :]
-    return text, tokenizer.encode(text)
-
-
 class SingleTurn:
     """One question, one reply. A missing reply is judged as an empty one."""
 
@@ -439,24 +479,13 @@ class SingleTurn:
         """Hold nothing, release nothing."""
 
 
-EnvironmentFactory = Callable[[Task, Judge | None], Environment]
-"""Makes one attempt. Its examples are the task's; without a judge, replies are judged in this process."""
+def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:
+    """Return what makes an attempt at an example of a task: in its own world, or one reply and its judgement.
 
-SINGLE_TURN = "single-turn"
-ENVIRONMENTS: Mapping[str, EnvironmentFactory] = MappingProxyType({SINGLE_TURN: SingleTurn})
-
-
-def choose_environment(
-    task: Task, judge: Judge | None = None, *, name: str = SINGLE_TURN
-) -> Callable[[], Environment]:
-    """Return the constructor of the environment in which a run attempts the examples of a task.
-
-    Raises: ConfigError if there is none of this name.
+    Without a judge, replies are judged in this process.
     """
-    if name not in ENVIRONMENTS:
-        raise ConfigError(
-            f"the environment {name!r}",
-            allowed=", ".join(ENVIRONMENTS),
-            next_step="correct the name",
-        )
-    return partial(ENVIRONMENTS[name], task, judge)
+    world = world_of(task)
+    make_environment: Callable[[], Environment] = (
+        partial(SingleTurn, task, judge) if world is None else world.make_environment
+    )
+    return make_environment

@@ -16,7 +16,7 @@ from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.schema import all_keys, expert_keys
 from strop.spec.store import OutputSpec, StoreSpec
-from strop.spec.task import TaskSection, TaskSpec, UserTaskSpec
+from strop.spec.task import TaskSection, TaskSpec, UserEnvironmentSpec, UserTaskSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.spec.writer import spec_digest, write_spec
 
@@ -40,6 +40,7 @@ __all__ = [
     "TaskSpec",
     "TrainSpec",
     "TripwireSpec",
+    "UserEnvironmentSpec",
     "UserTaskSpec",
     "all_keys",
     "expert_keys",

@@ -24,7 +24,7 @@ from strop.spec.schema import (
     valid_names,
 )
 from strop.spec.sources import parse_override
-from strop.spec.task import UserTaskSpec
+from strop.spec.task import UserCodeSection
 from strop.spec.writer import value_of
 
 
@@ -64,7 +64,7 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         )
     if len(path) == 1 and path[0] in section_names():
         name = path[0]
-        is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserTaskSpec)
+        is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserCodeSection)
         known = settings_of(resolved.spec) if resolved is not None and is_own else settings()
         keys = tuple(dict.fromkeys(setting.key for setting in known if setting.path[0] == name))
         return Explanation(

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict, check_free_table
-from strop.spec.task import CodeTaskSection, TaskSection, TaskSpec, UserTaskSpec
+from strop.spec.task import CodeTaskSection, EnvironmentSection, TaskSection, TaskSpec, UserCodeSection
 from strop.user_code import CodeRef
 
 
@@ -97,7 +97,7 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
     own = {key: value for key, value in table.items() if key in names}
     settings = {key: value for key, value in table.items() if key not in names}
     try:
-        return kind.model_validate({**own, "task": settings})
+        part = kind.model_validate({**own, "task": settings})
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -114,6 +114,14 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
             allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
             next_step="correct the setting; `strop explain task` lists those of every task",
         ) from error
+    if isinstance(part.task, EnvironmentSection):
+        raise SpecConflict(
+            {f"task.parts.{label}.name": part.task.name},
+            "an environment is no part of another task",
+            allowed="tasks whose replies are judged one by one",
+            next_step="train on it in a run of its own",
+        )
+    return part
 
 
 def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
@@ -123,7 +131,7 @@ def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
     """
     known: dict[str, str] = {}
     for label, task in parts.items():
-        if not isinstance(task, UserTaskSpec):
+        if not isinstance(task, UserCodeSection):
             continue
         other = known.setdefault(task.ref.name, label)
         if parts[other].name != task.name:

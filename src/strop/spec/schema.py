@@ -21,7 +21,14 @@ from strop.spec.algorithm import algorithm_names
 from strop.spec.base import Section
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
 from strop.spec.run import RunSpec
-from strop.spec.task import USER_TASK, TaskSection, UserTaskSpec, built_in_tasks, find_section
+from strop.spec.task import (
+    USER_SECTIONS,
+    USER_TASK,
+    TaskSection,
+    UserCodeSection,
+    built_in_tasks,
+    find_section,
+)
 from strop.user_code import find_task
 
 EXTENDS = "extends"
@@ -199,21 +206,21 @@ def _name_of_task() -> Setting:
     names = (*known.names(), USER_TASK)
     # Each section allows its own name only; a user chooses among all.
     meaning = " ".join(f"'{name}': {known.summary(name)}" for name in known.names())
-    meaning += f" '{USER_TASK}': {UserTaskSpec.__doc__}"
+    meaning += f" '{USER_TASK}': {UserCodeSection.__doc__}"
     info = FieldInfo(annotation=Literal[names], description=meaning)  # type: ignore[arg-type]
     return Setting(path=("task", "name"), variant=None, info=info)
 
 
 def _task_settings() -> Iterator[Setting]:
     yield _name_of_task()
-    for variant in (*built_in_tasks().names(), USER_TASK):
+    for variant in (*built_in_tasks().names(), *USER_SECTIONS):
         yield from _settings_of_task(variant)
 
 
 @cache
 def _settings_of_task(variant: str) -> tuple[Setting, ...]:
     """Return the settings of one task; imports its module alone."""
-    section = UserTaskSpec if variant == USER_TASK else built_in_tasks().section(variant)
+    section = USER_SECTIONS.get(variant) or built_in_tasks().section(variant)
     return tuple(
         Setting(path=("task", name), variant=variant, info=info)
         for name, info in section.model_fields.items()
@@ -261,8 +268,11 @@ def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, .
 
 
 def variant_of(task: str | None) -> str | None:
-    """Return the variant that a task's settings have: its name, or that of all of the user's tasks."""
-    return USER_TASK if task is not None and find_task(task) is not None else task
+    """Return the variant that a task's settings have: its name, or that of all of the user's of its kind."""
+    if task is None or find_task(task) is None:
+        return task
+    section = find_section(task)
+    return next(variant for variant, kind in USER_SECTIONS.items() if kind is section)
 
 
 def settings_of(spec: RunSpec) -> tuple[Setting, ...]:
@@ -273,12 +283,14 @@ def settings_of(spec: RunSpec) -> tuple[Setting, ...]:
 
 def own_settings(task: TaskSection) -> tuple[Setting, ...]:
     """Return the settings that the class of a user's task takes; none for a built-in task."""
-    if not isinstance(task, UserTaskSpec):
+    if not isinstance(task, UserCodeSection):
         return ()
     known = task.inspect().schema if task.ref.is_here else {}
     properties = known.get("properties") or {key: {} for key in task.__pydantic_extra__}
     return tuple(
-        Setting(path=("task", name), variant=USER_TASK, info=to_field(schema, known.get("$defs", {})))
+        Setting(
+            path=("task", name), variant=variant_of(task.name), info=to_field(schema, known.get("$defs", {}))
+        )
         for name, schema in properties.items()
     )
 

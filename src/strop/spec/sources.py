@@ -40,6 +40,8 @@ from strop.spec.schema import (
 from strop.spec.tree import Tree, read_tree
 from strop.user_code import is_code
 
+ENVIRONMENT = "environment"
+"""Another name of the table `task`, for tasks of several turns."""
 SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
 """A setting that picks what a table is about, and the table that starts anew with it."""
 
@@ -67,8 +69,16 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
     trees = _read_chain(path) if path is not None else []
     found: list[tuple[list[Leaf], str]] = []
     for tree in reversed(trees):
+        if ENVIRONMENT in tree.values and "task" in tree.values:
+            raise ConfigError(
+                f"both a task ({tree.origin(('task',))}) and an environment ({tree.origin((ENVIRONMENT,))})",
+                allowed="[task], or [environment] for one of several turns",
+                next_step="remove one of the two",
+            )
         given = {key: value for key, value in tree.values.items() if key != EXTENDS}
-        leaves = [Leaf(path=at, value=value, origin=tree.origin(at)) for at, value in _flatten(given, ())]
+        leaves = [
+            Leaf(path=_as_task(at), value=value, origin=tree.origin(at)) for at, value in _flatten(given, ())
+        ]
         found.append((leaves, tree.folder))
     found.append((_read_overrides(overrides), os.getcwd()))
     sources = [_finish(leaves, folder) for leaves, folder in found]
@@ -159,8 +169,13 @@ def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
     return found
 
 
+def _as_task(path: KeyPath) -> KeyPath:
+    return ("task", *path[1:]) if path[0] == ENVIRONMENT else path
+
+
 def is_table(path: KeyPath) -> bool:
     """Whether a path is a table that the reader looks into."""
+    path = _as_task(path)
     is_part = len(path) == len(PARTS_TABLE) + 1 and free_table(path) == PARTS_TABLE
     return is_part or path in FREE_TABLES or (len(path) == 1 and path[0] in section_names())
 
@@ -331,7 +346,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
     path = _parse_key(key.strip())
     if path is None:
         raise _malformed(text)
-    return path, NULL_WORD if value.strip() == _OTHER_NULL_WORD else _parse_value(value.strip())
+    given = value.strip()
+    return _as_task(path), NULL_WORD if given == _OTHER_NULL_WORD else _parse_value(given)
 
 
 def _parse_key(key: str) -> KeyPath | None:

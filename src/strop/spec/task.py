@@ -7,8 +7,9 @@ the task from its section is `tasks`' business; nothing here reads data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, cast
 
 from pydantic import (
@@ -266,11 +267,75 @@ class CodeTaskSection(HeldOutRows):
     )
 
 
+class EnvironmentSection(TaskSection):
+    """What the environments share, tasks whose attempts may have several turns: `[environment]`."""
+
+    max_turns: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Replies that an attempt has at most; then it is scored as it stands. none = the"
+        " environment's own number.",
+        json_schema_extra=expert("longer attempts cost more, and may earn more"),
+    )
+    max_attempt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Tokens sampled in all turns of an attempt at most; then it is scored as it stands, and"
+        " marked as cut. none = turns and replies are bounded alone.",
+        json_schema_extra=expert("the length of attempts may differ by orders of magnitude"),
+    )
+    max_attempt_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=10**6,
+        description="Wall time of an attempt in seconds; then it is scored as it stands, and marked as cut."
+        " none = no bound.",
+        json_schema_extra=expert("one long attempt can hold up a whole batch"),
+    )
+    max_observation_chars: int = Field(
+        default=4000,
+        ge=100,
+        le=10**8,
+        description="Characters that the model is shown of what a turn or a tool returns, at most: beginning"
+        " and end are kept, and it says what is left out.",
+        json_schema_extra=expert("a tool may print a gigabyte"),
+    )
+    tool_limit_s: float = Field(
+        default=60.0,
+        gt=0.0,
+        le=86_400.0,
+        description="Seconds that a tool may take which waits for something. Then the attempt has no score.",
+        json_schema_extra=expert("a tool may wait for what never comes"),
+    )
+    max_format_errors: int = Field(
+        default=3,
+        ge=1,
+        le=10_000,
+        description="Replies in a row that call a tool wrongly; then the attempt is scored as it stands.",
+        json_schema_extra=expert("a model that has lost the form seldom finds it again in the same attempt"),
+    )
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template},
+                "an environment opens each attempt in its own words",
+                allowed="prompt_template with tasks of one turn",
+                next_step="remove it, or word the opening in the environment's reset",
+            )
+        return self
+
+
 USER_TASK = "FILE.py:CLASS"
 """Stands for the name of a user's task where all tasks are listed."""
+USER_ENVIRONMENT = "FILE.py:ENVIRONMENT"
+"""Stands for that of a user's environment."""
 
 
-class UserTaskSpec(TrainingRows):
+class UserCodeSection(TrainingRows):
     """A class of the user's, in a file or announced by an installed package, with settings of its own."""
 
     model_config = ConfigDict(extra="allow")
@@ -278,14 +343,6 @@ class UserTaskSpec(TrainingRows):
 
     name: str
     """'FILE.py:CLASS', or a name that an installed package announces as an entry point of strop.tasks."""
-    judge_limit_s: float = Field(
-        default=10.0,
-        gt=0.0,
-        le=3600.0,
-        description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
-        " has four times as long.",
-        json_schema_extra=expert("verifiers of one's own may be slow"),
-    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -336,6 +393,32 @@ class UserTaskSpec(TrainingRows):
         return inspect_task(self.ref, given)
 
 
+class UserTaskSpec(UserCodeSection):
+    """A class of the user's, in a file or announced by an installed package, with settings of its own."""
+
+    judge_limit_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
+        " has four times as long.",
+        json_schema_extra=expert("verifiers of one's own may be slow"),
+    )
+
+
+class UserEnvironmentSpec(UserCodeSection, EnvironmentSection):
+    """An environment of the user's: a class with `reset`, and `step` or tools."""
+
+    # The second base has the usual one.
+    model_config = ConfigDict(extra="allow")
+
+
+USER_SECTIONS: Mapping[str, type[UserCodeSection]] = MappingProxyType(
+    {USER_TASK: UserTaskSpec, USER_ENVIRONMENT: UserEnvironmentSpec}
+)
+"""The sections of classes of the user's, by the word that stands for their names."""
+
+
 def is_nullable(schema: dict[str, Any]) -> bool:
     """Whether a setting of JSON Schema may be without a value."""
     return any(one.get("type") == "null" for one in schema.get("anyOf", ()))
@@ -364,8 +447,10 @@ def find_section(name: str) -> type[TaskSection] | None:
 
     Raises: ConfigError like `find_task`.
     """
-    if find_task(name) is not None:
-        return UserTaskSpec
+    if (ref := find_task(name)) is not None:
+        # Where the class is not, its settings stand as they are, whatever it is.
+        is_environment = ref.is_here and inspect_task(ref, {}).is_environment
+        return UserEnvironmentSpec if is_environment else UserTaskSpec
     known = built_in_tasks()
     return known.section(name) if name in known.names() else None
 

@@ -17,6 +17,8 @@ from strop.spec.display import NULL_WORD, dotted, format_value
 from strop.spec.reader import ResolvedSpec
 from strop.spec.run import RunSpec
 from strop.spec.schema import FREE_TABLES, Setting, section_names, settings_of
+from strop.spec.sources import ENVIRONMENT
+from strop.spec.task import EnvironmentSection
 
 
 def write_spec(resolved: ResolvedSpec) -> str:
@@ -30,7 +32,8 @@ def write_spec(resolved: ResolvedSpec) -> str:
     lines += [_line(spec, setting, origins) for setting in mine if len(setting.path) == 1]
     for section in section_names():
         inside = [setting for setting in mine if setting.path[0] == section and len(setting.path) > 1]
-        lines += ["", f"[{section}]"]
+        is_world = section == "task" and isinstance(spec.task, EnvironmentSection)
+        lines += ["", f"[{ENVIRONMENT if is_world else section}]"]
         lines += [_line(spec, setting, origins) for setting in inside if setting.path not in FREE_TABLES]
         for setting in inside:
             if setting.path in FREE_TABLES:

@@ -14,6 +14,10 @@ from typing import Protocol
 from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 
+TURN = "\x1e"
+"""Stands between the replies of an attempt of several turns where they are one text, as right replies and
+those of probes are: ASCII's record separator."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskLimits:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message
+from strop.tool_calls import CallFormat, describe_tools
 
 if TYPE_CHECKING:
     from strop.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ class PosedMessage(Message):
     """The whole prompt for a model without chat training, to the letter; None: the content as it stands."""
     thinking: Thinking = Thinking.MODEL_DEFAULT
     """For chat models. A base prompt knows nothing of it."""
+    tools: tuple[str, ...] = ()
+    """What may be called in the conversation: functions in the form of OpenAI's chat API, as JSON."""
 
 
 def pose(
@@ -59,11 +62,24 @@ def pose(
     return (PosedMessage(role="user", content=content, base=base, thinking=Thinking(thinking)),)
 
 
-def pose_messages(messages: Sequence[Message], thinking: Thinking | str) -> tuple[Message, ...]:
-    """Return messages whose last one poses a problem: it says whether a chat model is to think."""
+def pose_messages(
+    messages: Sequence[Message], thinking: Thinking | str, tools: tuple[str, ...] = ()
+) -> tuple[Message, ...]:
+    """Return messages whose last one poses a problem: with which tools, and whether to think."""
     *before, last = messages
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
-    return (*before, PosedMessage(**fields, thinking=Thinking(thinking)))
+    return (*before, PosedMessage(**fields, thinking=Thinking(thinking), tools=tools))
+
+
+def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the tools that a conversation was posed with."""
+    posed = [message.tools for message in messages if isinstance(message, PosedMessage)]
+    return posed[-1] if posed else ()
+
+
+def call_format_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallFormat:
+    """Return how calls are written in a prompt of a resolved format: in plain text, as fenced blocks."""
+    return tokenizer.call_format if prompt_format is PromptFormat.CHAT else CallFormat.FENCE
 
 
 def join_shots(shots: Sequence[tuple[str, str]]) -> str:
@@ -98,6 +114,9 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
+    A model whose chat template takes no tools, or that is asked in plain text, is told of them in the message
+    that poses the problem, and their replies come from the user.
+
     Raises: ConfigError like `resolve_prompt_format`, or if the prompt format has no thinking switch, or no
         form for a system message, a tool's reply, a tool call or reasoning; DataError if the prompt has no
         token.
@@ -108,9 +127,10 @@ def render_prompt(
     thinking = posed[-1] if posed else Thinking.MODEL_DEFAULT
     if resolved is PromptFormat.CHAT:
         is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
-        text = tokenizer.render(messages, is_thinking=is_thinking)
+        shown, tools = chat_form(tokenizer, messages)
+        text = tokenizer.render(shown, is_thinking=is_thinking, tools=tools)
     else:
-        text = _base_text(tokenizer, messages, thinking)
+        text = _base_text(tokenizer, spell_tools(messages), thinking)
     prompt_ids = tokenizer.encode(text)
     if not len(prompt_ids):
         raise DataError(
@@ -119,6 +139,30 @@ def render_prompt(
             next_step="make the task's render() return a message with content",
         )
     return text, prompt_ids
+
+
+def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
+    """Return a conversation, and its tools, as the model's chat template takes them: see `render_prompt`."""
+    tools = tools_of(messages)
+    if tools and tokenizer.call_format is CallFormat.FENCE:
+        return spell_tools(messages), ()
+    return messages, tools
+
+
+def spell_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation without what only some templates know: tools are told of, and reply as a user."""
+    tools = tools_of(messages)
+    return tuple(_spell(message, tools) for message in messages) if tools else tuple(messages)
+
+
+def _spell(message: Message, tools: tuple[str, ...]) -> Message:
+    if isinstance(message, PosedMessage):
+        text = f"{describe_tools(tools)}\n\n{message.text}"
+        base = None if message.base is None else f"{describe_tools(tools)}\n\n{message.base}"
+        return dataclasses.replace(message, content=text, base=base, tools=())
+    if message.role == "tool":
+        return Message(role="user", content=f"{message.name} returned:\n{message.text}")
+    return message
 
 
 def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:

@@ -1,4 +1,4 @@
-"""The built-in tasks: found in the files of this room by their decorator, and built from their sections.
+"""The built-in tasks and environments: found by their decorator, and built from their sections.
 
 A run imports its own task alone: names and sentences are read from the text of the files.
 """
@@ -18,7 +18,7 @@ import strop.tasks
 from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.spec.parts import PartedSection, plain_sections
-from strop.spec.task import TaskSection, UserTaskSpec
+from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
 from strop.tasks.contract import Task
 from strop.user_code import edited, hash_sources
 
@@ -29,6 +29,8 @@ _MARK = re.compile(
     re.MULTILINE,
 )
 _LAST = 1000
+_ENVIRONMENTS = "strop.environments"
+"""A room above this one, where built-in environments are: imported when a run names one."""
 _imported: dict[str, tuple[type[TaskSection], Callable[..., Any]]] = {}
 """By name: section and class of the tasks whose modules have been imported."""
 
@@ -58,11 +60,13 @@ class _Found:
 
 @cache
 def _find_all() -> Mapping[str, _Found]:
-    """Read the decorators of this room's files, by name of the task, in the order of listings."""
+    """Read the decorators of the files of both rooms, by name of the task, in the order of listings."""
     found: dict[str, _Found] = {}
-    for folder in map(Path, strop.tasks.__path__):
+    folders = [("strop.tasks", Path(folder)) for folder in strop.tasks.__path__]
+    folders.append((_ENVIRONMENTS, folders[0][1].with_name("environments")))
+    for room, folder in folders:
         for path in sorted(folder.rglob("*.py")):
-            module = ".".join(("strop.tasks", *path.relative_to(folder).with_suffix("").parts))
+            module = ".".join((room, *path.relative_to(folder).with_suffix("").parts))
             for mark in _MARK.finditer(path.read_text("utf-8")):
                 summary = ast.literal_eval(f"({mark['summary']})")
                 found[mark["name"]] = _Found(module=module, summary=summary, rank=int(mark["rank"] or _LAST))
@@ -104,13 +108,13 @@ def build_task(spec: TaskSection) -> Task:
     Raises: ConfigError if a setting cannot work with this task.
     """
     task: Task = _build(spec)
-    if isinstance(spec, UserTaskSpec) and task.name in _find_all():
+    if isinstance(spec, UserCodeSection) and task.name in _find_all():
         raise ConfigError(
             f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
             allowed="a name that no built-in task has",
             next_step="rename the class, or the entry point",
         )
-    if spec.prompting:
+    if spec.prompting and not isinstance(spec, EnvironmentSection):
         from strop.tasks.prompting import Prompted
 
         task = Prompted(task, spec)
@@ -122,14 +126,22 @@ def build_task(spec: TaskSection) -> Task:
 
 
 def _build(spec: TaskSection) -> Any:
-    if isinstance(spec, UserTaskSpec):
+    if isinstance(spec, UserEnvironmentSpec):
+        return _worlds().OwnWorld(spec)
+    if isinstance(spec, UserCodeSection):
         from strop.tasks.user.own_task import OwnTask
 
         return OwnTask(spec)
     kind = _import(spec.name)[1]
+    if isinstance(spec, EnvironmentSection):
+        return _worlds().BuiltInWorld(spec, kind)
     if isinstance(spec, PartedSection):
         return kind(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
     return kind(spec)
+
+
+def _worlds() -> Any:
+    return import_module(f"{_ENVIRONMENTS}.worlds")
 
 
 def task_builder(spec: TaskSection) -> Callable[[], Task]:

@@ -33,6 +33,8 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
         "row_keys": "(column) -> id of the training example that each row became, by the row's number from 0"
         " (None) or by its value in a column; None where the row is no training example.",
+        "world": "Where its examples are attempted in turns: `make_environment()`, and `play(example, text)`"
+        " for replies that are given; None where one reply is judged.",
         "variant": "Which of the tasks that share its name a task is, in a word.",
     }
 )
@@ -167,6 +169,11 @@ def variant_of(task: Task) -> str | None:
     return variant
 
 
+def world_of(task: Task) -> Any:
+    """Return where a task's examples are attempted in turns; None where one reply is judged."""
+    return _member(task, "world")
+
+
 def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
     """Return which example each training row became, by number (None) or by a column's value.
 
@@ -205,6 +212,11 @@ class TaskWrapper:
     def variant(self) -> str | None:
         """The task's own."""
         return variant_of(self._task)
+
+    @property
+    def world(self) -> Any:
+        """The task's own."""
+        return world_of(self._task)
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -56,6 +56,8 @@ class InspectedTask:
     line: int | None
     path: Path
     """The file that the class is in."""
+    is_environment: bool
+    """Whether its attempts may have several turns: it has `reset`."""
 
 
 def inspect_function(ref: CodeRef) -> InspectedFunction:
@@ -92,6 +94,7 @@ def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
         mistakes=tuple((name, text) for name, text in found["mistakes"]),
         line=found["line"],
         path=Path(found["path"]),
+        is_environment=found["is_environment"],
     )
 
 
@@ -100,7 +103,10 @@ def _look(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) ->
     found = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
     if "fault" in found:
         line = f" (line {found['line']})" if found.get("line") else ""
-        allowed = f"a class with {', '.join(probe.TASK_METHODS)}" if kind == "task" else "a function"
+        allowed = "a function"
+        if kind == "task":
+            methods = ", ".join(probe.TASK_METHODS)
+            allowed = f"a class with {methods}; an environment with {', '.join(probe.ENVIRONMENT_METHODS)}"
         raise _refuse(ref, found["fault"] + line, allowed)
     return found
 

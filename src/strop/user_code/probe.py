@@ -22,6 +22,7 @@ from strop.user_code.reference import CodeRef
 MAX_BYTES = 1 << 34
 """Memory that looking at code, and making examples, may take. Of data: libraries reserve addresses freely."""
 TASK_METHODS = ("examples", "render", "verify")
+ENVIRONMENT_METHODS = ("examples", "reset", "score")
 
 
 def main(descriptor: int) -> None:
@@ -69,11 +70,13 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if not inspect.isclass(found):
         return {"fault": f"is {_kind_of(found)}, not a class"}
     line = _line_of(found)
-    missing = [name for name in TASK_METHODS if not callable(getattr(found, name, None))]
+    is_environment = callable(getattr(found, "reset", None))
+    wanted = ENVIRONMENT_METHODS if is_environment else TASK_METHODS
+    missing = [name for name in wanted if not callable(getattr(found, name, None))]
     if missing:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
     answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
-    answer["path"] = inspect.getfile(found)
+    answer |= {"path": inspect.getfile(found), "is_environment": is_environment}
     kind = settings_class(found)
     if kind is None:
         return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}

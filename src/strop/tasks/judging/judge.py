@@ -20,7 +20,7 @@ from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
 from strop.tasks.judging.fork_server import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
-from strop.tasks.traits import has, quick_verifier_of
+from strop.tasks.traits import has, quick_verifier_of, world_of
 
 _EXAMPLE_FIELDS = tuple(field.name for field in fields(Example))
 
@@ -45,9 +45,13 @@ class InlineJudge:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._world = world_of(task)
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Call the verifier."""
+        """Call the verifier, or play the reply where an attempt has turns."""
+        if self._world is not None:
+            played: Outcome = await self._world.play(example, text)
+            return played
         return self._task.verify(example, text)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import UserTaskSpec
+from strop.spec.task import UserCodeSection, UserTaskSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.row_task import SplitExamples
@@ -37,7 +37,7 @@ class OwnTask:
     None, or a table of them.
     """
 
-    def __init__(self, spec: UserTaskSpec) -> None:
+    def __init__(self, spec: UserCodeSection) -> None:
         """Inspect the class; it is not loaded, and no example is made.
 
         Raises: ConfigError if it cannot be imported, or is no task.
@@ -56,7 +56,8 @@ class OwnTask:
         }
         own: dict[str, Any] = {} if self._posed["knows_gold"] else {"max_goldless_frac": 1.0}
         own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **own_limits}
-        limits = TaskLimits(**{**own, "verify_limit_s": self._spec.judge_limit_s})
+        limit_s = self._spec.judge_limit_s if isinstance(self._spec, UserTaskSpec) else None
+        limits = TaskLimits(**{**own, "verify_limit_s": limit_s})
         return fit_limits(limits, self._spec)
 
     @cached_property
@@ -109,7 +110,10 @@ class OwnTask:
             raise DataError(
                 f"example {example.example_id} of task {self.name} lacks a part of what it was made with"
             )
-        found = await_if_needed(self._own.verify(example, text))
+        return self.to_outcome(await_if_needed(self._own.verify(example, text)))
+
+    def to_outcome(self, found: Any) -> Outcome:
+        """Return what the class said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
         if isinstance(found, Outcome):
             return found
         where = f"{self._spec.ref} (line {self._inspected.line})"
@@ -122,6 +126,10 @@ class OwnTask:
 
     @cached_property
     def _own(self) -> Any:
+        return self.make_own()
+
+    def make_own(self) -> Any:
+        """Make an object of the class, which is loaded into this process."""
         return posing.make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The process in which a user's task class makes its examples: `python -m strop.tasks.user.posing FD`.
+"""The process in which a user's class makes its examples: `python -m strop.tasks.user.posing FD`.
 
 It writes the examples as JSON, so the training process holds no code of the user's.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split, make_example
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import TURN, TaskLimits
+from strop.tasks.user.rewards import await_if_needed
 from strop.user_code import CodeRef, blaming
 from strop.user_code.probe import answer_order, settings_class
 
+OPENING_SEED = 0
+"""Of the openings that a plan and the gate measure; rollouts have seeds of their own."""
 _LIMITS = frozenset(field.name for field in dataclasses.fields(TaskLimits)) - {"verify_limit_s"}
 
 
@@ -38,11 +42,26 @@ def _pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     ref = CodeRef(**order["ref"])
     with blaming(ref, "be made with its settings"):
         task = make_task(found, order["values"])
+    render = task.render if callable(getattr(task, "render", None)) else partial(_open, found, order, ref)
     return {
         "limits": _limits_of(task, ref),
         "knows_gold": callable(getattr(task, "gold_replies", None)),
-        "splits": {split.value: _pose_split(task, ref, split) for split in Split},
+        "splits": {split.value: _pose_split(task, render, ref, split) for split in Split},
     }
+
+
+def _open(found: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) -> Any:
+    """Return how an environment opens an example. Raises: ConfigError if equal seeds open it in two ways."""
+    first, second = [
+        await_if_needed(make_task(found, order["values"]).reset(example, OPENING_SEED)) for _ in range(2)
+    ]
+    if first != second:
+        raise _refuse(
+            ref,
+            f"opens {dict(example.fields)!r:.80} for the same seed with {first!r:.80}, then {second!r:.80}",
+            "a reset that draws from its seed alone",
+        )
+    return first
 
 
 def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
@@ -61,15 +80,17 @@ def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
     }
 
 
-def _pose_split(task: Any, ref: CodeRef, split: Split) -> list[dict[str, Any]]:
+def _pose_split(
+    task: Any, render: Callable[[Example], Any], ref: CodeRef, split: Split
+) -> list[dict[str, Any]]:
     with blaming(ref, f"give its examples of {split.value}"):
         made = list(task.examples(split))
     if not made:
         raise _refuse(ref, f"has no examples of {split.value}", "at least one in each split")
-    return [_pose_one(task, ref, one) for one in made]
+    return [_pose_one(task, render, ref, one) for one in made]
 
 
-def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
+def _pose_one(task: Any, render: Callable[[Example], Any], ref: CodeRef, made: Any) -> dict[str, Any]:
     if isinstance(made, Mapping):
         fields = {name: value for name, value in made.items() if name != "answer"}
         answer = made.get("answer")
@@ -80,11 +101,13 @@ def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
     else:
         raise _refuse(ref, f"gives an example {made!r:.80}", "tables of fields, perhaps with an answer")
     with blaming(ref, f"write the prompt of {dict(example.fields)!r:.80}"):
-        asked = task.render(example)
+        asked = render(example)
     gold: list[str] = []
     if callable(getattr(task, "gold_replies", None)):
         with blaming(ref, f"say a right reply to {dict(example.fields)!r:.80}"):
-            gold = [str(reply) for reply in task.gold_replies(example)]
+            gold = [
+                reply if isinstance(reply, str) else TURN.join(reply) for reply in task.gold_replies(example)
+            ]
     problem = None
     if callable(getattr(task, "problem_of", None)):
         with blaming(ref, f"name the problem of {dict(example.fields)!r:.80}"):
@@ -100,8 +123,8 @@ def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
 
 def _to_messages(asked: Any, ref: CodeRef) -> list[Any]:
     """Return a prompt's messages: pairs of role and text, or tables where a message is more than that."""
-    if isinstance(asked, str):
-        asked = [Message(role="user", content=asked)]
+    if isinstance(asked, str | Message):
+        asked = [Message(role="user", content=asked) if isinstance(asked, str) else asked]
     allowed = "a text, or messages with role and content"
     try:
         messages = [

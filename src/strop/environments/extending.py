@@ -1,0 +1,90 @@
+"""How a conversation goes on: its opening as ids, and the ids between a reply and the next one.
+
+What the engine sampled stays as it is, and only new text is encoded: rendering a reply again can give other
+ids than were sampled (TOK-5). The chat template is asked only for the text between a reply and the next one,
+with a stand-in for the reply, and it must write the stand-in right behind the prompt that the reply answered.
+The reply's ids must read as its text. Where either fails, the caller renders everything anew, and a new
+training sample begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
+from strop.tasks.prompt import (
+    PromptFormat,
+    chat_form,
+    render_prompt,
+    resolve_prompt_format,
+    spell_tools,
+)
+from strop.tokenizer import Tokenizer
+
+_STAND_IN = "reply"
+
+
+class PromptCache:
+    """Renders and encodes each opening once; shared by the rollouts of a group."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_format = resolve_prompt_format(tokenizer, prompt_format)
+        """Chat or base."""
+        self._prompts: dict[tuple[Message, ...], tuple[str, IntArray]] = {}
+
+    def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
+        """Return the prompt as text and as ids; the same array object for equal messages."""
+        if messages not in self._prompts:
+            self._prompts[messages] = render_prompt(self.tokenizer, messages, self.prompt_format)
+        return self._prompts[messages]
+
+
+def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
+    """Whether a reply's ids are its text, before the terminator or the stop string that ended it."""
+    is_ended = reply.finish_reason is FinishReason.EOS
+    said = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
+    is_stopped = reply.finish_reason is FinishReason.STOP_STRING
+    return said.startswith(reply.text) if is_stopped else said == reply.text
+
+
+def encode_next_messages(
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+    history: Sequence[Message],
+    new_messages: Sequence[Message],
+    finish_reason: FinishReason,
+    calls: tuple[ToolCall, ...] = (),
+) -> tuple[str, IntArray] | None:
+    """Return text and ids that stand between the last reply and the next one.
+
+    `history` holds all messages up to the last reply, which is not among them; `calls` are those of the reply
+    that `new_messages` answer; `prompt_format` is resolved. A terminator that the policy sampled is not
+    repeated. None if the template writes the history differently once a reply follows, so that the ids cannot
+    be extended.
+    """
+    if prompt_format is PromptFormat.BASE:
+        spelled = spell_tools((*history, *new_messages))[len(history) :]
+        text = "\n\n" + tokenizer.render_base(spelled)
+        return text, tokenizer.encode(text)
+    stand_in = Message(role="assistant", content=_STAND_IN, tool_calls=calls)
+    whole, tools = chat_form(tokenizer, (*history, stand_in, *new_messages))
+    before = tokenizer.render(whole[: len(history)], tools=tools)
+    full, _ = render_prompt(tokenizer, (*history, stand_in, *new_messages), prompt_format)
+    terminator = tokenizer.token_text(tokenizer.eos_id)
+    if calls:
+        # Between the stand-in and its terminator the template writes the calls, in whichever way.
+        spoken = tokenizer.render(whole[: len(history) + 1], tools=tools, is_reply_next=False)
+        end = spoken.rfind(terminator)
+        if end < len(before) or not spoken.startswith(before) or not full.startswith(spoken[:end]):
+            return None
+        text = full[end:]
+    elif full.startswith(before + _STAND_IN):
+        text = full[len(before) + len(_STAND_IN) :]
+    else:
+        return None
+    if finish_reason is FinishReason.EOS:
+        if not text.startswith(terminator):
+            return None
+        text = text[len(terminator) :]
+    return text, tokenizer.encode(text)

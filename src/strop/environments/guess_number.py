@@ -1,0 +1,109 @@
+"""A number is guessed in a few turns: the canary of environments, as `arithmetic` is that of tasks."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.environments.contract import Done
+from strop.rollout import Example, Split
+from strop.spec.base import expert
+from strop.spec.task import EnvironmentSection
+from strop.tasks.contract import TaskLimits
+from strop.tasks.registry import built_in
+
+_MAX_DIGITS = 9
+_NUMBER = re.compile(r"\d+")
+
+
+class GuessNumberSpec(EnvironmentSection):
+    """A number from 1 to a bound is guessed; after each guess one is told: higher, or lower."""
+
+    name: Literal["guess-number"] = "guess-number"
+    max_value: int = Field(
+        default=20,
+        ge=3,
+        le=10**6,
+        description="The largest number that may be meant; the smallest is 1.",
+        json_schema_extra=expert("the game can be made harder"),
+    )
+    num_train: int = Field(
+        default=2000, ge=1, le=10**6, description="Games to train on; each has numbers of its own."
+    )
+    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Games that are held out.")
+
+
+@built_in(
+    "guess-number",
+    GuessNumberSpec,
+    "Guess a number in a few turns, told each time whether it is higher or lower; needs no data.",
+    rank=35,
+)
+class GuessNumber:
+    """One game. What is meant follows from the seed; the bounds that are left are said in every turn.
+
+    The last number of a reply is the guess.
+
+    Found: 1. Not found: up to a half, for the share of the numbers that were ruled out.
+    """
+
+    name = "guess-number"
+    version = "guess-1"
+    max_turns = 5
+
+    def __init__(self, spec: GuessNumberSpec) -> None:
+        self._spec = spec
+        # The last number of the opening is a guess too.
+        self.limits = TaskLimits(max_reply_tokens=16, stop_strings=("\n",), chance=1 / spec.max_value)
+        self._low, self._high = 1, spec.max_value
+        self._meant = 0
+        self._is_found = False
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        """Yield games. The number is drawn when a game begins: an example names its own draw only."""
+        first = 0 if split is Split.HELD_OUT else self._spec.num_held_out
+        number = self._spec.num_held_out if split is Split.HELD_OUT else self._spec.num_train
+        return ({"game": first + index} for index in range(number))
+
+    def reset(self, example: Example, seed: int) -> str:
+        """Draw the number, and ask for the first guess."""
+        self._meant = random.Random(f"{example.example_id}/{seed}").randint(1, self._spec.max_value)
+        return f"I think of a number from {self._low} to {self._high}. Guess it: reply with a number."
+
+    def step(self, text: str) -> str | Done:
+        """Say whether the number is higher or lower than the guess."""
+        numbers = _NUMBER.findall(text)
+        bounds = f"It is from {self._low} to {self._high}."
+        # Longer ones are refused by Python, and no guess.
+        if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+            return f"That is no number. {bounds} Guess again."
+        guess = int(numbers[-1])
+        if guess == self._meant:
+            self._is_found = True
+            return Done()
+        if not self._low <= guess <= self._high:
+            return f"{guess} is out of reach. {bounds} Guess again."
+        if guess < self._meant:
+            self._low = guess + 1
+        else:
+            self._high = guess - 1
+        word = "higher" if guess < self._meant else "lower"
+        return f"It is {word} than {guess}. It is from {self._low} to {self._high}. Guess again."
+
+    def score(self) -> float:
+        """Return 1 if it was found, else half of the share of the numbers that were ruled out."""
+        if self._is_found:
+            return 1.0
+        left = self._high - self._low + 1
+        return 0.5 * (1.0 - (left - 1) / (self._spec.max_value - 1)) if left < self._spec.max_value else 0.0
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield the number, as the self-test's seed draws it."""
+        from strop.tasks.user.posing import OPENING_SEED
+
+        meant = random.Random(f"{example.example_id}/{OPENING_SEED}").randint(1, self._spec.max_value)
+        yield (str(meant),)

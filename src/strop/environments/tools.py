@@ -1,0 +1,166 @@
+"""Tools: plain typed methods of an environment, their schemas, and one call of one of them.
+
+What a tool returns becomes text within a budget of characters. A call that the model has written wrongly, an
+unknown tool or arguments of another type, is told to the model and counted; so is what a tool raises as
+`ToolError`. Whatever else it raises is a fault of the tool's, and the attempt has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from strop.environments.contract import Done
+from strop.errors import ConfigError
+from strop.rollout import FailureOwner, ToolCall
+from strop.tasks.failures import AttemptFailed
+
+RESERVED = frozenset(
+    {"examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"}
+)
+"""Methods of an environment that are no tools."""
+
+
+class ToolError(Exception):
+    """Raised by a tool that cannot do what was asked: the model is told, and the attempt goes on."""
+
+
+class CallRefused(Exception):
+    """Raised for a call that the model has written wrongly; the message is for the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A method that the model may call."""
+
+    name: str
+    schema: str
+    """The function in the form of OpenAI's chat API, as JSON."""
+    parameters: Mapping[str, Any]
+    """The JSON Schema of its arguments."""
+    check: TypeAdapter[Any]
+    """Of the arguments: a model with a field for each."""
+
+    def read_arguments(self, call: ToolCall) -> dict[str, Any]:
+        """Return the arguments of a call. Raises: CallRefused for others than the tool takes."""
+        try:
+            # Not strict: models write 3 as "3", and mean it.
+            checked = self.check.validate_json(call.arguments)
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()
+            )
+            raise CallRefused(f"{self.name} was called with wrong arguments: {faults}") from error
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
+
+
+def find_tools(kind: type) -> dict[str, Tool]:
+    """Return the tools of an environment's class: its public methods without another meaning.
+
+    Raises: ConfigError if one has a parameter without a type, or takes what JSON has no form for.
+    """
+    names = [name for name in dir(kind) if not name.startswith("_") and name not in RESERVED]
+    found = {name: inspect.getattr_static(kind, name) for name in names}
+    return {name: _read_method(kind, name, one) for name, one in found.items() if inspect.isfunction(one)}
+
+
+def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
+    where = f"{kind.__name__}.{name}"
+    try:
+        hints = typing.get_type_hints(method, include_extras=True)
+    except NameError as error:
+        raise _refuse(f"{where}: {error}", "types that the file can name") from error
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if parameter.name not in hints or not is_named:
+            raise _refuse(
+                f"{where} has the parameter {parameter} without a type or a name", "typed parameters"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], Field(default=default))
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = model.model_json_schema()
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise _refuse(f"{where} takes what JSON has no form for", "texts, numbers, lists, tables") from error
+    schema.pop("title", None)
+    for one in schema.get("properties", {}).values():
+        one.pop("title", None)
+    function = {
+        "name": name,
+        "description": inspect.getdoc(method) or "",
+        "parameters": {"type": "object", "properties": {}, **schema},
+    }
+    text = json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+    return Tool(name=name, schema=text, parameters=schema, check=TypeAdapter(model))
+
+
+def _refuse(what: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        what,
+        allowed=f"a tool with {allowed}",
+        next_step="correct it, or begin its name with _ if it is no tool",
+    )
+
+
+async def call_tool(
+    owner: Any, tools: Mapping[str, Tool], call: ToolCall, *, limit_s: float, max_chars: int
+) -> tuple[str, bool]:
+    """Call a tool of `owner`; return what the model is shown, and whether the attempt is over.
+
+    Raises: CallRefused for a wrong call; ToolError; AttemptFailed if it is not done in time or returns what
+        is no text; whatever else it raises.
+    """
+    tool = tools.get(call.name)
+    if tool is None:
+        raise CallRefused(f"there is no tool {call.name!r:.60}; there is {', '.join(tools)}")
+    arguments = tool.read_arguments(call)
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            returned = getattr(owner, call.name)(**arguments)
+            if inspect.isawaitable(returned):
+                returned = await returned
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        detail = f"the tool {call.name} was not done after {limit_s:g} s"
+        raise AttemptFailed(FailureOwner.TASK, "tool_timeout", detail) from error
+    is_over = isinstance(returned, Done)
+    return cut_text(to_text(returned.text if is_over else returned, call.name), max_chars), is_over
+
+
+def to_text(returned: Any, name: str) -> str:
+    """Return what a tool or a step returned as text; binary data as a note of its size.
+
+    Raises: AttemptFailed for what has no form as text.
+    """
+    if isinstance(returned, str):
+        # A lone surrogate is no character, and no tokenizer takes it.
+        return returned.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(returned, bytes | bytearray | memoryview):
+        return f"({len(returned)} bytes of binary data)"
+    if returned is None:
+        return ""
+    try:
+        return json.dumps(returned, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        detail = f"{name} returned a {type(returned).__name__}, which has no form as text"
+        raise AttemptFailed(FailureOwner.TASK, "no_text", detail) from error
+
+
+def cut_text(text: str, max_chars: int) -> str:
+    """Return a text within a budget: its beginning and its end, with a note of what is missing between."""
+    if len(text) <= max_chars:
+        return text
+    note = f"\n[... {len(text) - max_chars} characters left out ...]\n"
+    kept = max(0, max_chars - len(note))
+    return text[: kept - kept // 2] + note + text[len(text) - kept // 2 :]

@@ -1,0 +1,282 @@
+"""Environments of an author's: a class with reset, step or tools, and score; what it may get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.environments import RolloutPlan, choose_environment, run_rollout
+from strop.errors import ConfigError
+from strop.rollout import RESTART, FailureOwner, Rollout, Sampling, Split
+from strop.spec.reader import load_spec
+from strop.tasks import Task, build_task, self_test
+from strop.testing.dummy_engine import DummyEngine
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+from tests.fixtures.tool_templates import HERMES, MISTRAL, ONE_CALL
+
+COUNTING = '''
+import asyncio
+from strop.environments import Done, ToolError
+
+class Counting:
+    """Count up to the goal by calls of a tool."""
+
+    max_turns = 4
+
+    def examples(self, split):
+        first = 1 if split == "train" else 3
+        return [{"goal": goal, "answer": str(goal)} for goal in (first, first + 1)]
+
+    def reset(self, example, seed):
+        self.goal, self.total, self.closed = example.fields["goal"], 0, False
+        return f"Count to {self.goal}."
+
+    def add(self, number: int, times: int = 1) -> str:
+        """Add a number, perhaps several times."""
+        self.total += number * times
+        return f"The total is {self.total}."
+
+    async def wait(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    def give_up(self) -> Done:
+        """Give up."""
+        return Done("gave up")
+
+    def break_it(self, how: str) -> object:
+        """Break."""
+        if how == "told":
+            raise ToolError("that cannot be")
+        if how == "raise":
+            raise RuntimeError("a bug")
+        if how == "object":
+            return object()
+        many = {"bytes": b"\\x00" * 5000, "much": "x" * 10_000_000}
+        return (many | {"list": [1, {"a": 2}], "surrogate": "\\ud800"})[how]
+
+    def _hidden(self):
+        return None
+
+    def score(self):
+        return float(self.total == self.goal)
+
+    def gold_replies(self, example):
+        goal = example.fields["goal"]
+        return [['```tool\\n{"name": "add", "arguments": {"number": %d}}\\n```' % goal, "Done."]]
+'''
+FOLDER = tempfile.TemporaryDirectory()
+TEMPLATES = {"hermes": HERMES, "llama": ONE_CALL, "mistral": MISTRAL, "fence": None}
+
+
+def call(name: str, form: str = "fence", **arguments: Any) -> str:
+    """Return a call as a model of a family writes it."""
+    given = json.dumps(arguments)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>',
+        "llama": f'{{"name": "{name}", "parameters": {given}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": "{name}", "arguments": {given}}}]',
+        "fence": f'```tool\n{{"name": "{name}", "arguments": {given}}}\n```',
+    }[form]
+
+
+@cache
+def build(source: str = COUNTING, *words: str, name: str = "Counting") -> Task:
+    """Build the environment of a file, as a run file names it; equal ones once."""
+    path = Path(tempfile.mkdtemp(dir=FOLDER.name), "own.py")
+    path.write_text(textwrap.dedent(source))
+    return build_task(load_spec(None, ["name=x", f"environment.name={path}:{name}", *words]).spec.task)
+
+
+def tokenizer_of(tmp_path: Path, form: str = "fence") -> Tokenizer:
+    folder = tiny_tokenizer(tmp_path / f"tokenizer-{form}")
+    template = TEMPLATES[form]
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], *, max_reply_tokens: int = 400) -> Rollout:
+    """Attempt the first training example with scripted replies."""
+    plan = RolloutPlan(
+        example=task.examples(Split.TRAIN)[0],
+        step=0,
+        sample_index=0,
+        run_seed=0,
+        sampling=Sampling(),
+        max_reply_tokens=max_reply_tokens,
+    )
+    make_environment = choose_environment(task)
+    return asyncio.run(run_rollout(make_environment(), DummyEngine(tokenizer, replies), tokenizer, plan))
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_tools_are_called_in_the_form_of_the_model(tmp_path: Path, form: str) -> None:
+    task = build()
+    replies = [call("add", form, number=3), call("add", form, number=-1, times=2), "It is done."]
+    rollout = attempt(task, tokenizer_of(tmp_path, form), replies)
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert rollout.outcome.is_correct
+    assert rollout.outcome.format_ok
+    metrics = rollout.outcome.metrics
+    assert (metrics["num_tool_calls"], metrics["num_format_errors"], metrics["num_turns"]) == (2.0, 0.0, 3.0)
+    assert metrics["stopped_by_done"] == 1.0
+    assert [turn.text for turn in rollout.turns if turn.is_sampled] == replies
+    assert not any(turn.role == RESTART for turn in rollout.turns)
+    opening, _, answer, *_ = [turn.text for turn in rollout.turns]
+    assert '"add"' in opening
+    assert "Add a number, perhaps several times." in opening
+    assert "_hidden" not in opening
+    assert "The total is 3." in answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (call("subtract", number=1), "there is no tool 'subtract'; there is add, break_it, give_up, wait"),
+        (call("add"), "add was called with wrong arguments: number: Field required"),
+        (call("add", number="three"), "number: Input should be a valid integer"),
+        (call("add", number=1, other=2), "other: Extra inputs are not permitted"),
+        (call("reset", number=1), "there is no tool 'reset'"),
+        ('```tool\n{"name": "add", "arg', "a tool call that cannot be read: it is no JSON"),
+    ],
+)
+def test_a_wrong_call_is_told_counted_and_scored(tmp_path: Path, reply: str, told: str) -> None:
+    """A fault of the policy's: what it earned then is what it earned."""
+    rollout = attempt(build(), tokenizer_of(tmp_path), [reply, call("add", number=1), "Done."])
+    assert told in rollout.turns[2].text
+    assert rollout.outcome.metrics["num_format_errors"] == 1.0
+    assert rollout.outcome.reward == 1.0
+    assert rollout.outcome.format_ok is False
+
+
+def test_a_model_that_has_lost_the_form_is_stopped(tmp_path: Path) -> None:
+    bad = call("subtract")
+    rollout = attempt(build(COUNTING, "environment.max_format_errors=2"), tokenizer_of(tmp_path), [bad] * 9)
+    assert rollout.outcome.metrics["num_turns"] == 2.0
+    assert rollout.outcome.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("told", "error: that cannot be"),
+        ("bytes", "(5000 bytes of binary data)"),
+        ("list", '[1, {"a": 2}]'),
+        ("surrogate", "?"),
+        ("much", "characters left out ...]"),
+    ],
+)
+def test_what_a_tool_returns_is_a_text_within_its_budget(tmp_path: Path, how: str, told: str) -> None:
+    rollout = attempt(build(), tokenizer_of(tmp_path), [call("break_it", how=how), "Done."])
+    assert told in rollout.turns[2].text
+    assert len(rollout.turns[2].text) < 4200
+    assert rollout.outcome.reward == 0.0
+    assert rollout.outcome.metrics["num_tool_errors"] == float(how == "told")
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (call("break_it", how="raise"), "RuntimeError"),
+        (call("break_it", how="object"), "no_text"),
+        (call("wait", seconds=60), "tool_timeout"),
+    ],
+)
+def test_a_fault_of_a_tool_is_no_reward(tmp_path: Path, reply: str, kind: str) -> None:
+    rollout = attempt(build(COUNTING, "environment.tool_limit_s=0.05"), tokenizer_of(tmp_path), [reply])
+    assert rollout.outcome.reward is None
+    failure = rollout.outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (FailureOwner.TASK, kind)
+
+
+def test_a_tool_may_end_the_attempt(tmp_path: Path) -> None:
+    rollout = attempt(build(), tokenizer_of(tmp_path), [call("give_up"), call("add", number=1)])
+    assert rollout.outcome.metrics["num_turns"] == 1.0
+    assert rollout.outcome.reward == 0.0
+
+
+def test_the_last_turn_is_executed_before_the_score(tmp_path: Path) -> None:
+    task = build(COUNTING, "environment.max_turns=2")
+    rollout = attempt(task, tokenizer_of(tmp_path), [call("add", number=3), call("add", number=-2)])
+    assert rollout.outcome.reward == 1.0
+    assert rollout.outcome.metrics["out_of_turns"] == 1.0
+
+
+def test_an_attempt_ends_at_its_tokens_and_is_marked_as_cut(tmp_path: Path) -> None:
+    task = build(COUNTING, "environment.max_attempt_tokens=70")
+    rollout = attempt(task, tokenizer_of(tmp_path), [call("add", number=1)] * 4)
+    said = [turn for turn in rollout.turns if turn.is_sampled]
+    assert sum(len(turn.token_ids) for turn in said) <= 70
+    assert rollout.outcome.truncated
+    assert rollout.outcome.metrics["stopped_by_tokens"] == 1.0
+    assert rollout.outcome.reward == 1.0
+
+
+def test_an_attempt_ends_at_its_time(tmp_path: Path) -> None:
+    task = build(COUNTING, "environment.max_attempt_s=0.2")
+    replies = [call("add", number=1), call("wait", seconds=0.3), call("add", number=5)]
+    rollout = attempt(task, tokenizer_of(tmp_path), replies)
+    assert rollout.outcome.metrics["stopped_by_time"] == 1.0
+    assert (rollout.outcome.truncated, rollout.outcome.reward) == (True, 1.0)
+
+
+def test_right_attempts_of_the_class_pass_the_self_test() -> None:
+    task = build()
+    assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
+    broken = build(COUNTING.replace("self.total == self.goal", "True"))
+    probes = {one.probe for one in asyncio.run(self_test(broken, broken.examples(Split.TRAIN)))}
+    assert {"empty", "garbage"} <= probes
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (('f"Count to {self.goal}."', "f\"Count to {__import__('random').random()}.\""), "for the same seed"),
+        (("def score", "def scored"), "has no score"),
+        (("def add(self, number: int", "def add(self, number"), "without a type"),
+        (("(self, how: str)", "(self, how: 'Nothing')"), "Nothing"),
+        (("(self, how: str)", "(self, how: asyncio.Lock)"), "JSON has no form"),
+        (("max_turns = 4", ""), "how many turns"),
+    ],
+)
+def test_a_class_that_cannot_work_is_refused(edit: tuple[str, str], said: str) -> None:
+    source = COUNTING.replace(*edit)
+    assert source != COUNTING
+
+    def use() -> None:
+        task = build(source)
+        task.render(task.examples(Split.TRAIN)[0])
+        choose_environment(task)()
+
+    with pytest.raises(ConfigError, match=said):
+        use()
+
+
+def test_an_environment_without_step_and_tools_is_refused() -> None:
+    source = """
+    class Nothing:
+        max_turns = 1
+        def examples(self, split): return [{"a": split}]
+        def reset(self, example, seed): return "Go."
+        def score(self): return 0.0
+    """
+    task = build(source, name="Nothing")
+    with pytest.raises(ConfigError, match="neither step nor a tool"):
+        task.render(task.examples(Split.TRAIN)[0])
+
+
+def test_a_reply_that_is_cut_inside_a_call_is_none(tmp_path: Path) -> None:
+    rollout = attempt(build(), tokenizer_of(tmp_path), [call("add", number=1)], max_reply_tokens=20)
+    assert rollout.outcome.truncated
+    assert rollout.outcome.metrics["num_format_errors"] == 1.0
+    assert rollout.outcome.reward == 0.0
