@@ -71,7 +71,8 @@ def test_a_dry_run_prints_the_exact_request_and_writes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    assert submit("--dry-run", "--instance-type", "ml.g6e.48xlarge", "--max-runtime", "24h", "--no-vpc") == 0
+    words = ("site.max_runtime=24h", "site.vpc=false")
+    assert submit("--dry-run", "--instance-type", "ml.g6e.48xlarge", *words) == 0
     out = capsys.readouterr().out
     request: dict[str, Any] = json.loads(out.partition("\n")[2])
     assert request["ResourceConfig"]["InstanceType"] == "ml.g6e.48xlarge"
@@ -133,15 +134,15 @@ def test_the_rights_are_printed_as_documents(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--job-name", "a", "--name-prefix", "b"), "--job-name together with --name-prefix"),
+        (("--job-name", "a", "site.name_prefix=b"), "--job-name together with site.name_prefix"),
         (("--local", "--push"), "--local together with --push"),
         (("--local", "--wait"), "--local together with --wait"),
         (("--image", "a", "--build"), "--image together with --build"),
-        (("--image", "a", "--image-tag", "b"), "--image together with --image-tag"),
+        (("--image", "a", "site.image_tag=b"), "--image together with site.image_tag"),
         (("--gpus", "0,1"), "--gpus .0,1. without --local"),
         (("--job-name", "a.b", "--dry-run"), "job name='a.b'"),
         (
-            ("--spot", "--max-runtime", "2h", "--max-wait", "1h", "--dry-run"),
+            ("--spot", "site.max_runtime=2h", "site.max_wait=1h", "--dry-run"),
             "at least MaxRuntimeInSeconds=7200",
         ),
     ],
@@ -224,7 +225,7 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
     # What `check` finds in this account is not this test's matter, and asking takes half a minute.
     monkeypatch.setattr("strop.launch.sagemaker.backend.probe_site", lambda *parts: [])
     for _ in range(2):
-        submit("--build", "--image-tag", "other", "--check")
+        assert main(["check", "qwen3-1.7B.toml", "--on", "cloud", "--build", "site.image_tag=other"]) == 0
     # Once: the second time there is nothing to build.
     host = base.partition("/")[0]
     assert (tmp_path / "words").read_text() == f"login --username AWS --password-stdin {host}\n"

@@ -86,7 +86,27 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("slurm", "rl", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
     (("submit", "run.toml", "--mem", "64 GB; rm"), 2, ("job.memory='64 GB; rm' (--mem)",)),
-    (("submit", "run.toml", "--no-requeue", "--max-requeue", "3"), 2, ("contradict each other",)),
+    (("submit", "run.toml", "--no-requeue"), 2, ("No such option: --no-requeue. Write job.max_requeue=",)),
+    (("submit", "run.toml", "--grace", "3"), 2, ("Write job.grace_s=VALUE;",)),
+    (("submit", "run.toml", "--qos", "high"), 2, ("Write site.qos=VALUE;",)),
+    (("slurm", "rl", "run.toml", "--keep-alive=3"), 2, ("Write site.keep_alive_s=VALUE;",)),
+    (
+        ("submit", "run.toml", "--on", "slurm", "site.qso=high"),
+        2,
+        ("site.qso is no setting of backend slurm", "did you mean site.qos?"),
+    ),
+    (("submit", "run.toml", "site.qos=high"), 2, ("site.qos is no setting of backend local",)),
+    (("submit", "run.toml", "site.qos"), 2, ("'site.qos' is not understood", "site.KEY=VALUE")),
+    (("submit", "run.toml", "site.env.A=b"), 2, ("not understood", "a table as a whole")),
+    (("submit", "run.toml", "site.backend=slurm"), 2, ("site.backend is no setting",)),
+    (("submit", "run.toml", "site.gpus_per_node=many"), 2, ("site.gpus_per_node='many' is not allowed",)),
+    (
+        ("submit", "run.toml", "--on", "slurm", "--partition", "a", "site.partition=b"),
+        2,
+        ("site.partition='b', and 'a' is given for it too",),
+    ),
+    (("plan", "run.toml", "site.qos=high"), 2, ("unknown key site",)),
+    (("check", "run.toml", "--wait"), 2, ("strop check submits nothing: leave --wait out",)),
     (("submit", "run.toml", "--job-name", "a b"), 2, ("name='a b' (--job-name)",)),
     (("submit", "run.toml", "--job-name", "../up"), 2, ("name='../up' (--job-name)",)),
     (("submit", "run.toml", "--sweep", "train.steps"), 2, ("--sweep 'train.steps' is not understood",)),
@@ -108,7 +128,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (
         ("submit", "run.toml", "--partition", "x", "--spot"),
         2,
-        ("--partition, --spot given for a site of backend local", "Allowed: --devices", "--on"),
+        ("--partition, --spot given for a site of backend local", "Allowed: --devices, site.KEY=", "--on"),
     ),
     (
         ("submit", "run.toml", "--on", "container", "--partition", "x"),
@@ -124,9 +144,9 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("--instance-count=0 is not allowed", "Allowed: Number of instances", "correct --instance-count"),
     ),
     (
-        ("submit", "run.toml", "--on", "sagemaker", "--entrypoint", "a 'b"),
+        ("submit", "run.toml", "--on", "sagemaker", "site.entrypoint=a 'b"),
         2,
-        ("--entrypoint=", "No closing quotation"),
+        ("site.entrypoint=", "No closing quotation"),
     ),
     (("slurm", "rl", "run.toml", "--spot"), 2, ("--spot given for a site of backend slurm", "--partition")),
     (("check", "absent.toml"), 2, ("run file absent.toml does not exist",)),
@@ -199,10 +219,19 @@ def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run
 
 def test_the_options_of_a_job_are_in_its_plan(here: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SETTING", ODD)
-    words = ["--train-gpus", "2", "--infer-gpus", "2", "--cpus-per-gpu", "4", "--mem", "64G", "--grace", "60"]
+    words = [
+        "--train-gpus",
+        "2",
+        "--infer-gpus",
+        "2",
+        "--cpus-per-gpu",
+        "4",
+        "--mem",
+        "64G",
+        "job.grace_s=60",
+    ]
     words += [
-        "--max-requeue",
-        "7",
+        "job.max_requeue=7",
         "--job-name",
         "other",
         "--env",
@@ -315,16 +344,16 @@ def test_a_dry_run_without_a_place_to_write_says_so(here: World, run: Run) -> No
 
 def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
     before = tree(here.folder)
-    assert "nothing was found that would stop this job" in run("submit", "run.toml", "--check").out
+    assert "nothing was found that would stop this job" in run("check", "run.toml").out
     missing = Finding(
         code="partition", given="partition x does not exist", allowed="gpu, cpu", next_step="name one"
     )
     here.backend.findings = [replace(missing, severity=Severity.UNKNOWN), missing]
-    ended = run("submit", "run.toml", "--check")
+    ended = run("check", "run.toml")
     assert ended.code == 76
     assert ended.out.splitlines()[0].startswith("error: partition x does not exist. Allowed: gpu, cpu.")
     assert ended.out.splitlines()[1].startswith("unknown:")
-    found = json.loads(run("submit", "run.toml", "--check", "--json").out)
+    found = json.loads(run("check", "run.toml", "--json").out)
     assert [one["severity"] for one in found] == ["error", "unknown"]
     assert tree(here.folder) == before
     # And it is not submitted.
@@ -499,8 +528,7 @@ def test_a_sweep_is_one_job_of_many_trials(here: World, run: Run) -> None:
         "optimizer.lr=1e-5,2e-5",
         "--sweep",
         "seed=1,2",
-        "--array",
-        "2",
+        "site.array=2",
     )
     assert ended.code == 0, ended.err
     told = json.loads(run("status", "run", "--json").out)

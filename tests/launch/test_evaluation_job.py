@@ -191,7 +191,7 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
         ("lm-eval.toml", {"site": "closed"}, "whose jobs have no network: lm-eval's environment"),
         (
             "lm-eval.toml",
-            {"site": "cloud", "flags": (Flag(key="", value=True, name="--network-isolation"),)},
+            {"site": "cloud", "overrides": ("site.network_isolation=true",)},
             "harness.tasks on cloud, whose jobs have no network",
         ),
         (

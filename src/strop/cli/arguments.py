@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from enum import StrEnum
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from strop.spec.reader import Flag
@@ -94,6 +95,29 @@ def takes(options_type: type[T]) -> Callable[[Callable[[typer.Context, T], None]
     return decorate
 
 
+class Alias(TyperCommand):
+    """Another name of a command, with other defaults. Its words of help are its own."""
+
+    command: Callable[..., Any]
+    command_type: type[TyperCommand]
+    defaults: Mapping[str, str]
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Return the context of the command itself, which then runs."""
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cls=self.command_type, help=self.help)(self.command)
+        command = typer.main.get_command(alone)
+        return command.make_context(info_name, args, parent, default_map=dict(self.defaults), **extra)
+
+
+def alias(
+    command: Callable[..., Any], command_type: type[TyperCommand] = TyperCommand, /, **defaults: str
+) -> type[Alias]:
+    """Return the class of a command that is another one with these defaults."""
+    members = {"command": staticmethod(command), "command_type": command_type, "defaults": defaults}
+    return type("Alias", (Alias,), members)
+
+
 _SETTINGS = {
     "gpus": "job.gpus",
     "train_gpus": "job.train_gpus",
@@ -101,11 +125,8 @@ _SETTINGS = {
     "eval_gpus": "job.eval_gpus",
     "nodes": "job.nodes",
     "cpus_per_gpu": "job.cpus_per_gpu",
-    "cpus": "job.cpus",
     "mem": "job.memory",
     "time": "job.time_limit",
-    "max_requeue": "job.max_requeue",
-    "grace": "job.grace_s",
     "job_name": "name",
 }
 """Option to setting."""
@@ -135,8 +156,6 @@ def to_flags(args: object) -> tuple[Flag, ...]:
     ]
     if getattr(args, "single_gpu", False):
         flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
-    if not getattr(args, "requeue", True):
-        flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
     return tuple(flags)
 
 

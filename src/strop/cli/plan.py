@@ -59,7 +59,12 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
     from strop.spec import expert_keys, load_spec
 
     output: Output = context.obj
-    resolved = load_spec(args.run_file, args.overrides or ())
+    overrides = args.overrides or []
+    if args.on is not None:
+        from strop.launch.options import read_site_words
+
+        overrides, _ = read_site_words(overrides)
+    resolved = load_spec(args.run_file, overrides)
     if args.fetch:
         _fetch(output, resolved)
     if args.measure:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from strop import __version__
+from strop.cli.arguments import alias
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate
 from strop.cli.imports import import_commands
@@ -36,6 +38,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Take a language model and a verifiable task, and make the model better at it.",
 )
+_CLASSES: dict[str, type[TyperCommand]] = {
+    "submit": SubmitCommand,
+    "check": alias(submit, SubmitCommand),
+    "sft": alias(train),
+}
 for _name, _command in (
     ("train", train),
     ("sft", sft),
@@ -58,7 +65,7 @@ for _name, _command in (
     ("audit", audit),
     ("doctor", doctor),
 ):
-    app.command(_name, cls=SubmitCommand if _command is submit else None)(_command)
+    app.command(_name, cls=_CLASSES.get(_name))(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(store_commands, name="store")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from strop.cli.arguments import Json, lasting, takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED, ConfigError
-
-if TYPE_CHECKING:
-    from strop.cli.submit import SubmitArguments
-    from strop.launch.contract import JobRequest
 
 runtime_commands = typer.Typer(
     help="Sandboxes as a service, for OpenHands' clients and for runs.", no_args_is_help=True
@@ -333,7 +329,12 @@ def prove_conformance(
 
 
 def _submit(output: Output, site: str, args: ServeArguments) -> None:
-    from strop.cli.submit import prepare, submit_request
+    import os
+    import time
+
+    from strop.cli.submit import SubmitArguments, prepare, submit_request, to_options
+    from strop.launch.build_request import read_request
+    from strop.launch.serving import SERVE, ServiceOptions
 
     given = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
     if given or args.dir != DEFAULT_FOLDER:
@@ -342,9 +343,14 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
             allowed="options of sandboxes, --max-jobs and settings of the job, whose folder is the service's",
             next_step="leave it out; output.dir=DIR names the job's folder",
         )
-    asked = _describe(site, list(args.settings or ()), dry_run=args.dry_run)
+    # As `strop submit` would ask. There is no run file.
+    asked = SubmitArguments(
+        run_file="", overrides=args.settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
+    )
     words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
-    request = _read_request(asked, max_jobs=args.max_jobs, words=words)
+    service = ServiceOptions(words=tuple(words), max_jobs=args.max_jobs)
+    options = replace(to_options(asked, ()), service=service)
+    request = read_request("", options, environ=os.environ, now=time.time())
     launcher, request = prepare(output, request, asked)
     submit_request(output, launcher, request, asked)
 
@@ -356,68 +362,6 @@ def _words_of_nodes(args: ServeArguments) -> list[str]:
     if args.data_plane != "auto":
         words += ["--data-plane", args.data_plane]
     return words + (["--network", args.network] if args.network != "none" else [])
-
-
-@runtime_commands.command("pool", hidden=True)
-def keep_pool(
-    context: typer.Context,
-    max_jobs: Annotated[int, typer.Option(min=1)],
-    on: Annotated[str, typer.Option()],
-    settings: Annotated[list[str] | None, typer.Argument()] = None,
-    folder: Folder = DEFAULT_FOLDER,
-    words: Annotated[str, typer.Option(help="Options of the added node agents, as a shell would.")] = "",
-    idle: Annotated[float, typer.Option(help="Seconds after which an idle node gives its job back.")] = 300.0,
-) -> None:
-    """Submit jobs of one node to a site while a service's sandboxes wait, and end idle ones."""
-    import asyncio
-    import shlex
-
-    from strop.launch.backends import open_backend
-    from strop.launch.launcher import Launcher
-    from strop.launch.pool import Pool, PoolLimits
-    from strop.launch.serving import ServiceOptions, joining_request
-    from strop.runtime.service_dir import ServiceDir
-
-    output: Output = context.obj
-    place = ServiceDir(folder)
-
-    def make(number: int) -> JobRequest:
-        home = place.path.parent / "pool" / str(number)
-        asked = _describe(on, [*(settings or ()), f"output.dir={home}"])
-        options = ServiceOptions(words=tuple(shlex.split(words)))
-        return joining_request(_read_request(asked), place.path, options)
-
-    pool = Pool(
-        folder=place,
-        launcher=Launcher(open_backend(make(0).site)),
-        limits=PoolLimits(max_jobs=max_jobs, idle_s=idle),
-        make_request=make,
-        say=output.say,
-    )
-    with lasting():
-        asyncio.run(pool.run())
-
-
-def _describe(site: str, settings: list[str], *, dry_run: bool = False) -> SubmitArguments:
-    """Return what a service asks of a site, as `strop submit` would. There is no run file."""
-    from strop.cli.submit import SubmitArguments
-    from strop.launch.serving import SERVE
-
-    return SubmitArguments(
-        run_file="", overrides=settings, on=site, command=SERVE, snapshot=False, dry_run=dry_run
-    )
-
-
-def _read_request(asked: SubmitArguments, *, max_jobs: int = 0, words: Sequence[str] = ()) -> JobRequest:
-    import os
-    import time
-
-    from strop.cli.submit import to_options
-    from strop.launch.build_request import read_request
-    from strop.launch.serving import ServiceOptions
-
-    options = replace(to_options(asked, ()), service=ServiceOptions(words=tuple(words), max_jobs=max_jobs))
-    return read_request("", options, environ=os.environ, now=time.time())
 
 
 def _read_node(text: str | None) -> tuple[int, int]:

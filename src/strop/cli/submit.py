@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -18,6 +20,7 @@ from strop.cli.arguments import (
     Overrides,
     RunFile,
     SingleGpu,
+    alias,
     brief,
     lasting,
     takes,
@@ -80,14 +83,8 @@ class SubmitArguments:
     eval_gpus: EvalGpuNumber = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
     cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="CPU cores per GPU.")] = None
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of a job without GPUs.")] = None
     mem: Annotated[Text, typer.Option(help="Memory per node, such as 64G.")] = None
     time: Annotated[Text, typer.Option(help="Wall time limit: 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS.")] = None
-    max_requeue: Annotated[int | None, typer.Option(min=0, help="Max requeues.")] = None
-    requeue: Annotated[bool, typer.Option(help="Requeue after a checkpointed exit.")] = True
-    grace: Annotated[
-        float | None, typer.Option(min=1, help="Seconds of warning before the job is stopped.")
-    ] = None
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=V,V", help="Run one trial per value; repeatable.")
     ] = None
@@ -113,7 +110,6 @@ class SubmitArguments:
             help="In an evaluation by lm-eval: allow it to run model-written code without a sandbox.",
         ),
     ] = False
-    check: Annotated[bool, typer.Option("--check", help="Only run the checks before submission.")] = False
     resume: Annotated[
         Text, typer.Option(metavar="REF", help="Resume in the directory of a job that ended.")
     ] = None
@@ -129,6 +125,7 @@ class SubmitArguments:
     json: Json = False
 
 
+_OF_SUBMISSION = ("dry_run", "resume", "wait", "new")
 _FLAGS = "strop.flags"
 
 
@@ -179,6 +176,17 @@ def flag_params() -> dict[tuple[str, ...], list[Any]]:
 class SubmitCommand(TyperCommand):
     """`strop submit`. Options of backends are made when it is used: other commands do not load the models."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options. One that there is not may be a setting, and is refused with that word."""
+        known = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+        given = (word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", args))
+        for name in (name for name in given if name.startswith("--") and name not in known):
+            if words := _words_instead(name):
+                raise typer.BadParameter(
+                    f"No such option: {name}. Write {' or '.join(words)}; `strop explain` says what it means."
+                )
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options of every site and those of backends."""
         return [*super().get_params(ctx), *(one for made in self._of_backends(ctx).values() for one in made)]
@@ -213,36 +221,27 @@ class SubmitCommand(TyperCommand):
         return super().invoke(ctx)
 
 
+def _words_instead(option: str) -> list[str]:
+    """Return the words that set for one job what an option of this name would: job.grace_s=VALUE, ..."""
+    from strop.launch.backends import BACKENDS
+    from strop.spec.job import JobSpec
+
+    found = [f"job.{name}" for name in JobSpec.model_fields]
+    found += dict.fromkeys(word for section in BACKENDS.values() for word in section.settable().values())
+    name = re.escape(option.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    return [f"{word}=VALUE" for word in found if re.fullmatch(rf"\w+\.(max_)?{name}(_s)?", word)]
+
+
 @takes(SubmitArguments)
 @brief
 def submit(context: typer.Context, args: SubmitArguments) -> None:
     """Submit a run to a site: this machine, a container, SLURM, SageMaker. Idempotent."""
-    send(context.obj, args, context.meta.get(_FLAGS, ()))
-
-
-@brief
-def check(
-    context: typer.Context,
-    run_file: RunFile,
-    overrides: Overrides = None,
-    on: Site = "local",
-    json: Json = False,
-) -> None:
-    """Check what would stop a job on a site, read-only: names, rights, images, disk space."""
-    send(
-        context.obj,
-        SubmitArguments(run_file=run_file, overrides=overrides, on=on, check=True, json=json),
-    )
-
-
-def send(output: Output, args: SubmitArguments, flags: Sequence[Flag] = ()) -> None:
-    """Do what the arguments ask for. `flags`: those of the site's backend.
-
-    Raises: as `read_request`, `Preparing.prepare` and `Launcher.submit` do.
-    """
-    request = read_arguments(args, flags)
-    launcher, request = prepare(output, request, args)
-    submit_request(output, launcher, request, args)
+    is_check = context.info_name == "check"
+    if is_check and (given := [name for name in _OF_SUBMISSION if getattr(args, name)]):
+        raise typer.BadParameter(f"strop check submits nothing: leave --{given[0].replace('_', '-')} out")
+    request = read_arguments(args, context.meta.get(_FLAGS, ()))
+    launcher, request = prepare(context.obj, request, args)
+    submit_request(context.obj, launcher, request, args, is_check=is_check)
 
 
 def read_arguments(args: SubmitArguments, flags: Sequence[Flag] = ()) -> JobRequest:
@@ -270,8 +269,10 @@ def prepare(output: Output, request: JobRequest, args: SubmitArguments) -> tuple
     return Launcher(backend), request
 
 
-def submit_request(output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments) -> None:
-    """Plan, and do with the plan what the arguments ask for."""
+def submit_request(
+    output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments, *, is_check: bool = False
+) -> None:
+    """Plan, and do with the plan what the arguments ask for, or only check it."""
     import os
 
     from strop.launch.environment import describe_auth
@@ -297,7 +298,7 @@ def submit_request(output: Output, launcher: Launcher, request: JobRequest, args
     if args.dry_run:
         _show_dry_run(output, plan, request, is_json=args.json)
         return
-    if args.check:
+    if is_check:
         from strop.hardware.findings import require_none
 
         findings = launcher.check(plan)
@@ -341,16 +342,9 @@ def _describe_place(role: RolePlan) -> str:
 def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
     """Return the options as the launcher reads them."""
     from strop.cli.arguments import to_flags
-    from strop.errors import ConfigError
     from strop.launch.build_request import SubmitOptions
     from strop.launch.environment import EnvironmentFlags
 
-    if not args.requeue and args.max_requeue:
-        raise ConfigError(
-            f"--no-requeue and --max-requeue {args.max_requeue} contradict each other",
-            allowed="one of them",
-            next_step="remove the other one",
-        )
     if args.job_name is not None and "{stem}" in args.job_name:
         stem = "".join(one if one.isalnum() else "-" for one in Path(args.run_file).stem.lower())
         args = replace(args, job_name=args.job_name.replace("{stem}", stem.strip("-")[:36] or "run"))
@@ -426,33 +420,23 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     output.give(f"  strop cancel   {name}")
 
 
-class Alias(TyperCommand):
-    """Another name of `strop submit`, with other defaults."""
-
-    defaults: ClassVar[Mapping[str, str]]
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of `strop submit`, which then runs."""
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cls=SubmitCommand)(submit)
-        command = typer.main.get_command(alone)
-        return command.make_context(info_name, args, parent, default_map=dict(self.defaults), **extra)
-
-
-def alias(**defaults: str) -> type[Alias]:
-    """Return the class of a command that is `strop submit` with these defaults."""
-    return type("Alias", (Alias,), {"defaults": defaults})
+def check() -> None:
+    """Check what would stop a job on a site, read-only: names, rights, images, disk space."""
 
 
 slurm_commands = typer.Typer(no_args_is_help=True, help="Other names of `strop submit --on slurm`.")
 
 
-@slurm_commands.command("sft", cls=alias(on="slurm", command="sft", job_name="{stem}-sft"))
+@slurm_commands.command(
+    "sft", cls=alias(submit, SubmitCommand, on="slurm", command="sft", job_name="{stem}-sft")
+)
 def slurm_sft() -> None:
     """Submit an SFT run to a SLURM cluster."""
 
 
-@slurm_commands.command("rl", cls=alias(on="slurm", command="train", job_name="{stem}-rl"))
+@slurm_commands.command(
+    "rl", cls=alias(submit, SubmitCommand, on="slurm", command="train", job_name="{stem}-rl")
+)
 def slurm_rl() -> None:
     """Submit an RL run to a SLURM cluster."""
 
@@ -460,7 +444,7 @@ def slurm_rl() -> None:
 sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
 
 
-@sagemaker_commands.command("submit", cls=alias(on="sagemaker"))
+@sagemaker_commands.command("submit", cls=alias(submit, SubmitCommand, on="sagemaker"))
 def sagemaker_submit() -> None:
     """Submit a run to SageMaker: another name of `strop submit --on sagemaker`."""
 

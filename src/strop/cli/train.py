@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
-    """What `strop train` and `strop sft` take."""
+    """What `strop train` and its other name `strop sft` take."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -45,29 +45,23 @@ class TrainArguments:
 @takes(TrainArguments)
 def train(context: typer.Context, args: TrainArguments) -> None:
     """Train a model. Repeat the command to resume a run that did not finish."""
-    train_as_given(context.obj, args, is_sft=False)
-
-
-@takes(TrainArguments)
-def sft(context: typer.Context, args: TrainArguments) -> None:
-    """Fine-tune a model on demonstrations alone (train.terms = "sft"); all else as in `strop train`."""
-    train_as_given(context.obj, args, is_sft=True)
-
-
-def train_as_given(output: Output, args: TrainArguments, *, is_sft: bool) -> None:
-    """Read the run file and train. `is_sft`: refuse a run that does not imitate alone."""
     from strop.cli.arguments import to_flags
     from strop.spec import load_spec
     from strop.spec.reader import require_sft
 
+    output: Output = context.obj
     resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
-    if is_sft:
+    if context.info_name == "sft":
         require_sft(resolved)
     for conflict in resolved.conflicts:
         output.say(str(conflict))
     if args.from_uri is not None:
         resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
     run_to_end(output, resolved, is_new=args.new)
+
+
+def sft() -> None:
+    """Fine-tune a model on demonstrations alone (train.terms = "sft"); all else as in `strop train`."""
 
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:

@@ -39,7 +39,7 @@ from strop.launch.evaluating import (
     refuse_unreachable,
 )
 from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
-from strop.launch.options import Site, SiteOptions
+from strop.launch.options import Site, SiteOptions, read_site_words
 from strop.launch.serving import (
     SERVE,
     ServiceOptions,
@@ -114,7 +114,11 @@ def read_request(
             next_step="correct it, or leave it out for the current folder",
         )
     site = find_site(options.site, project_path, environ)
-    flags, given = site.profile.read_flags(options.flags)
+    overrides, of_site = read_site_words(options.overrides)
+    options = replace(options, overrides=tuple(overrides))
+    flags, given = site.profile.read_flags([*options.flags, *of_site])
+    own, given = site.profile.with_own(given)
+    site = replace(site, profile=own)
     python = site.profile.python or sys.executable
     profile = site.profile.with_options(given)
     notice = None
@@ -142,7 +146,8 @@ def read_request(
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
         roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
-        roles = service_roles(resolved.spec, python, site.name, options.service)
+        words = [f"{flag.name}={flag.value}" for flag in of_site]
+        roles = service_roles(resolved.spec, python, site.name, options.service, words)
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)

@@ -1,9 +1,9 @@
 """What a site is, and what one job may ask of it: the base of every backend's options.
 
 A backend has one model, in `launch/<backend>/options.py`, and everything about its options is made from it:
-the keys of a site profile (`sites`), what `strop explain sites` says, and, of each field with a `CliFlag`,
-an option of `strop submit`. Its methods and class variables are what the launcher asks of a backend that it
-has not opened. Models import pydantic alone.
+the keys of a site profile (`sites`), what `strop explain sites` says, the words `site.KEY=VALUE` that set one
+of them for one job, and, of each field with a `CliFlag`, an option of `strop submit`. Its methods and class
+variables are what the launcher asks of a backend that it has not opened. Models import pydantic alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pydantic import Field, ValidationError
 from strop.errors import ConfigError
 from strop.hardware.visible_devices import count_gpus
 from strop.spec.base import Section
-from strop.spec.display import show_value
+from strop.spec.display import NULL_WORD, show_text, show_value
 from strop.spec.job import JobSpec
 from strop.spec.reader import Flag
+from strop.spec.sources import join_words, parse_override
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
@@ -31,6 +32,7 @@ IMAGE_FLAGS = ("--image", "--container-image")
 DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]
+SITE_PREFIX = "site."
 _GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus", "job.eval_gpus")
 
 
@@ -41,7 +43,7 @@ def split_at_commas(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CliFlag:
-    """Marks a field that an option of `strop submit` sets for one job.
+    """Marks a field that is set so often for one job that `strop submit` has an option for it.
 
     A field with `exclude=True` belongs to one job alone: no profile has it, and no record of a profile.
     """
@@ -51,6 +53,10 @@ class CliFlag:
     metavar: str | None = None
     is_switch: bool = False
     """Whether a bool can only be switched on: `--build`, without `--no-build`."""
+
+
+class ByLauncher:
+    """Marks a field that the launcher fills in and nobody gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,22 +141,47 @@ class SiteOptions(Section):
         }
 
     @classmethod
+    def settable(cls) -> dict[str, str]:
+        """Return how each field is given for one job: its option, else `site.FIELD`."""
+        flags = cls.flags()
+        return {
+            name: flags[name].names[0] if name in flags else f"{SITE_PREFIX}{name}"
+            for name, info in cls.model_fields.items()
+            if name != "backend" and not any(mark is ByLauncher for mark in info.metadata)
+        }
+
+    @classmethod
     def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
         """Split a submission's flags into settings of the run file and options of this backend, by field.
 
-        A flag that is both is the backend's.
+        A flag that is both is the backend's. `site.FIELD` is the name of a flag for every field.
 
-        Raises: ConfigError for a flag of another backend, and for a list of GPUs where only their number can
-            be chosen.
+        Raises: ConfigError for a flag of another backend, for a field that is given twice, and for a list of
+            GPUs where only their number can be chosen.
         """
         fields = {name: field for field, mark in cls.flags().items() for name in mark.names}
-        options = {fields[flag.name]: flag.value for flag in flags if flag.name in fields}
-        settings = tuple(flag for flag in flags if flag.name not in fields)
+        of_site = {f"{SITE_PREFIX}{field}": field for field in cls.settable()}
+        options: dict[str, Any] = {}
+        for flag in flags:
+            field, value = (fields | of_site).get(flag.name), flag.value
+            if flag.name.startswith(SITE_PREFIX):
+                if field is None:
+                    raise unknown_key(
+                        f"{flag.name} is no setting of backend {cls.kind()}", flag.name, of_site
+                    )
+                value = cls._read_word(field, flag)
+            if field is not None and options.setdefault(field, value) != value:
+                raise ConfigError(
+                    f"{flag.name}={show_value(value)}, and {show_value(options[field])} is given for it too",
+                    allowed="one value per setting",
+                    next_step="remove one of the two",
+                )
+        settings = tuple(flag for flag in flags if flag.name not in fields | of_site)
         foreign = [flag.name for flag in settings if not flag.key]
         if foreign:
             raise ConfigError(
                 f"{', '.join(foreign)} given for a site of backend {cls.kind()}, which has no such option",
-                allowed=", ".join(sorted(fields)) or f"no option of its own: {cls.kind()} has none",
+                allowed=", ".join([*sorted(fields), f"{SITE_PREFIX}KEY=VALUE"]),
                 next_step=f"leave {foreign[0]} out, or name another site with --on",
             )
         for flag in settings:
@@ -162,21 +193,47 @@ class SiteOptions(Section):
                 )
         return settings, options
 
+    @classmethod
+    def _read_word(cls, field: str, flag: Flag) -> Any:
+        """Return the value of a word `site.KEY=VALUE`, whose text may be a number where a text is wanted."""
+        _, value = parse_override(f"{flag.name}={flag.value}")
+        annotation = cls.model_fields[field].annotation
+        return (
+            value if isinstance(value, str) or str not in {annotation, *get_args(annotation)} else flag.value
+        )
+
+    def with_own(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Return this profile with what one job has instead of its settings, and the job's other options.
+
+        An option that `strop submit` names, or that no profile has, stays one. Raises: as `with_options`.
+        """
+        kept = {
+            name for name, info in type(self).model_fields.items() if info.exclude or name in self.flags()
+        }
+        own = {
+            name: None if value == NULL_WORD else value for name, value in options.items() if name not in kept
+        }
+        return self._changed(own), {name: value for name, value in options.items() if name in kept}
+
     def with_options(self, options: Mapping[str, Any]) -> Self:
         """Return what holds for one job: this profile, and over it the job's options by field.
 
         Raises: ConfigError for an option that this backend does not have, or a value that it cannot take.
         """
-        given = {name: value for name, value in options.items() if value is not None}
+        return self._changed({name: value for name, value in options.items() if value is not None})
+
+    def _changed(self, given: Mapping[str, Any]) -> Self:
         unknown = sorted(given.keys() - type(self).model_fields.keys())
         if unknown:
-            raise unknown_key(f"{unknown[0]} is no option of backend {self.kind()}", unknown[0], self.flags())
+            raise unknown_key(
+                f"{unknown[0]} is no option of backend {self.kind()}", unknown[0], self.settable()
+            )
         try:
-            return type(self).model_validate(self.model_dump() | given)
+            return type(self).model_validate(self.model_dump() | dict(given))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
-            shown = self.flags()[name].names[0] if name in self.flags() else name
+            shown = self.settable().get(name, name)
             raise ConfigError(
                 f"{shown}={show_value(given.get(name))} is not allowed: {first['msg']}",
                 allowed=type(self).model_fields[name].description or "a value of another kind",
@@ -237,6 +294,27 @@ def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
             next_step="choose others, or give the roles other shares (job.gpus, job.train_gpus, ...)",
         )
     return ()
+
+
+def read_site_words(words: Sequence[str]) -> tuple[list[str], tuple[Flag, ...]]:
+    """Split words `key=value` into settings of the run file and, as flags, those of the site.
+
+    Raises: ConfigError for a word that is none, and for a table's key, as site.env.NAME=VALUE.
+    """
+    rest, flags = [], []
+    for word in join_words(words):
+        if not word.startswith(SITE_PREFIX):
+            rest.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if not equals or name.count(".") != 1:
+            raise ConfigError(
+                f"override {show_text(word)} is not understood",
+                allowed='site.KEY=VALUE; a table as a whole, as site.env={NAME = "value"}',
+                next_step="correct it; `strop explain sites` lists the settings of sites",
+            )
+        flags.append(Flag(key="", name=name.strip(), value=value.strip()))
+    return rest, tuple(flags)
 
 
 def unknown_key(given: str, name: str, names: Collection[str]) -> ConfigError:

@@ -7,17 +7,25 @@ has not come yet.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
+import os
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import StropError
+from strop.errors import EXIT_DONE, StropError
+from strop.launch.backends import open_backend
+from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.contract import JobRef, JobRequest
 from strop.launch.launcher import Launcher
+from strop.launch.serving import SERVE, ServiceOptions, joining_request
 from strop.runtime.contract import NODE_KEY_HEADER
 from strop.runtime.service_dir import ServiceDir
 
@@ -192,7 +200,54 @@ class Pool:
         return nodes
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Submit and end jobs until SIGTERM; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m strop.launch.pool", description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="the service's folder")
+    parser.add_argument("--on", required=True, help="the site that gets the jobs")
+    parser.add_argument("--max-jobs", type=int, required=True)
+    parser.add_argument("--words", default="", help="options of the added node agents, as a shell would")
+    parser.add_argument("--idle", type=float, default=PoolLimits.idle_s, help="seconds")
+    parser.add_argument("settings", nargs="*", help="what each job asks for, key=value")
+    given = parser.parse_args(arguments)
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    folder, service = ServiceDir(given.dir), ServiceOptions(words=tuple(shlex.split(given.words)))
+
+    def make(number: int) -> JobRequest:
+        home = folder.path.parent / "pool" / str(number)
+        options = SubmitOptions(
+            site=given.on,
+            command=SERVE,
+            overrides=(*given.settings, f"output.dir={home}"),
+            has_snapshot=False,
+            service=service,
+        )
+        request = read_request("", options, environ=os.environ, now=time.time())
+        return joining_request(request, folder.path, service)
+
+    try:
+        pool = Pool(
+            folder=folder,
+            launcher=Launcher(open_backend(make(0).site)),
+            limits=PoolLimits(max_jobs=given.max_jobs, idle_s=given.idle),
+            make_request=make,
+            say=say,
+        )
+        asyncio.run(pool.run())
+    except StropError as error:
+        say(f"strop: {error}")
+        return error.exit_code
+    return EXIT_DONE
+
+
 async def _wait_until(event: asyncio.Event, limit_s: float) -> None:
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({waiting}, timeout=limit_s)
     waiting.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,8 +70,13 @@ def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> Resolved
     return resolved
 
 
-def service_roles(spec: RunSpec, python: str, site: str, options: ServiceOptions) -> list[RolePlan]:
-    """Return the processes of a service: a node agent on each node, the controller on the first."""
+def service_roles(
+    spec: RunSpec, python: str, site: str, options: ServiceOptions, of_site: Sequence[str] = ()
+) -> list[RolePlan]:
+    """Return the processes of a service: a node agent on each node, the controller on the first.
+
+    `of_site`: words `site.KEY=VALUE` of its job, which those of its pool have too.
+    """
     argv = serve_argv(python, FOLDER, "--node", "{node}/0", *options.words)
     roles = [RolePlan(name=RUNTIME, argv=argv)]
     if spec.job.nodes > 1:
@@ -80,9 +85,10 @@ def service_roles(spec: RunSpec, python: str, site: str, options: ServiceOptions
             RolePlan(name="sandboxes", argv=argv, nodes="others", must_succeed=False, may_be_lost=True)
         )
     if options.max_jobs:
-        pool = (python, "-m", "strop.cli", "runtime", "pool", "--dir", FOLDER, "--on", site)
+        pool = (python, "-m", "strop.launch.pool", "--dir", FOLDER, "--on", site)
         more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
-        roles.append(RolePlan(name=POOL, argv=(*pool, *more, *_node_settings(spec)), must_succeed=False))
+        settings = (*_node_settings(spec), *of_site)
+        roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), must_succeed=False))
     return roles
 
 

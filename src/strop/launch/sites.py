@@ -143,11 +143,11 @@ def _refuse_entries(
             )
         info = section.model_fields.get(path[0])
         if info is not None and info.exclude:
-            flag = section.flags().get(path[0])
+            given = section.settable().get(path[0])
             raise ConfigError(
                 f"{shown} is set per job, not in a profile",
                 allowed="what holds for every job of the site",
-                next_step=f"remove it, and give {flag.names[0]} to `strop submit`" if flag else "remove it",
+                next_step=f"remove it, and give {given} to `strop submit`" if given else "remove it",
             )
 
 
@@ -176,14 +176,14 @@ def explain_site(path: KeyPath) -> Explanation:
         (SITES_TABLE, backend, name): info
         for backend, section in BACKENDS.items()
         for name, info in section.model_fields.items()
-        if not info.exclude or name in section.flags()
+        if name == "backend" or name in section.settable()
     }
     if path in found:
-        info, flag = found[path], BACKENDS[path[1]].flags().get(path[2])
+        info, given = found[path], BACKENDS[path[1]].settable().get(path[2])
         text = info.description or ""
-        if flag is not None:
+        if given is not None:
             how = "Set per job, not in a profile" if info.exclude else "Override for one job"
-            text += f" {how}: `strop submit {flag.names[0]}`."
+            text += f" {how}: `strop submit {given}{'' if given.startswith('--') else '=VALUE'}`."
         known = describe_settings((Setting(path=path, variant=None, info=info),))
         return replace(known, description=text)
     inside = [dotted(one) for one in found if one[: len(path)] == path]

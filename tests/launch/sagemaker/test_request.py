@@ -192,7 +192,7 @@ def test_a_telling_prefix_is_noticed() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a dotted name", {"job_name": "qwen3-1.7B"}, "job name='qwen3-1.7B' .* no dot"),
     ("64 characters", {"job_name": "a" * 64}, r"\(64 characters\)"),
-    ("a long prefix", {"name_prefix": "a" * 48}, "--name-prefix='a{48}' is not allowed: .* at most 47"),
+    ("a long prefix", {"name_prefix": "a" * 48}, "site.name_prefix='a{48}' is not allowed: .* at most 47"),
     ("an underscore", {"name_prefix": "a_b"}, "name_prefix='a_b'"),
     ("no instance type", {"instance_type": "ml.none.large"}, "ResourceConfig.InstanceType='ml.none.large'"),
     (
@@ -215,10 +215,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a bad length of time",
         {"max_runtime": "soon"},
-        "--max-runtime='soon' is not allowed.*90s, 30m, 2h, 5d",
+        "site.max_runtime='soon' is not allowed.*90s, 30m, 2h, 5d",
     ),
     ("spot and a warm pool", {"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
-    ("a warm pool too long", {"keep_alive_s": 21_601}, "--keep-alive=21601 is not allowed: .* 21600"),
+    ("a warm pool too long", {"keep_alive_s": 21_601}, "site.keep_alive_s=21601 is not allowed: .* 21600"),
     ("60 tags", {"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
     ("an unknown option", {"partition": "gpu"}, "partition is no option of backend sagemaker"),
     ("no role", {"profile": {"role": None}}, "has no role: the role that the job acts with"),

@@ -116,10 +116,10 @@ def grow_and_shrink(client: RuntimeClient, folder: ServiceDir, site: LoginNode) 
     """Ask for more than both nodes hold, which are one core each, promised four times."""
     nodes = wait_for(client.nodes, lambda found: sum(node["is_open"] for node in found) == 2)
     own = {node["node_id"]: node["job_id"] for node in nodes}
-    words = ["runtime", "pool", "--dir", str(folder.path), "--on", "cluster"]
+    words = ["--dir", str(folder.path), "--on", "cluster"]
     words += ["--max-jobs", "1", "--idle", "1", "--words", "--backend bubblewrap"]
     words += ["name=pool", "job.cpus=1", "job.time_limit=15m"]
-    pool = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], cwd=site.root)
+    pool = subprocess.Popen([sys.executable, "-m", "strop.launch.pool", *words], cwd=site.root)
     try:
         late, num_asked = client.session("s0"), 0
         # Until both are full, and one waits for a node that there is not yet.

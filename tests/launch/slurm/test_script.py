@@ -132,9 +132,9 @@ def test_a_home_with_a_line_break_comes_through_the_shell(tmp_path: Path) -> Non
         ({"options": {"array": 3}}, "without a sweep"),
         (
             {"options": {"array": 0}, "sweep": ((), ())},
-            "--array=0 is not allowed: .* greater than or equal to 1",
+            "site.array=0 is not allowed: .* greater than or equal to 1",
         ),
-        ({"options": {"array": "some"}, "sweep": ((), ())}, "--array='some'"),
+        ({"options": {"array": "some"}, "sweep": ((), ())}, "site.array='some'"),
         (
             {"options": {"partition": ""}},
             "--partition='' is not allowed.*Allowed: Partition of the main part",

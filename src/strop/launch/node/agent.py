@@ -293,7 +293,7 @@ def check_node(
                 raise CheckRefused(
                     f"node {shown} of {num_nodes} has not begun within {ARRIVAL_LIMIT_S:.0f} s",
                     allowed="all nodes of a job, at about the same time",
-                    next_step="look for them in the scheduler's log; leave a bad one out with --exclude",
+                    next_step="look for them in the scheduler's log; leave a bad one out (site.exclude)",
                 )
             time.sleep(0.2)
         names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(num_nodes))

@@ -309,7 +309,7 @@ class SageMakerBackend:
         raise CheckRefused(
             f"the names {job['name']} and {name} are taken in this account and region",
             allowed="a name of its own for each job",
-            next_step="submit again in a second, or with another --name-prefix",
+            next_step="submit again in a second, or with another site.name_prefix",
         )
 
     def _to_ref(self, plan: JobPlan, accepted: list[dict[str, Any]], image: str) -> JobRef:

@@ -19,6 +19,7 @@ from strop.errors import ConfigError
 from strop.launch.options import (
     IMAGE_FLAGS,
     KIND_HELP,
+    ByLauncher,
     CliFlag,
     DeviceGrant,
     NodeHardware,
@@ -85,13 +86,11 @@ class SageMakerSite(SiteOptions):
     cpu_instance_type: str = Field(
         default="ml.m5.4xlarge", description="Instance type of the nodes without GPUs, where a job has some."
     )
-    volume_gb: Annotated[int, CliFlag()] = Field(
-        default=100, ge=1, description="Volume size per instance, GB."
-    )
-    max_runtime: Annotated[str, CliFlag()] = Field(
+    volume_gb: int = Field(default=100, ge=1, description="Volume size per instance, GB.")
+    max_runtime: str = Field(
         default="5d", pattern=DURATION_PATTERN, description=f"Wall time of a job: {DURATION_HELP}."
     )
-    max_wait: Annotated[str | None, CliFlag()] = Field(
+    max_wait: str | None = Field(
         default=None,
         pattern=DURATION_PATTERN,
         description="Limit on wall time plus waiting for spot instances. none = twice the wall time, where"
@@ -105,19 +104,15 @@ class SageMakerSite(SiteOptions):
         description="How often the platform starts a job again after an error of its own. Both time limits"
         " then hold for all starts together.",
     )
-    keep_alive_s: Annotated[int | None, CliFlag(("--keep-alive",))] = Field(
+    keep_alive_s: int | None = Field(
         default=None, ge=0, le=21600, description="Keep-alive of the warm pool, seconds."
     )
     subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
     security_groups: tuple[str, ...] = Field(default=(), strict=False, description="Security groups.")
-    network_isolation: Annotated[bool, CliFlag()] = Field(
-        default=False, description="Isolate jobs from all networks."
-    )
+    network_isolation: bool = Field(default=False, description="Isolate jobs from all networks.")
     encrypt_traffic: bool = Field(default=False, description="Encrypt traffic between instances.")
     kms_key: str | None = Field(default=None, min_length=1, description="Key for volumes and outputs.")
-    name_prefix: Annotated[str, CliFlag()] = Field(
-        default="job", max_length=47, description="Prefix of job names; neutral."
-    )
+    name_prefix: str = Field(default="job", max_length=47, description="Prefix of job names; neutral.")
     job_log: str = Field(default="docs/job_log.md", description="Where submitted jobs are listed.")
     secret_arns: dict[str, str] = Field(
         default_factory=dict,
@@ -129,29 +124,23 @@ class SageMakerSite(SiteOptions):
     job_name: Annotated[str | None, CliFlag()] = Field(
         default=None, exclude=True, description="Name of the training job. none = prefix and time."
     )
-    image_tag: Annotated[str | None, CliFlag()] = Field(
+    image_tag: str | None = Field(
         default=None, exclude=True, description="Image tag in the site's repository. none = this version's."
     )
-    description: Annotated[str | None, CliFlag()] = Field(
+    description: str | None = Field(
         default=None, exclude=True, description="Description in the local job log; never sent to AWS."
     )
-    vpc: Annotated[bool, CliFlag()] = Field(
-        default=True, exclude=True, description="Use the site's subnets and security groups."
-    )
-    entrypoint: Annotated[tuple[str, ...] | None, BeforeValidator(_split_words), CliFlag(metavar="WORDS")] = (
-        Field(
-            default=None,
-            strict=False,
-            exclude=True,
-            description="Entry point instead of strop's, split as a shell would.",
-        )
+    vpc: bool = Field(default=True, exclude=True, description="Use the site's subnets and security groups.")
+    entrypoint: Annotated[tuple[str, ...] | None, BeforeValidator(_split_words)] = Field(
+        default=None,
+        strict=False,
+        exclude=True,
+        description="Entry point instead of strop's, split as a shell would.",
     )
     build: Annotated[bool, CliFlag(is_switch=True)] = Field(
         default=False, exclude=True, description="Build the image from this environment."
     )
-    no_cache: Annotated[bool, CliFlag(is_switch=True)] = Field(
-        default=False, exclude=True, description="With --build: rebuild all layers."
-    )
+    no_cache: bool = Field(default=False, exclude=True, description="With --build: rebuild all layers.")
     push: Annotated[bool, CliFlag(is_switch=True)] = Field(
         default=False, exclude=True, description="Push the image; the job uses its digest."
     )
@@ -161,14 +150,16 @@ class SageMakerSite(SiteOptions):
         description="Run the job on this machine as the platform would, and with --gpus 0,1 on these GPUs;"
         " submit nothing.",
     )
-    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas)] = Field(
+    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas), ByLauncher] = Field(
         default=(), strict=False, exclude=True, description="GPUs of this machine, with --local."
     )
-    run_key: str | None = Field(
+    run_key: Annotated[str | None, ByLauncher] = Field(
         default=None, exclude=True, description="Key of the run whose state the job goes on from."
     )
-    parent: str | None = Field(default=None, exclude=True, description="The job that this one goes on from.")
-    assets: tuple[str, ...] = Field(
+    parent: Annotated[str | None, ByLauncher] = Field(
+        default=None, exclude=True, description="The job that this one goes on from."
+    )
+    assets: Annotated[tuple[str, ...], ByLauncher] = Field(
         default=(),
         strict=False,
         exclude=True,
@@ -214,7 +205,7 @@ class SageMakerSite(SiteOptions):
         )
         for first, second in _EXCLUSIVE:
             if options.get(first) and options.get(second):
-                one, other = (cls.flags()[name].names[0] for name in (first, second))
+                one, other = cls.settable()[first], cls.settable()[second]
                 raise ConfigError(
                     f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
                 )

@@ -29,22 +29,14 @@ class SlurmSite(SiteOptions):
         min_length=1,
         description="Account to charge. none = SBATCH_ACCOUNT, then SLURM_ACCOUNT, then the site's default.",
     )
-    qos: Annotated[str | None, CliFlag()] = Field(
-        default=None, min_length=1, description="Quality of service."
-    )
-    constraint: Annotated[str | None, CliFlag()] = Field(
-        default=None, min_length=1, description="Features that nodes must have."
-    )
-    reservation: Annotated[str | None, CliFlag()] = Field(
-        default=None, min_length=1, description="Reservation to run in."
-    )
-    nodelist: Annotated[str | None, CliFlag()] = Field(
+    qos: str | None = Field(default=None, min_length=1, description="Quality of service.")
+    constraint: str | None = Field(default=None, min_length=1, description="Features that nodes must have.")
+    reservation: str | None = Field(default=None, min_length=1, description="Reservation to run in.")
+    nodelist: str | None = Field(
         default=None, min_length=1, description="Nodes that must be among the job's."
     )
-    exclude: Annotated[str | None, CliFlag()] = Field(
-        default=None, min_length=1, description="Nodes to exclude."
-    )
-    gpu_type: Annotated[str | None, CliFlag()] = Field(
+    exclude: str | None = Field(default=None, min_length=1, description="Nodes to exclude.")
+    gpu_type: str | None = Field(
         default=None, min_length=1, description="GPU type in the request, as in gpu:TYPE:4."
     )
     time_limit: str | None = Field(
@@ -73,13 +65,13 @@ class SlurmSite(SiteOptions):
         description="Folders to show inside besides the job's: SOURCE or SOURCE:TARGET[:ro].",
     )
     sbatch_args: tuple[str, ...] = Field(default=(), strict=False, description="Further options of sbatch.")
-    dependency: Annotated[str | None, CliFlag()] = Field(
+    dependency: str | None = Field(
         default=None, min_length=1, exclude=True, description="Job dependency, such as afterok:123."
     )
-    comment: Annotated[str | None, CliFlag()] = Field(
+    comment: str | None = Field(
         default=None, min_length=1, exclude=True, description="Job comment, behind strop's own."
     )
-    array: Annotated[int | None, CliFlag()] = Field(
+    array: int | None = Field(
         default=None, ge=1, exclude=True, description="Max trials of a sweep that run at once."
     )
 

@@ -23,28 +23,28 @@ from strop.spec.job import format_duration
 
 # Options that the launcher decides itself, and strop's own option to use instead, if there is one.
 _OWNED_ARGS = {
-    "--array": "a sweep, and --array for its limit",
+    "--array": "a sweep, and site.array for its limit",
     "--chdir": "--output-dir",
-    "--comment": "--comment",
-    "--dependency": "--dependency",
+    "--comment": "site.comment",
+    "--dependency": "site.dependency",
     "--error": "--output-dir",
-    "--exclude": "--exclude",
+    "--exclude": "site.exclude",
     "--export": "env in the site profile",
     "--export-file": "env in the site profile",
     "--gpus": "--gpus",
     "--gpus-per-node": "--gpus",
-    "--gres": "--gpus and --gpu-type",
+    "--gres": "--gpus and site.gpu_type",
     "--job-name": "--job-name",
     "--mem": "--mem",
     "--nodes": "--nodes",
     "--ntasks": "--nodes",
     "--ntasks-per-node": "--nodes",
-    "--no-requeue": "--no-requeue",
+    "--no-requeue": "job.max_requeue=0",
     "--open-mode": "",
     "--output": "--output-dir",
     "--parsable": "",
-    "--requeue": "--requeue",
-    "--signal": "--grace, and signal in the site profile",
+    "--requeue": "job.max_requeue",
+    "--signal": "job.grace_s, and signal in the site profile",
     "--test-only": "strop check",
     "--time": "--time",
     "--wait": "",
@@ -123,7 +123,7 @@ def read_array(plan: JobPlan, options: SlurmSite) -> str | None:
         return (f"{first}-{last}" if is_range else ",".join(map(str, trials))) + limit
     if limit:
         raise _refusal(
-            f"--array {options.array} without a sweep", "a sweep of two or more runs", "leave it out"
+            f"site.array={options.array} without a sweep", "a sweep of two or more runs", "leave it out"
         )
     return None
 
