@@ -128,6 +128,6 @@ def test_a_job_is_fetched_while_it_runs(place: Path, run: Run) -> None:
         home / "checkpoints" / "step-000006"
     )
     assert run("fetch", "followed", "--to", "copy", "--follow").code == 1
-    assert run("fetch", "followed", "--to", "other", "--follow", "--step", 2).code == 2
+    assert run("fetch", "followed", "--to", "other", "--follow", "--only", 2).code == 2
     shown = run("status", "followed", "--gpus")
     assert "no running job has told what its GPUs do" in shown.err

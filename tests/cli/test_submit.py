@@ -166,9 +166,9 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (
         ("fetch", "nope", "--to", "x", "--only", "some"),
         2,
-        ("--only 'some'", "all, traces, checkpoints, latest"),
+        ("--only 'some'", "all, traces, checkpoints, latest, or a step's number"),
     ),
-    (("fetch", "nope", "--to", "x", "--step", "4", "--only", "latest"), 2, ("--step 4 together with",)),
+    (("fetch", "nope", "--to", "x", "--only", "4", "--follow"), 2, ("--only 4 together with",)),
     (("drill", "nope"), 2, ("'nope' names no job",)),
     (("drill", "nope", "--steps", "0"), 2, ("'--steps'",)),
 ]
@@ -365,7 +365,7 @@ def test_a_refused_job_is_told_by_the_schedulers_words(here: World, run: Run) ->
     here.backend.refusal = "sbatch: error: Invalid qos"
     ended = run("submit", "run.toml")
     assert (ended.code, ended.err.splitlines()[-1]) == (76, "strop: sbatch: error: Invalid qos")
-    ended = run("status", "run", "--root", here.runs)
+    ended = run("status", here.runs / "run")
     assert ended.code == 1
     assert "was not submitted: sbatch: error: Invalid qos" in ended.err
     assert "submit it again" in ended.err
@@ -447,14 +447,14 @@ def test_logs_that_are_not_there_name_the_place(run: Run, job: JobRef, words: tu
 
 @pytest.mark.parametrize("command", ["logs", "cancel", "drill"])
 def test_a_trial_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
-    ended = run(command, job.job_id, "--trial", "5")
+    ended = run(command, f"{job.job_id}/members/5")
     assert (ended.code, ended.out) == (2, "")
     assert "job fake-1 has no trial 5" in ended.err
     assert here.backend.count("stop") + here.backend.count("preempt") == 0
 
 
 def test_fetch_of_a_trial_that_is_not_there_is_refused(here: World, run: Run, job: JobRef) -> None:
-    assert run("fetch", job.job_id, "--to", here.folder / "home", "--trial", "5").code == 2
+    assert run("fetch", f"{job.job_id}/members/5", "--to", here.folder / "home").code == 2
     assert not (here.folder / "home").exists()
 
 
@@ -487,10 +487,10 @@ def test_fetch_brings_the_run(here: World, run: Run, job: JobRef) -> None:
     assert "checkpoints 4" in ended.out
     assert (here.project / "home it's" / "checkpoints" / "step-000004" / "weights").read_text() == "w"
     assert run("fetch", job.job_id, "--to", "home it's").code == 1
-    ended = run("fetch", job.job_id, "--to", "one", "--step", "4")
+    ended = run("fetch", job.job_id, "--to", "one", "--only", "4")
     assert ended.code == 0, ended.err
     assert [path.name for path in (here.project / "one").iterdir()] == ["checkpoints"]
-    ended = run("fetch", job.job_id, "--to", "other", "--step", "5")
+    ended = run("fetch", job.job_id, "--to", "other", "--only", "5")
     assert ended.code == 1
     assert "no complete checkpoint of step 5. Allowed: one of its steps: 4" in ended.err
 
@@ -534,6 +534,8 @@ def test_a_sweep_is_one_job_of_many_trials(here: World, run: Run) -> None:
     told = json.loads(run("status", "run", "--json").out)
     assert [one["trial"] for one in told] == [0, 1, 2, 3]
     assert "run[3]" in run("status", "run").out
+    (one,) = json.loads(run("status", "run/members/2", "--json").out)
+    assert one["trial"] == 2
     assert here.backend.count("submit") == 1
 
 

@@ -41,6 +41,11 @@ def test_a_job_is_found_by_whatever_names_it(world: World, three: list[JobRef]) 
     # A name is the newest job of that name; a beginning has to be of one job alone.
     assert found(world, "run") == second.home
     assert found(world, "oth") == other.home
+    # In a folder that is named, there alone, and without the list.
+    index_path(world.environ).unlink()
+    assert found(world, f"{world.runs}/oth") == other.home
+    with pytest.raises(ConfigError, match="/absent/oth' names no job"):
+        found(world, f"{world.runs}/absent/oth")
 
 
 def test_a_job_is_found_by_the_names_of_its_trials_and_by_those_it_had(world: World) -> None:

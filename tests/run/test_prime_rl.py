@@ -202,21 +202,24 @@ def test_files_of_the_roles_and_what_they_extend(tmp_path: Path, capsys: pytest.
     inference = write(tmp_path, "infer.toml", "[parallel]\ntp = 2\n[model]\nmax_model_len = 8192\n")
     words = ["--trainer", str(trainer), "--orchestrator", str(orchestrator), "--inference", str(inference)]
     out = tmp_path / "run.toml"
-    options = ["--train-gpus", "2", "--infer-gpus", "4", "--job-name", "Stage 1", "--output-dir", "x"]
-    assert main(["import", "prime-rl", *words, *options, "--cpus-per-gpu", "6", "--out", str(out)]) == 0
+    settings = ["job.train_gpus=2", "job.infer_gpus=4", "name=Stage 1", "output.dir=x", "optimizer.lr=1e-7"]
+    assert main(["import", "prime-rl", *words, *settings, "job.cpus_per_gpu=6", "--out", str(out)]) == 0
     spec = load_spec(out).spec
     assert (spec.name, spec.model.uri, spec.train.steps) == ("stage-1", "org/base", 500)
     assert (spec.task.name, spec.task.max_reply_tokens) == ("math", 1024)
     assert (spec.train.prompts_per_step, spec.engine.tensor_parallel) == (128, 2)
     assert (spec.job.train_gpus, spec.job.infer_gpus, spec.job.cpus_per_gpu) == (2, 4, 6)
     assert spec.output.dir == str(Path("x").absolute())
+    # A setting that is given wins over the configuration, and the file says so.
+    assert spec.optimizer.lr == 1e-7
+    assert "optimizer.lr: 1e-07 (override) over 1e-06" in out.read_text()
     capsys.readouterr()
     # As the old file of a launcher names devices; and options own the whole group.
     old = 'inference_gpu_ids = [0,1,2]\ntrainer_gpu_ids = [6]\n[[orchestrator.env]]\nid = "gsm8k"\n'
     spec, notices = bring(write(tmp_path, "old.toml", old), capsys)
     assert (spec.job.train_gpus, spec.job.infer_gpus) == (1, 3)
     assert any("trainer_gpu_ids" in one for one in notices)
-    spec, _ = bring(tmp_path / "old.toml", capsys, "--single-gpu", "--out", str(tmp_path / "one.toml"))
+    spec, _ = bring(tmp_path / "old.toml", capsys, "job.single_gpu=true", "--out", str(tmp_path / "one.toml"))
     assert (spec.job.single_gpu, spec.job.train_gpus) == (True, None)
 
 
@@ -273,7 +276,7 @@ def test_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = write(tmp_path, "sft.toml", text)
     assert main(["import", "prime-rl", str(path)]) == 2
     assert "no environment is named" in capsys.readouterr().err
-    spec, notices = bring(path, capsys, "--task", "arithmetic")
+    spec, notices = bring(path, capsys, "task.name=arithmetic")
     assert (spec.train.terms, spec.sft.rows_per_step, spec.sft.train_on) == ("sft", 32, "all")
     assert (spec.sft.source, spec.job.gpus) == (str(tmp_path / "rows.jsonl"), 2)
     assert any(one.startswith("data.name") for one in notices)
@@ -291,13 +294,17 @@ def test_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('toml_files = ["rl.toml"]\n', (), "extends itself"),
         ('toml_files = ["none.toml"]\n', (), "none.toml does not exist"),
         ("max_steps = \n", (), "cannot be read as TOML"),
-        ('max_steps = "many"\n', ("--task", "gsm8k"), "train.steps='many'"),
-        ("max_steps = 3\n", ("--task", "nonsense"), "nonsense"),
-        ("max_steps = 3\n", ("--task", "gsm8k", "--gpus", "2"), "--gpus for a configuration of RL"),
+        ('max_steps = "many"\n', ("task.name=gsm8k",), "train.steps='many'"),
+        ("max_steps = 3\n", ("task.name=nonsense",), "nonsense"),
+        ("max_steps = 3\n", ("task.name=gsm8k", "job.gpus=2"), "job.gpus for a configuration of RL"),
+        ("max_steps = 3\n", ("task.name=gsm8k", "other.toml"), "one CONFIG.toml, not 2"),
+        ("max_steps = 3\n", ("task.name=gsm8k", "train.step=1"), "train.step"),
+        ("max_steps = 3\n", ("task.name=gsm8k", "a..b=1"), "is not understood"),
+        ("max_steps = 3\n", ("task.name=gsm8k", "job.train_gpus=all"), "job.train_gpus='all' is no number"),
         (
             '[data]\nname = "x.jsonl"\n',
-            ("--task", "gsm8k", "--single-gpu"),
-            "--single-gpu for a configuration of",
+            ("task.name=gsm8k", "job.single_gpu=true"),
+            "job.single_gpu for a configuration of SFT",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,25 +22,28 @@ if TYPE_CHECKING:
 
 Reference = Annotated[
     str,
-    typer.Argument(metavar="REF", help="A job's directory or id, or a run's name or unique prefix."),
+    typer.Argument(
+        metavar="REF",
+        help="A job's directory or id, or a run's name or unique prefix. REF/members/I: a trial of a sweep.",
+    ),
 ]
-Trial = Annotated[int | None, typer.Option("--trial", min=0, help="Index of one trial of a sweep.")]
-Root = Annotated[Path, typer.Option(help="Folder of runs.")]
 RUNS = Path("runs")
 
 
-def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
-    """Return the launcher of a job's site, and the job.
+def open_job(reference: str) -> tuple[Launcher, JobRef, int | None]:
+    """Return the launcher of a job's site, the job, and the trial of it that is meant; None: the whole job.
 
     Raises: ConfigError if there is no such job; StoreError if it was never accepted.
     """
     from strop.errors import StoreError
     from strop.launch.backends import backend_of
+    from strop.launch.build_request import TRIALS_FOLDER
     from strop.launch.index import find_job_dir
     from strop.launch.job_dir import REFUSED_NAME, has_ref, job_path_of, read_plan, read_ref
     from strop.launch.launcher import Launcher
 
-    home = find_job_dir(reference, [root], os.environ)
+    of_trial = re.fullmatch(rf"(.+)/{TRIALS_FOLDER}/(\d+)/?", reference)
+    home = find_job_dir(of_trial[1] if of_trial else reference, [RUNS], os.environ)
     job_path = job_path_of(home)
     if not has_ref(home):
         refused = job_path / REFUSED_NAME
@@ -49,7 +53,8 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
             allowed="a job that a scheduler accepted",
             next_step="submit it again: the same command goes on where it stopped",
         )
-    return Launcher(backend_of(read_plan(job_path))), read_ref(job_path)
+    trial = int(of_trial[2]) if of_trial else None
+    return Launcher(backend_of(read_plan(job_path))), read_ref(job_path), trial
 
 
 @brief
@@ -60,7 +65,6 @@ def status(
         bool, typer.Option("--wait", help="Wait for the job to end, as `strop submit --wait` does.")
     ] = False,
     gpus: Annotated[bool, typer.Option("--gpus", help="Show what each GPU of running jobs does.")] = False,
-    root: Root = RUNS,
     json: Json = False,
 ) -> None:
     """Show the status of jobs; without a name, of all your jobs that have not ended."""
@@ -79,18 +83,23 @@ def status(
                 allowed="one job: its exit code is this command's",
                 next_step="name the job, and start the command once for each",
             )
-        launcher, ref = open_job(named[0], root)
+        launcher, ref, _ = open_job(named[0])
         with lasting():
             watch(launcher, Path(ref.home), output.say)
     if references:
-        jobs = [open_job(reference, root) for reference in references]
-        found = [one for launcher, ref in jobs for one in launcher.status([ref])]
+        jobs = [open_job(reference) for reference in references]
+        found = [
+            one
+            for launcher, ref, trial in jobs
+            for one in launcher.status([ref])
+            if trial is None or one.trial == trial
+        ]
     else:
-        found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
+        found = [one for one in list_statuses([RUNS], os.environ) if not one.state.is_terminal]
     if gpus:
         # A job's directory that is damaged has no site to ask.
         found = [one for one in found if one.ref.backend in BACKENDS]
-        show_gpus(output, [open_job(one.ref.home, root)[0] for one in found], found, is_json=json)
+        show_gpus(output, [open_job(one.ref.home)[0] for one in found], found, is_json=json)
     else:
         show_statuses(output, found, is_json=json)
 
@@ -176,14 +185,12 @@ def logs(
     attempt: Annotated[str | None, typer.Option(help="Attempt, by name or number. Default: all.")] = None,
     node: Annotated[int | None, typer.Option(min=0, help="Only this node.")] = None,
     role: Annotated[str | None, typer.Option(help="Only this role, such as train or agent.")] = None,
-    trial: Trial = None,
-    root: Root = RUNS,
 ) -> None:
     """Show the logs of a job's roles; each line names its node and role."""
     from strop.launch.logs import LogFilter
     from strop.view import make_harmless
 
-    launcher, ref = open_job(reference, root)
+    launcher, ref, trial = open_job(reference)
     wanted = LogFilter(attempt=attempt, node=node, role=role)
     for line in launcher.logs(ref, trial or 0, wanted, is_followed=follow):
         print(f"[{line.attempt} {line.node} {line.role}] {make_harmless(line.text)}", flush=True)
@@ -195,14 +202,12 @@ def cancel(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds before remaining processes are killed.")
     ] = 120.0,
-    trial: Trial = None,
-    root: Root = RUNS,
 ) -> None:
     """Cancel a job: ask, wait, kill. Says which of these ended it."""
     from strop.errors import StoreError
 
     output: Output = context.obj
-    launcher, ref = open_job(reference, root)
+    launcher, ref, trial = open_job(reference)
     outcome = launcher.cancel(ref, trial=trial, grace_s=grace)
     for one in outcome.statuses:
         output.give(
@@ -220,16 +225,13 @@ def fetch(
     context: typer.Context,
     reference: Reference,
     to: Annotated[Path, typer.Option(help="Folder to create.")],
-    only: Annotated[str, typer.Option(help="What to fetch: all, traces, checkpoints or latest.")] = "all",
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="Only the checkpoint of this step; an unknown step lists the known ones."),
-    ] = None,
+    only: Annotated[
+        str,
+        typer.Option(help="What to fetch: all, traces, checkpoints, latest, or the step of one checkpoint."),
+    ] = "all",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Fetch what appears until the job ends.")
     ] = False,
-    trial: Trial = None,
-    root: Root = RUNS,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
     from strop.errors import ConfigError
@@ -238,19 +240,18 @@ def fetch(
     from strop.launch.launcher import ASK_EVERY_S, ASK_HERE_EVERY_S, require_trial
 
     output: Output = context.obj
-    if only not in set(Part):
+    step = int(only) if only.isdecimal() else None
+    if step is None and only not in set(Part):
         raise ConfigError(
-            f"--only {only!r} is no part of a run", allowed=", ".join(Part), next_step="choose one of them"
-        )
-    if step is not None and only != Part.ALL:
-        raise ConfigError(
-            f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
+            f"--only {only!r} is no part of a run",
+            allowed=f"{', '.join(Part)}, or a step's number",
+            next_step="choose one of them",
         )
     if step is not None and follow:
         raise ConfigError(
-            f"--step {step} together with --follow", allowed="one of them", next_step="leave one out"
+            f"--only {step} together with --follow", allowed="one of them", next_step="leave one out"
         )
-    launcher, ref = open_job(reference, root)
+    launcher, ref, trial = open_job(reference)
     require_trial(ref, trial)
     part = Part.CHECKPOINTS if step is not None else Part(only)
     record = launcher.backend.open_record(ref, trial or 0)
@@ -281,8 +282,6 @@ def drill(
         Path | None, typer.Option(help="Uninterrupted run of the same spec to compare with.")
     ] = None,
     restart_limit: Annotated[float, typer.Option(min=1, help="Max seconds for a restart.")] = 600.0,
-    trial: Trial = None,
-    root: Root = RUNS,
     json: Json = False,
 ) -> None:
     """Preempt a running job with the real signal, and prove that it resumes as it was."""
@@ -292,7 +291,7 @@ def drill(
     from strop.launch.drill import drill as rehearse
 
     output: Output = context.obj
-    launcher, ref = open_job(reference, root)
+    launcher, ref, trial = open_job(reference)
     report = rehearse(
         launcher,
         ref,

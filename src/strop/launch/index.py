@@ -64,7 +64,7 @@ def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
             raise StoreError(
                 f"{root} cannot be listed ({error.strerror})",
                 allowed="a folder that you may read",
-                next_step="check its rights, or name another one with --root",
+                next_step="check its rights, or name a job by its directory",
             ) from error
     dated: dict[Path, float] = {}
     for path in found:
@@ -77,21 +77,26 @@ def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
 def find_job_dir(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
     """Return the job directory that a reference names: a path, a job's id, a run's name or a unique prefix.
 
-    A name alone is the newest job of that name.
+    A name alone is the newest job of that name. FOLDER/NAME looks in this folder alone.
     Raises: ConfigError if there is none, or a prefix fits several; StoreError if the list cannot be read.
     """
     if reference and has_plan(Path(reference)):
         return Path(reference).resolve()
-    homes = list_job_dirs(roots, environ)
+    folder, slash, wanted = reference.rpartition("/")
+    if slash:
+        place = Path(folder).resolve()
+        homes = [one for one in list_job_dirs([place], environ) if one.parent == place]
+    else:
+        homes = list_job_dirs(roots, environ)
     jobs = {home: _present_names(home) for home in homes}
     for path, names in _read_index(index_path(environ)):
         jobs.get(path.resolve(), set()).update(names)
-    exact = [home for home in homes if reference in {home.name, _run_of(home), *jobs[home]}]
+    exact = [home for home in homes if wanted in {home.name, _run_of(home), *jobs[home]}]
     if exact:
         return exact[0]
     # A number is one job's id, and not the prefix of another one's.
-    names_of = {home: {home.name, *(() if reference.isdigit() else jobs[home])} for home in homes}
-    begun = [home for home in homes if reference and any(n.startswith(reference) for n in names_of[home])]
+    names_of = {home: {home.name, *(() if wanted.isdigit() else jobs[home])} for home in homes}
+    begun = [home for home in homes if wanted and any(n.startswith(wanted) for n in names_of[home])]
     if len(begun) == 1:
         return begun[0]
     shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.spec.display import show_value
+from strop.spec.display import dotted, show_value
+from strop.spec.job import GPU_SPLIT
+from strop.spec.sources import OVERRIDE, join_words, parse_override
 
 _DEFAULT_LR = 1e-6
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
@@ -64,9 +66,10 @@ class Given:
 class Translation:
     """The settings of the run file so far, each with its origin, and what found no place in it."""
 
-    task: str | None
     folder: Path
     """Where the run file will be: relative paths start there."""
+    task: str | None = None
+    """The task that stands for the environments."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
@@ -132,35 +135,33 @@ def take_output_dir(given: Given, out: Translation) -> None:
     out.set("output.dir", path if os.path.isabs(path) else f"./{path}", given.origin)
 
 
-def take_options(out: Translation, options: Mapping[str, Any]) -> None:
-    """Let the older launcher's options win: of the GPUs all or none, the others one by one.
+def take_settings(out: Translation, words: Sequence[str]) -> dict[str, Any]:
+    """Let words `key=value` win over the configuration, the GPUs of a node as one group.
 
-    Raises: ConfigError for GPUs of the other kind of run.
+    Return the settings that hold as they are, whatever the configuration says. Raises: ConfigError for a word
+        that is none, and for GPUs of the other kind of run.
     """
-    foreign = ("train_gpus", "infer_gpus", "single_gpu") if out.is_sft else ("gpus",)
-    if wrong := [name for name in foreign if name in options]:
-        kind, allowed = (
-            ("SFT", "--gpus") if out.is_sft else ("RL", "--train-gpus, --infer-gpus, --single-gpu")
-        )
+    given = {dotted(path): value for path, value in map(parse_override, join_words(words))}
+    foreign = ("job.train_gpus", "job.infer_gpus", "job.single_gpu") if out.is_sft else ("job.gpus",)
+    if wrong := [key for key in foreign if key in given]:
+        kind, allowed = ("SFT", "job.gpus") if out.is_sft else ("RL", "job.train_gpus, job.infer_gpus, ...")
         raise ConfigError(
-            f"--{wrong[0].replace('_', '-')} for a configuration of {kind}",
-            allowed=allowed,
-            next_step="use these",
+            f"{wrong[0]} for a configuration of {kind}", allowed=allowed, next_step="set these instead"
         )
-    split = {
-        name: options[name] for name in ("gpus", "train_gpus", "infer_gpus", "single_gpu") if name in options
-    }
-    if split:
+    out.task = given.pop("task.name", None)
+    gpus = {key: given.pop(f"job.{key}") for key in GPU_SPLIT if f"job.{key}" in given}
+    if wrong := [f"job.{key}={show_value(value)}" for key, value in gpus.items() if type(value) is str]:
+        raise ConfigError(f"{wrong[0]} is no number", allowed="a whole number", next_step="correct it")
+    if gpus:
         for word in ("train_gpus", "infer_gpus", "single_gpu", "train_nodes", "infer_nodes"):
             out.numbers.pop(word, None)
-        out.numbers |= {"train_gpus" if name == "gpus" else name: value for name, value in split.items()}
-    if "job_name" in options:
-        out.names.insert(0, (options["job_name"], "--job-name"))
-    if "output_dir" in options:
+        out.numbers |= {"train_gpus" if key == "gpus" else key: value for key, value in gpus.items()}
+    if "name" in given:
+        out.names.insert(0, (str(given.pop("name")), OVERRIDE))
+    if "output.dir" in given:
         out.settings.pop("output.dir", None)
-        take_output_dir(Given(key="output_dir", value=options["output_dir"], origin="--output-dir"), out)
-    if "cpus_per_gpu" in options:
-        out.set("job.cpus_per_gpu", options["cpus_per_gpu"], "--cpus-per-gpu")
+        take_output_dir(Given(key="output_dir", value=given.pop("output.dir"), origin=OVERRIDE), out)
+    return given
 
 
 def _finish_task(out: Translation) -> None:
@@ -169,9 +170,9 @@ def _finish_task(out: Translation) -> None:
     Raises: ConfigError naming an environment that has none.
     """
     if out.task is not None:
-        out.set("task.name", out.task, "--task")
+        out.set("task.name", out.task, OVERRIDE)
         for env, origin in out.envs:
-            out.notices.append(f"{origin} = {env_name(env)!r}: --task {out.task} stands for it")
+            out.notices.append(f"{origin} = {env_name(env)!r}: {out.task} stands for it")
         return
     if out.is_sft and not out.envs:
         # What is imitated has no task; what is evaluated beside it has one.
@@ -182,8 +183,8 @@ def _finish_task(out: Translation) -> None:
             f"the environment {', '.join(unknown)} is no task of strop's"
             if unknown
             else "no environment is named",
-            allowed=f"{', '.join(_TASKS)}, or --task with a task of `strop tasks ls` or FILE.py:CLASS",
-            next_step="name the task with --task; `strop tasks new` writes one of your own to start from",
+            allowed=f"{', '.join(_TASKS)}, or task.name= with a task of `strop tasks ls` or FILE.py:CLASS",
+            next_step="add task.name=NAME; `strop tasks new` writes one of your own to start from",
         )
     if len(out.envs) == 1:
         _write_env(out, *out.envs[0], "task")

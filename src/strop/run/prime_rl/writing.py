@@ -1,8 +1,8 @@
 """A run file from the configuration of PRIME-RL: what is understood, and a notice for each key that is not.
 
 Read are one file for the whole run (`rl.toml`, `sft.toml`), those of the trainer, the orchestrator and the
-inference apart, what they extend by `toml_files`, and the options of the older launcher. What a key means is
-in `keys`. Defaults of PRIME-RL that differ from strop's are written out. The run file is written
+inference apart, what they extend by `toml_files`, and settings that win over them. What a key means is in
+`keys`. Defaults of PRIME-RL that differ from strop's are written out. The run file is written
 only if it loads; nothing is guessed: an environment without a task of strop's is refused unless one is named.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from strop.io.atomic import write_bytes_atomically
 from strop.io.leftovers import partial_path_of
 from strop.run.prime_rl.keys import RULES
 from strop.run.prime_rl.reasons import NEEDS_NO_EQUIVALENT, REASONS
-from strop.run.prime_rl.translation import Given, Translation, take_options
+from strop.run.prime_rl.translation import Given, Translation, take_settings
 from strop.spec import load_spec
 from strop.spec.display import KeyPath, dotted, format_value
+from strop.spec.sources import OVERRIDE
 from strop.spec.tree import Tree, read_tree
 from strop.tasks import build_task
 
@@ -41,10 +42,8 @@ class ImportRequest:
     config: Path | None
     roles: Mapping[str, Path] = field(default_factory=dict)
     """Files of one role each, by its name."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the older launcher that were given, by name."""
-    task: str | None = None
-    """The task of strop's, where the environment has none."""
+    words: Sequence[str] = ()
+    """Settings that win over the configuration, `key=value`; `task.name` stands for its environments."""
     out: Path | None = None
 
 
@@ -73,11 +72,13 @@ def import_prime_rl(request: ImportRequest) -> Imported:
     out = request.out or first.with_name(f"{first.stem}-strop.toml")
     if out.exists():
         raise ConfigError(f"{out} exists already", allowed="a new file", next_step="name one with --out")
-    translation = Translation(task=request.task, folder=out.absolute().parent)
+    translation = Translation(folder=out.absolute().parent)
     for one in given:
         _translate(one, translation)
-    take_options(translation, request.options)
+    fixed = take_settings(translation, request.words)
     translation.finish()
+    for key, value in fixed.items():
+        translation.set(key, value, OVERRIDE)
     name, origin = next(iter(translation.names), (_name_of_file(first), "name of the file"))
     translation.settings.setdefault("name", (_make_name(name), origin))
     _write_checked(translation, out, first)
