@@ -310,7 +310,9 @@ def _below(pid: int, parents: Mapping[int, int]) -> list[int]:
 def _plays(pid: int, word: str) -> bool:
     words = read_command(pid)
     # Not the stub that a child is for a moment before it becomes its program.
-    return f"strop.cli runtime {word} " in words and "-I -S -c" not in words
+    return (
+        re.search(rf"strop\.(cli runtime |runtime\.){word} ", words) is not None and "-I -S -c" not in words
+    )
 
 
 def _send(pids: Iterable[int], number: signal.Signals) -> None:

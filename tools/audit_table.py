@@ -1,6 +1,6 @@
-"""Put the report of `strop audit --all --json` behind the text of a page, as tables.
+"""Put the report of `strop audit all --json` behind the text of a page, as tables.
 
-`strop audit --all --json | python -m tools.audit_table docs/audits.md` replaces all that stands there behind
+`strop audit all --json | python -m tools.audit_table docs/audits.md` replaces all that stands there behind
 the line `MARK`; without a page, the tables go to standard output.
 """
 
@@ -92,7 +92,7 @@ def render(reports: dict[str, dict[str, Any]], date: str) -> str:
 def read_reports(text: str) -> dict[str, dict[str, Any]]:
     """Return the reports by task.
 
-    Raises: ValueError saying what is wrong, if the text is not what `strop audit --all --json` writes.
+    Raises: ValueError saying what is wrong, if the text is not what `strop audit all --json` writes.
     """
     if not text.strip():
         raise ValueError("is empty")
@@ -120,8 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
         reports = read_reports(sys.stdin.read())
     except ValueError as error:
         print(
-            f"standard input {error}. Allowed: what `strop audit --all --json` writes."
-            " Next: strop audit --all --json | python -m tools.audit_table docs/audits.md",
+            f"standard input {error}. Allowed: what `strop audit all --json` writes."
+            " Next: strop audit all --json | python -m tools.audit_table docs/audits.md",
             file=sys.stderr,
         )
         return 2

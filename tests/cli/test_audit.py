@@ -25,16 +25,24 @@ def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
     assert json.loads(ended.out)["verdict"] == "red"
 
 
-def test_a_task_and_all_tasks_are_not_asked_for_at_once(run: Run) -> None:
-    for words in (
-        (),
-        ("arithmetic", "--all"),
-        ("--all", "--out", "x.json"),
-        ("--all", "a.b=c", "arithmetic"),
+def test_the_seed_picks_the_examples(run: Run) -> None:
+    seeds = [
+        json.loads(run("audit", "arithmetic", *words, "--num", "2", "--json").out)["seed"]
+        for words in ((), ("seed=3",))
+    ]
+    assert seeds == [0, 3]
+
+
+def test_what_no_audit_can_do_is_refused(run: Run) -> None:
+    for words, said in (
+        ((), "Missing argument 'task'"),
+        (("all", "--out", "x.json"), "--out takes the report of one task"),
+        (("all", "max_value=3"), "does not say for which task it is"),
+        (("arithmetic", "seed=x"), "seed='x'"),
     ):
         ended = run("audit", *words)
         assert ended.code == 2
-        assert "either TASK with its settings, or --all with" in ended.err
+        assert said in ended.err
 
 
 @pytest.mark.slow

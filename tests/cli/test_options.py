@@ -16,8 +16,7 @@ from strop.testing.scripted_backend import FakeSite
 from tests.fixtures.commands import Run
 from tests.fixtures.scripted_jobs import World, make_world
 
-MOST_PARAMETERS = 274
-"""200 until users' own data and configurations got commands: import, store ls, tasks order convert."""
+MOST_PARAMETERS = 200
 
 
 def commands(command: Any, words: str) -> Iterator[tuple[str, int]]:

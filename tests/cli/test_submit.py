@@ -85,7 +85,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("slurm", "rl", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
-    (("submit", "run.toml", "--mem", "64 GB; rm"), 2, ("job.memory='64 GB; rm' (--mem)",)),
+    (("submit", "run.toml", "job.memory=64 GB; rm"), 2, ("job.memory='64 GB; rm' (override)",)),
     (("submit", "run.toml", "--no-requeue"), 2, ("No such option: --no-requeue. Write job.max_requeue=",)),
     (("submit", "run.toml", "--grace", "3"), 2, ("Write job.grace_s=VALUE;",)),
     (("submit", "run.toml", "--qos", "high"), 2, ("Write site.qos=VALUE;",)),
@@ -226,8 +226,7 @@ def test_the_options_of_a_job_are_in_its_plan(here: World, run: Run, monkeypatch
         "2",
         "--cpus-per-gpu",
         "4",
-        "--mem",
-        "64G",
+        "job.memory=64G",
         "job.grace_s=60",
     ]
     words += [

@@ -1,4 +1,4 @@
-"""Which tasks `strop audit --all` looks at."""
+"""Which tasks `strop audit all` looks at."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_files_of_the_roles_and_what_they_extend(tmp_path: Path, capsys: pytest.
         "[sampling]\ntemperature = 0.6\nmax_tokens = 1024\n",
     )
     inference = write(tmp_path, "infer.toml", "[parallel]\ntp = 2\n[model]\nmax_model_len = 8192\n")
-    words = ["--trainer", str(trainer), "--orchestrator", str(orchestrator), "--inference", str(inference)]
+    words = [f"trainer={trainer}", f"orchestrator={orchestrator}", f"inference={inference}"]
     out = tmp_path / "run.toml"
     settings = ["job.train_gpus=2", "job.infer_gpus=4", "name=Stage 1", "output.dir=x", "optimizer.lr=1e-7"]
     assert main(["import", "prime-rl", *words, *settings, "job.cpus_per_gpu=6", "--out", str(out)]) == 0

@@ -35,7 +35,9 @@ def served(tmp_path: Path) -> Iterator[tuple[ServiceDir, subprocess.Popen[bytes]
 
 
 def pid_of(folder: ServiceDir, word: str) -> int:
-    (line,) = (line for line in processes_of(folder.path) if f"runtime {word} " in line)
+    (line,) = (
+        line for line in processes_of(folder.path) if f"runtime {word} " in line or f"runtime.{word} " in line
+    )
     return int(line.split()[0])
 
 

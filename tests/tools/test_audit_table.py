@@ -1,4 +1,4 @@
-"""The tables of a report of `strop audit --all`."""
+"""The tables of a report of `strop audit all`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPORTS: dict[str, dict[str, Any]] = {
         "num_examples": 20,
         "probes": [*(probe(name) for name in CODE_PROBES[:-1]), probe("label_leak", "fail", 0.25, 6)],
     },
-    "gsm8k": {"verdict": None, "cause": "needs files: --all gsm8k.source=...\nmore"},
+    "gsm8k": {"verdict": None, "cause": "needs files: gsm8k.source=...\nmore"},
 }
 
 
@@ -39,7 +39,7 @@ def test_the_tables_by_hand() -> None:
     assert lines[4:7] == [
         "| `programs` | red | 9 | label_leak fail 0.25 |",
         "| `sums` | green | 1 |  |",
-        "| `gsm8k` | not audited |  | needs files: --all gsm8k.source=... |",
+        "| `gsm8k` | not audited |  | needs files: gsm8k.source=... |",
     ]
     assert lines[-1] == "| `programs` |" + " pass 3 |" * 8 + " fail 6 |"
     assert len([line for line in lines if "`sums`" in line]) == 1
@@ -68,7 +68,7 @@ def test_a_page_without_the_mark_is_left_alone(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "standard input is empty. Allowed: what `strop audit --all --json` writes."),
+        ("", "standard input is empty. Allowed: what `strop audit all --json` writes."),
         ("Usage: strop audit", "standard input is no JSON (Expecting value"),
         ("[]", "holds no table of reports by task"),
         ('{"sums": {"probes": []}}', "has no report with a verdict under 'sums'"),

@@ -125,7 +125,6 @@ _SETTINGS = {
     "eval_gpus": "job.eval_gpus",
     "nodes": "job.nodes",
     "cpus_per_gpu": "job.cpus_per_gpu",
-    "mem": "job.memory",
     "time": "job.time_limit",
     "job_name": "name",
 }

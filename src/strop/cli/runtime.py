@@ -131,6 +131,7 @@ class ServeArguments:
 def serve(context: typer.Context, args: ServeArguments) -> None:
     """Serve sandboxes until it is ended: a controller, and a node agent here or on each node of a job."""
     import asyncio
+    import os
 
     output: Output = context.obj
     if args.on is not None:
@@ -151,7 +152,7 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     # Here, where its message is read: the controller writes a log.
     read_policy(args.policy)
     own, first = _read_node(args.node)
-    address = ("--host", args.host) if args.host is not None else ()
+    address = ("--host", _find_host(args.host, os.environ))
     auth = ("--disable-auth",) if args.disable_auth else ()
     options = ServeOptions(
         folder=ServiceDir(args.dir),
@@ -168,49 +169,6 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     )
     with lasting():
         asyncio.run(work)
-
-
-@runtime_commands.command("controller", hidden=True)
-def control(
-    folder: Folder,
-    host: Host = None,
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
-    policy: PolicyText = "{}",
-    disable_auth: Annotated[bool, typer.Option("--disable-auth")] = False,
-) -> None:
-    """Run the controller of a service."""
-    import asyncio
-    import os
-    import signal
-
-    from strop.io.endpoints import Endpoint
-    from strop.runtime.controller import ControllerOptions, Serving, read_policy
-    from strop.runtime.controller import serve as serve_controller
-    from strop.runtime.service_dir import ServiceDir, read_key
-
-    place = ServiceDir(folder)
-    options = ControllerOptions(
-        state_dir=place.path,
-        host=_find_host(host, os.environ),
-        port=port,
-        keys_file=place.keys_path,
-        node_keys_file=place.node_keys_path,
-        disable_auth=disable_auth,
-        policy=read_policy(policy),
-    )
-
-    def announce(serving: Serving) -> None:
-        key = "" if disable_auth else read_key(place.keys_path)
-        place.announce(Endpoint(url=serving.url, key=key), node_key=read_key(place.node_keys_path))
-
-    async def work() -> None:
-        until = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, until.set)
-        await serve_controller(options, announce, until)
-
-    with lasting():
-        asyncio.run(work())
 
 
 @runtime_commands.command("node")
@@ -294,14 +252,14 @@ def prove_conformance(
     key_file: KeyFile = None,
     image: Annotated[str, typer.Option(help="What sandboxes are started from.")] = "host",
     case: Annotated[list[int] | None, typer.Option(help="A case of the matrix; repeated.")] = None,
-    many: Annotated[int, typer.Option(min=1, help="Clients at once in case 17.")] = 64,
     given: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
             metavar="NAME=VALUE",
-            help="What single cases need: slow_image (7), no_agent_image (10), oom_image (11), restart, a"
-            " shell command that kills and restarts the service (16), base_image (22).",
+            help="What single cases need: many, clients at once (17), slow_image (7), no_agent_image (10),"
+            " oom_image (11), restart, a shell command that kills the service and starts it again (16),"
+            " base_image (22).",
         ),
     ] = None,
     json: Json = False,
@@ -314,7 +272,10 @@ def prove_conformance(
 
     output: Output = context.obj
     extra = parse_extra(given or ())
-    options = ConformanceOptions(image=image, extra=extra, many=many, cases=tuple(case or CASES))
+    many = extra.pop("many", "64")
+    if not many.isdecimal() or not int(many):
+        raise typer.BadParameter(f"--with many={many}: a number of clients, from 1 on")
+    options = ConformanceOptions(image=image, extra=extra, many=int(many), cases=tuple(case or CASES))
     results = []
     for result in run_conformance(url, read_key(key_file) if key_file else "", options, say=output.say):
         results.append(result)

@@ -83,7 +83,6 @@ class SubmitArguments:
     eval_gpus: EvalGpuNumber = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
     cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="CPU cores per GPU.")] = None
-    mem: Annotated[Text, typer.Option(help="Memory per node, such as 64G.")] = None
     time: Annotated[Text, typer.Option(help="Wall time limit: 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS.")] = None
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=V,V", help="Run one trial per value; repeatable.")

@@ -169,36 +169,37 @@ def check_judge(
 
 def audit(
     context: typer.Context,
-    task: Annotated[str | None, typer.Argument(help="Task name; see `strop tasks ls`.")] = None,
+    task: Annotated[
+        str,
+        typer.Argument(help="Task name; see `strop tasks ls`. all: every one whose files are here."),
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="Settings of the task: max_value=50; with --all, after its name: gsm8k.source=folder.",
+            help="Settings of the task, max_value=50; for all after its name, gsm8k.source=folder; and"
+            " seed=1, which picks the examples.",
         ),
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="Number of examples to attack.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Seed that picks the examples.")] = 0,
-    is_all: Annotated[
-        bool, typer.Option("--all", help="Audit every task and reasoning-gym data set whose files are here.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Attack a task before training on it. Exits with 76 if it is red: training refuses it too."""
-    words = [word for word in (task, *(settings or ())) if word is not None]
-    if (is_all and (out or not all("=" in word for word in words))) or not (is_all or words):
-        raise typer.BadParameter("give either TASK with its settings, or --all with TASK.key=value settings")
+    if task == "all" and out is not None:
+        raise typer.BadParameter("--out takes the report of one task, not of all")
     from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused
-    from strop.run.audit import audit_here, read_task
+    from strop.run.audit import audit_here, read_seed, read_task
 
     output: Output = context.obj
+    words = [word for word in settings or () if not word.startswith("seed=")]
+    seed = read_seed([word for word in settings or () if word not in words])
     wanted = AuditSettings(num_examples=num, seed=seed)
-    if is_all:
+    if task == "all":
         _audit_all(output, wanted, words, is_json=json)
         return
-    report = audit_here(read_task(words[0], words[1:]), wanted, out=out)
+    report = audit_here(read_task(task, words), wanted, out=out)
     if json:
         output.give_json(report.to_json())
     else:
@@ -247,7 +248,7 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
     for label, spec in list_audits(words):
         if spec is None:
             key = "parts" if label == "mixture" else "source"
-            cause = f"needs files: --all {label}.{key}=..."
+            cause = f"needs files: {label}.{key}=..."
             rows.append((label, "-", cause))
             reports[label] = {"verdict": None, "cause": cause}
             continue

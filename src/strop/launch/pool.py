@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--on", required=True, help="the site that gets the jobs")
     parser.add_argument("--max-jobs", type=int, required=True)
     parser.add_argument("--words", default="", help="options of the added node agents, as a shell would")
-    parser.add_argument("--idle", type=float, default=PoolLimits.idle_s, help="seconds")
+    parser.add_argument("--idle", type=float, default=300.0, help="seconds")
     parser.add_argument("settings", nargs="*", help="what each job asks for, key=value")
     given = parser.parse_args(arguments)
 

@@ -42,6 +42,11 @@ def read_task(name: str, words: Sequence[str]) -> TaskSpec:
     return read_asking(name, words, Split.TRAIN).spec.task
 
 
+def read_seed(words: Sequence[str]) -> int:
+    """Return what `seed=N` says, or the default. Raises: ConfigError as for a run file."""
+    return read_asking("arithmetic", words, Split.TRAIN).spec.seed
+
+
 def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:
     """Yield a label and the settings of every built-in task and reasoning-gym data set.
 

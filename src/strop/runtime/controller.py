@@ -34,6 +34,7 @@ from starlette.applications import Starlette
 from strop.errors import CheckRefused, ConfigError, StropError
 from strop.hardware.ports import LOOPBACK
 from strop.io.atomic import write_bytes_atomically
+from strop.io.endpoints import Endpoint
 from strop.io.variables import LOG_FORMAT
 from strop.runtime.journal import Journal
 from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
@@ -43,6 +44,7 @@ from strop.runtime.ports import hold_listener
 from strop.runtime.queue import Admission
 from strop.runtime.registry import Registry
 from strop.runtime.routes import Routes, build_routes
+from strop.runtime.service_dir import ServiceDir, read_key
 from strop.runtime.sessions import Policy, Sessions
 from strop.runtime.web import KEEP_ALIVE_S, BoundedProtocol, Guard, add_error_answers, close_idle
 
@@ -249,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m strop.runtime.controller", description=__doc__)
     parser.add_argument("--state-dir", type=Path, required=True, help="journal, event log and keys")
+    parser.add_argument("--announce", action="store_true", help="write its address there for others to find")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on; loopback by default")
     parser.add_argument("--port", type=int, default=0, help="0: the one of before, or one that is free")
     parser.add_argument("--keys-file", type=Path, help="lines of OWNER KEY; made if it is not there")
@@ -270,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_forced=given.force,
             policy=read_policy(given.policy),
         )
-        asyncio.run(_serve_until_signal(options))
+        asyncio.run(_serve_until_signal(options, ServiceDir(given.state_dir) if given.announce else None))
     except StropError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -289,7 +292,7 @@ def read_policy(text: str) -> Policy:
         ) from error
 
 
-async def _serve_until_signal(options: ControllerOptions) -> None:
+async def _serve_until_signal(options: ControllerOptions, place: ServiceDir | None) -> None:
     until = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, until.set)
@@ -297,6 +300,9 @@ async def _serve_until_signal(options: ControllerOptions) -> None:
     def tell(serving: Serving) -> None:
         sys.stdout.write(json.dumps(asdict(serving)) + "\n")
         sys.stdout.flush()
+        if place is not None:
+            key = "" if options.disable_auth else read_key(place.keys_path)
+            place.announce(Endpoint(url=serving.url, key=key), node_key=read_key(place.node_keys_path))
 
     # What was imported never becomes garbage, and many starts at once make much that is not either.
     gc.freeze()

@@ -35,7 +35,7 @@ class ServeOptions:
     has_controller: bool = True
     has_node: bool = True
     controller_words: tuple[str, ...] = ()
-    """Further arguments of `strop runtime controller`."""
+    """Further arguments of `python -m strop.runtime.controller`."""
     node_words: tuple[str, ...] = ()
     """Further arguments of `strop runtime node`."""
 
@@ -47,7 +47,7 @@ class _Kept:
         self, name: str, words: Sequence[str], folder: ServiceDir, say: Callable[[str], None]
     ) -> None:
         self.name = name
-        self._argv = (sys.executable, "-m", "strop.cli", "runtime", name, *words)
+        self._argv = (sys.executable, "-m", *words)
         # Jobs of a pool may share a node.
         place = "-".join(filter(None, (os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID"))))
         self._log_path = folder.path / f"{name}-{place or 'here'}.log"
@@ -99,10 +99,11 @@ async def serve(
     try:
         if options.has_controller:
             folder.retire()
-            words = ("--dir", str(folder.path), *options.controller_words)
-            kept.append(_Kept("controller", words, folder, say))
+            controller = ("strop.runtime.controller", "--announce", "--state-dir", str(folder.path))
+            kept.append(_Kept("controller", (*controller, *options.controller_words), folder, say))
         if options.has_node:
-            kept.append(_Kept("node", ("--dir", str(folder.path), *options.node_words), folder, say))
+            node = ("strop.cli", "runtime", "node", "--dir", str(folder.path))
+            kept.append(_Kept("node", (*node, *options.node_words), folder, say))
 
         def check() -> None:
             _look_at(kept)

@@ -59,7 +59,7 @@ def test_a_cancelled_sweep_keeps_the_successes_of_trials_that_had_ended(ref: Job
 
 
 def test_the_order_to_end_one_trial_reaches_the_supervisor_and_no_other_trial(ref: JobRef) -> None:
-    """Incident: `strop cancel JOB --trial 1` ended the whole sweep, without a word."""
+    """Incident: `strop cancel JOB/members/1` ended the whole sweep, without a word."""
     LocalBackend().stop(ref, 1, grace_s=1.0)
     assert read_orders(job_path_of(ref.home)) == [(1, signal.SIGTERM)]
     confirm_end(job_path_of(ref.home), 1)

@@ -38,7 +38,7 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     write_own_code(place, "submitted")
     settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled", *own_settings(place))
     assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
-    sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "--cpus", 1)
+    sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "job.cpus=1")
     assert sent.code == 0, sent.err
     write_own_code(place, "edited", 0.5)
     (home,) = Path("runs").glob("drilled-*")

@@ -35,7 +35,7 @@ _OWNED_ARGS = {
     "--gpus-per-node": "--gpus",
     "--gres": "--gpus and site.gpu_type",
     "--job-name": "--job-name",
-    "--mem": "--mem",
+    "--mem": "job.memory",
     "--nodes": "--nodes",
     "--ntasks": "--nodes",
     "--ntasks-per-node": "--nodes",

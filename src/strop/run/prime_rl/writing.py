@@ -27,7 +27,8 @@ from strop.spec.sources import OVERRIDE
 from strop.spec.tree import Tree, read_tree
 from strop.tasks import build_task
 
-_ROLES = ("trainer", "orchestrator", "inference")
+ROLES = ("trainer", "orchestrator", "inference")
+"""What may have a configuration of its own."""
 _STEMS = frozenset({"rl", "sft", "train", "trainer", "orch", "orchestrator", "infer", "inference", "config"})
 _MAX_NAME = 40
 _EXTENDS = "toml_files"
@@ -65,7 +66,7 @@ def import_prime_rl(request: ImportRequest) -> Imported:
     if not given:
         raise ConfigError(
             "there is nothing to import",
-            allowed="CONFIG.toml, or files of --trainer, --orchestrator and --inference",
+            allowed="CONFIG.toml, or trainer=FILE, orchestrator=FILE and inference=FILE",
             next_step="name a configuration of PRIME-RL",
         )
     first = request.config or next(iter(request.roles.values()))

@@ -43,9 +43,9 @@ CASES: Mapping[int, str] = {
     24: "RemoteSandboxService: from list to list",
     25: "the words of every state",
 }
-EXTRAS = ("slow_image", "no_agent_image", "oom_image", "restart", "base_image")
-"""Images that take a while, have no agent server, need too much memory; a shell command that kills the
-service and starts it again; an image that others are built upon."""
+EXTRAS = ("many", "slow_image", "no_agent_image", "oom_image", "restart", "base_image")
+"""How many clients ask at once; images that take a while, have no agent server, need too much memory; a shell
+command that kills the service and starts it again; an image that others are built upon."""
 _LAST_REAL = 18
 _DRIVER = Path(__file__).with_name("real_client.py")
 _SHOWN_CHARACTERS = 2000
