@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strop.launch.sagemaker.instances import find_instance
+from strop.launch.sagemaker.options import find_instance
 from tests.fixtures.commands import Run
 
 SITES = """[sites.cluster]

@@ -1,4 +1,4 @@
-"""`strop model get|ls|export`, `strop sample MODEL` and `strop stage RUN.toml`."""
+"""`strop model get|ls|export`, `strop sample MODEL`, `strop stage RUN.toml` and `strop store ls [URI]`."""
 
 from __future__ import annotations
 
@@ -186,3 +186,33 @@ def stage(
     for one in staged:
         if one.advice is not None:
             output.say(f"where {one.name} is not on the disk, write into the run file: {one.advice}")
+
+
+store_commands = typer.Typer(help="The store of models, data and runs.", no_args_is_help=True)
+
+
+@store_commands.callback()
+def _store_group() -> None:
+    """The store of models, data and runs."""
+
+
+@store_commands.command("ls")
+def list_store(
+    context: typer.Context,
+    uri: Annotated[
+        str | None, typer.Argument(metavar="[URI]", help="A place in a store. Default: STROP_STORE_URI.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List what a store holds: records, runs, and what another tool sent."""
+    from strop.store.contents import list_contents
+
+    output: Output = context.obj
+    found = list_contents(uri)
+    if json:
+        output.give_json([asdict(one) for one in found])
+    elif not found:
+        output.say("nothing is there")
+    else:
+        rows = [(one.name, one.state, one.num_files, f"{one.size_bytes / 1e6:.1f} MB") for one in found]
+        output.give_table(("name", "state", "files", "size"), rows)

@@ -12,18 +12,15 @@ from typer.core import TyperCommand
 
 from strop import __version__
 from strop.cli.arguments import alias
-from strop.cli.doctor import doctor
-from strop.cli.eval import evaluate
+from strop.cli.doctor import doctor, sandbox_commands
+from strop.cli.eval import evaluate, rescore
 from strop.cli.imports import import_commands
 from strop.cli.jobs import cancel, drill, fetch, logs, status
-from strop.cli.model import model_commands, sample, stage
+from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
 from strop.cli.plan import explain, plan
-from strop.cli.rescore import rescore
 from strop.cli.runs import compare, list_runs, view
 from strop.cli.runtime import runtime_commands
-from strop.cli.sandbox import sandbox_commands
-from strop.cli.store import store_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, task_commands
 from strop.cli.train import sft, train

@@ -46,7 +46,7 @@ def new_task(
     folder: Annotated[Path, typer.Option("--in", help="Folder for the files.")] = Path(),
 ) -> None:
     """Create a starter task: ten rows, a reward function, its test and a run file."""
-    from strop.run.new_task import write_new_task
+    from strop.run.tasks import write_new_task
 
     output: Output = context.obj
     for path in write_new_task(name, folder):
@@ -67,7 +67,7 @@ def check_task(
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
     from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused
-    from strop.run.audit import check_task_here, find_task_section
+    from strop.run.tasks import check_task_here, find_task_section
     from strop.view import make_harmless
 
     output: Output = context.obj
@@ -126,7 +126,7 @@ class ConvertArguments:
 @takes(ConvertArguments)
 def convert_order_file(context: typer.Context, args: ConvertArguments) -> None:
     """Rewrite an order file of row numbers, or of a column's values, as one of example ids."""
-    from strop.run.audit import find_task_section
+    from strop.run.tasks import find_task_section
     from strop.tasks.curriculum import convert_order, write_converted
 
     output: Output = context.obj
@@ -148,7 +148,7 @@ def check_judge(
     from dataclasses import asdict
 
     from strop.errors import CheckRefused
-    from strop.run.audit import check_judges_here
+    from strop.run.tasks import check_judges_here
     from strop.spec import load_spec
 
     output: Output = context.obj
@@ -190,7 +190,7 @@ def audit(
         raise typer.BadParameter("--out takes the report of one task, not of all")
     from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused
-    from strop.run.audit import audit_here, read_seed, read_task
+    from strop.run.tasks import audit_here, read_seed, read_task
 
     output: Output = context.obj
     words = [word for word in settings or () if not word.startswith("seed=")]
@@ -242,7 +242,7 @@ def _show(output: Output, report: AuditReport) -> None:
 def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *, is_json: bool) -> None:
     """Audit everything whose files are here. A red data set is a finding here, not a failure."""
     from strop.errors import ConfigError, DataError
-    from strop.run.audit import audit_here, list_audits
+    from strop.run.tasks import audit_here, list_audits
 
     rows, reports = [], {}
     for label, spec in list_audits(words):

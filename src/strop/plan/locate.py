@@ -17,13 +17,13 @@ from strop.rollout import Example, Split
 from strop.spec.parts import PartedSection
 from strop.spec.task import TaskSection
 from strop.store import get_model
+from strop.store.contents import stored_path
 from strop.store.data_files import only_local_data
 from strop.store.descriptions import CONFIG, find_description
 from strop.store.hub import find_cached_snapshot
 from strop.store.model_files import check_model_dir
 from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, find_model_dir, step_of
 from strop.store.policy import read_policy
-from strop.store.stored_models import stored_path
 from strop.tasks import Task, build_task
 from strop.tasks.traits import require_written
 

@@ -1,15 +1,104 @@
-"""What a store holds: records, and what other tools put there, with their sizes. Only names are read."""
+"""What a store holds: all of it by name, and its models, fetched into the cache, verified and used."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from strop.errors import ConfigError
-from strop.io.atomic import MANIFEST_NAME
+from strop.errors import ConfigError, RemoteMissing, given_of, split_error
+from strop.io.atomic import MANIFEST_NAME, is_complete, write_bytes_atomically
+from strop.io.notices import tell
+from strop.store.listed import fetch_listed_model
+from strop.store.model_files import check_model_dir
 from strop.store.opening import open_record_store
 from strop.store.policy import URI_VARIABLE, read_policy, require_root
-from strop.store.uris import normalize_uri
+from strop.store.uris import is_remote, normalize_uri
+
+
+def stored_path(uri: str, cache: Path) -> Path:
+    """Return where the local copy of a stored model is kept."""
+    name = uri.rstrip("/").rpartition("/")[2]
+    key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
+    return cache / "models" / f"stored-{name}-{key}"
+
+
+def fetch_stored_model(uri: str, cache: Path) -> Path:
+    """Return the local copy of a model that a store keeps, fetched if the store has another one.
+
+    Raises: RemoteMissing if there is no complete record, nor what a listing proves whole; ConfigError if it
+        is no model; StoreErrors as `Store.get`.
+    """
+    path, store = stored_path(uri, cache), open_record_store(uri)
+    if uri.startswith("s3://") and store.find_manifest(uri) is None:
+        fetch_listed_model(uri, path)
+    else:
+        store.get(uri, path, replace=True)
+    check_model_dir(path)
+    return path
+
+
+def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Path:
+    """Return a hub's model from the first of the places in a store that has it.
+
+    Raises: RemoteMissing naming every place; ConfigError as `_refuse_namesake`; otherwise as
+        `fetch_stored_model`.
+    """
+    lacks: list[RemoteMissing] = []
+    for place in places:
+        try:
+            path = _find_in_folder(place) if place != places[0] else None
+            path = path or fetch_stored_model(place, cache)
+        except RemoteMissing as error:
+            lacks.append(error)
+            continue
+        if place != places[0]:
+            _refuse_namesake(repo, place, path, cache)
+        return path
+    _, allowed, next_step = split_error(str(lacks[0]))
+    raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
+
+
+def _find_in_folder(place: str) -> Path | None:
+    """Return a model that another tool put into a directory's models/NAME, used where it stands.
+
+    strop itself writes to models/org/name alone, so what is there is no unfinished record of its own.
+    """
+    path = Path(place)
+    if is_remote(place) or is_complete(path) or not path.is_dir():
+        return None
+    check_model_dir(path)
+    tell(f"{place} has no COMPLETE: another tool filled it, and it is used as it is")
+    return path
+
+
+def _refuse_namesake(repo: str, uri: str, path: Path, cache: Path) -> None:
+    """Refuse a model that is kept without its organisation, and is or was taken to be another one's.
+
+    Raises: ConfigError naming both.
+    """
+    try:
+        said = str(json.loads((path / "config.json").read_bytes()).get("_name_or_path", ""))
+    except (ValueError, AttributeError):
+        said = ""
+    memory_path = cache / "models" / f"{stored_path(uri, cache).name}.repo"
+    taken = memory_path.read_text("utf-8") if memory_path.is_file() else repo
+    is_namesake = said != repo and said.count("/") == 1 and said.rpartition("/")[2] == repo.rpartition("/")[2]
+    other = said if is_namesake else taken
+    if other != repo:
+        raise ConfigError(
+            f"{uri} stands for {other} {'as its config.json says' if is_namesake else 'on this machine'}, and"
+            f" {repo} is asked for: two organisations have a model of one name",
+            allowed="a place for each organisation, such as models/org/name; or the URI itself",
+            next_step=f"send yours to models/{repo}; or, if it is the one you mean, write {uri} into the run"
+            " file",
+        )
+    memory_path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(memory_path, repo.encode())
+
 
 _DEPTH = 3
 """Folders down to which things without a record are told apart: models/org/name, checkpoints/job/traces."""

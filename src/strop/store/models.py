@@ -45,10 +45,10 @@ from strop.io.leftovers import remove_leftovers
 from strop.io.lock import FileLock
 from strop.io.notices import tell
 from strop.io.variables import user_cache_dir
+from strop.store.contents import fetch_stored_model, find_stored_model
 from strop.store.hub import download_snapshot, find_cached_snapshot
 from strop.store.model_files import check_model_dir, digest_model
 from strop.store.policy import is_offline, read_policy
-from strop.store.stored_models import fetch_stored_model, find_stored_model
 
 HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 ALLOWED_FORMS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.errors import ConfigError
-from strop.run.audit import list_audits
+from strop.run.tasks import list_audits
 from strop.tasks import task_summaries
 from strop.tasks.code.humaneval import HumanEvalSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
