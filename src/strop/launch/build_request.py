@@ -113,12 +113,9 @@ def read_request(
             allowed="the folder of the project whose code the job runs",
             next_step="correct it, or leave it out for the current folder",
         )
-    site = find_site(options.site, project_path, environ)
     overrides, of_site = read_site_words(options.overrides)
     options = replace(options, overrides=tuple(overrides))
-    flags, given = site.profile.read_flags([*options.flags, *of_site])
-    own, given = site.profile.with_own(given)
-    site = replace(site, profile=own)
+    site, flags, given = find_site(options.site, project_path, environ).for_job([*options.flags, *of_site])
     python = site.profile.python or sys.executable
     profile = site.profile.with_options(given)
     notice = None
@@ -146,8 +143,7 @@ def read_request(
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
         roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
-        words = [f"{flag.name}={flag.value}" for flag in of_site]
-        roles = service_roles(resolved.spec, python, site.name, options.service, words)
+        roles = service_roles(resolved.spec, python, site.name, options.service, of_site)
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)

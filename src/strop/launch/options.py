@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
@@ -202,27 +202,15 @@ class SiteOptions(Section):
             value if isinstance(value, str) or str not in {annotation, *get_args(annotation)} else flag.value
         )
 
-    def with_own(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Return this profile with what one job has instead of its settings, and the job's other options.
-
-        An option that `strop submit` names, or that no profile has, stays one. Raises: as `with_options`.
-        """
-        kept = {
-            name for name, info in type(self).model_fields.items() if info.exclude or name in self.flags()
-        }
-        own = {
-            name: None if value == NULL_WORD else value for name, value in options.items() if name not in kept
-        }
-        return self._changed(own), {name: value for name, value in options.items() if name in kept}
-
     def with_options(self, options: Mapping[str, Any]) -> Self:
         """Return what holds for one job: this profile, and over it the job's options by field.
 
         Raises: ConfigError for an option that this backend does not have, or a value that it cannot take.
         """
-        return self._changed({name: value for name, value in options.items() if value is not None})
+        return self.changed({name: value for name, value in options.items() if value is not None})
 
-    def _changed(self, given: Mapping[str, Any]) -> Self:
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """Return this profile with other values, None included. Raises: as `with_options`."""
         unknown = sorted(given.keys() - type(self).model_fields.keys())
         if unknown:
             raise unknown_key(
@@ -331,3 +319,15 @@ class Site:
     name: str
     """As a file or a command names it."""
     profile: SiteOptions
+
+    def for_job(self, flags: Sequence[Flag]) -> tuple[Site, tuple[Flag, ...], dict[str, Any]]:
+        """Return the site as it is for one job, the job's settings of the run file, and its own options.
+
+        An option that `strop submit` names, or that no profile has, stays beside the profile.
+        Raises: as `SiteOptions.read_flags` and `with_options`.
+        """
+        settings, options = self.profile.read_flags(flags)
+        fields, named = type(self.profile).model_fields, self.profile.flags()
+        kept = {name: value for name, value in options.items() if fields[name].exclude or name in named}
+        own = {name: None if options[name] == NULL_WORD else options[name] for name in options.keys() - kept}
+        return replace(self, profile=self.profile.changed(own)), settings, kept

@@ -71,7 +71,7 @@ def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> Resolved
 
 
 def service_roles(
-    spec: RunSpec, python: str, site: str, options: ServiceOptions, of_site: Sequence[str] = ()
+    spec: RunSpec, python: str, site: str, options: ServiceOptions, of_site: Sequence[Flag] = ()
 ) -> list[RolePlan]:
     """Return the processes of a service: a node agent on each node, the controller on the first.
 
@@ -87,7 +87,7 @@ def service_roles(
     if options.max_jobs:
         pool = (python, "-m", "strop.launch.pool", "--dir", FOLDER, "--on", site)
         more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
-        settings = (*_node_settings(spec), *of_site)
+        settings = (*_node_settings(spec), *(f"{flag.name}={flag.value}" for flag in of_site))
         roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), must_succeed=False))
     return roles
 
