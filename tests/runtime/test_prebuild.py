@@ -14,7 +14,23 @@ from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
 from strop.runtime.prebuild import list_images, prebuild, shard_of
-from strop.runtime.pulling import Images, PullSettings
+from strop.runtime.pulling import Images, PullSettings, is_put_off
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("received unexpected HTTP status: 503 Service Unavailable", True),
+        ("invalid status code from registry 429 (Too Many Requests)", True),
+        ("dial tcp: lookup registry.invalid: no such host", True),
+        ("dial tcp 10.0.0.1:443: connect: connection refused", True),
+        # Numbers of a name, a port and a digest are no status.
+        ("reading manifest latest in h:45029/django-15032: manifest unknown, sha256:429a50342", False),
+        ("unauthorized: authentication required", False),
+    ],
+)
+def test_what_a_registry_may_say_otherwise_later(said: str, expected: bool) -> None:
+    assert is_put_off(said) is expected
 
 
 class ScriptedImages(Images):

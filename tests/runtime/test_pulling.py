@@ -175,6 +175,7 @@ def test_the_images_of_a_data_set_are_fetched(
         found = [json.loads(path.read_text()) for path in results.iterdir()]
         return {one["image"].rpartition("/")[2]: one for one in found}
 
+    podman("pull", "--quiet", "--tls-verify=false", pushed)
     with relay_of(host, num_put_off=2) as busy:
         names = [f"{busy.address}/strop/{name}:1" for name in ("small", "second", "third")]
         parts = [shard_of(names, f"{number}/2") for number in (1, 2)]

@@ -25,17 +25,10 @@ from strop.store.policy import is_offline
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _PUT_OFF: tuple[str, ...] = (
-    *("toomanyrequests", "too many requests", "429", "timeout", "timed out", "connection reset"),
-    *(
-        "connection refused",
-        "unexpected eof",
-        "503",
-        "502",
-        "500 internal",
-        "no such host",
-        "no route to host",
-    ),
-    *("network is unreachable", "server misbehaving", "name resolution"),
+    # Words, and no numbers: these may be in a name, a port or a digest.
+    *("toomanyrequests", "too many requests", "service unavailable", "bad gateway", "internal server error"),
+    *("timeout", "timed out", "connection reset", "connection refused", "unexpected eof", "no such host"),
+    *("no route to host", "network is unreachable", "server misbehaving", "name resolution"),
 )
 _FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
@@ -127,7 +120,7 @@ class Images:
             why = said.strip()[-_SHOWN_CHARACTERS:]
             if _FULL_DISK in said.lower():
                 raise _failed(f"image {image} cannot be pulled: {why}", FailureKind.INFRA_LOST)
-            if not any(word in said.lower() for word in _PUT_OFF):
+            if not is_put_off(said):
                 self._refused[image] = (time.monotonic() + settings.refused_for_s, why)
                 raise _failed(f"image {image} cannot be pulled: {why}")
             if number + 1 < settings.max_tries:
@@ -152,6 +145,11 @@ class Images:
         for task in pulls:
             task.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
+
+
+def is_put_off(said: str) -> bool:
+    """Whether what an engine says of a pull that failed may be otherwise later."""
+    return any(word in said.lower() for word in _PUT_OFF)
 
 
 def engine_of(backends: Sequence[str]) -> str:

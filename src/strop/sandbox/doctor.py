@@ -35,7 +35,10 @@ from strop.sandbox.rootless import count_ids, names_of, ranges_of
 
 _TIMES = 5
 _PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
-_DECIDING = ("kernel", "user", "control groups", "user namespaces", "subordinate ids", *_PROGRAMS)
+_DECIDING = (
+    *("kernel", "user", "control groups", "user namespaces", "subordinate ids", "docker daemon"),
+    *_PROGRAMS,
+)
 _CONFIRMED_NAME = "sandbox-attacks.json"
 _DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
 _ANSWER_LIMIT_S = 10.0
