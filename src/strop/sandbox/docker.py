@@ -39,6 +39,8 @@ from strop.sandbox.linux import (
 )
 from strop.sandbox.podman import ARCHITECTURES, INIT, PodmanPlace, make_init, require_architecture
 
+_OWN_WORDS = ("--pull", "never", "--stop-signal", "KILL")
+"""Asked of no registry; and a daemon that ends does not wait for process 1, which hears nothing else."""
 _NEW_ROOT = "/new"
 _KEPT = ("/proc", "/sys", "/dev")
 _KEPT_OF_HOST = ("/etc/resolv.conf", "/etc/hosts")
@@ -57,8 +59,8 @@ class DockerPlace(PodmanPlace):
         folder.mkdir()
         holder = container_name(runtime_dir, folder.name)
         try:
-            words = ("--name", holder, "--pull", "never", "--network", "none", "--cap-drop", "all")
-            engine.run("create", *words, "--log-driver", "none", "--entrypoint", INIT, image)
+            words = ("--name", holder, "--network", "none", "--cap-drop", "all", "--log-driver", "none")
+            engine.run("create", *words, *_OWN_WORDS, "--entrypoint", INIT, image)
             _give(engine, {INIT: make_init(platform.machine())}, "cp", "-", f"{holder}:/")
             engine.run("start", holder)
             show_root(_find_process(engine, holder), str(folder))
@@ -82,7 +84,7 @@ class DockerPlace(PodmanPlace):
         ]
         if self._has_users:
             self._make_users()
-        words = [*self._words(), "--pull", "never", "--userns", "host"]
+        words = [*self._words(), *_OWN_WORDS]
         has_host_network = self._order.network == "host"
         if not has_host_network:
             # Who is root in a user namespace has no say in the network.
