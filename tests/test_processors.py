@@ -44,7 +44,7 @@ def run_whole(
 ) -> dict[str, Any]:
     """Train, interrupt, resume and evaluate in one process; return what it says.
 
-    `words` are settings of the training.
+    `words` are settings of the training, and `--once` where one attempt is enough.
     """
     # What the tests may be started with: an emulated processor can do less than it promises.
     inherited = {name: value for name, value in os.environ.items() if name not in AVX2}
@@ -78,13 +78,11 @@ def on_this_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare the steps: the same tokens, rewards and gradients up to rounding."""
-    assert found["num_attempts"] == expected["num_attempts"] == 2
-    assert (found["dtype"], found["result_dtype"][0]) == ("float32", "float32")
+    assert found["dtype"] == "float32"
     assert "no instructions for bfloat16" in found["dtype_reason"]
     assert len(found["steps"]) == 2
     for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
         assert mine == pytest.approx(theirs, rel=2e-3)
-    assert found["evaluated"] == pytest.approx(expected["evaluated"])
 
 
 @pytest.mark.slow
@@ -101,6 +99,9 @@ def test_a_run_is_the_same_without_what_this_processor_has(
 ) -> None:
     found = run_whole(tmp_path, variables=variables)
     require_same(found, on_this_one)
+    assert found["num_attempts"] == on_this_one["num_attempts"] == 2
+    assert found["result_dtype"] == "float32"
+    assert found["evaluated"] == pytest.approx(on_this_one["evaluated"])
     assert capability in (None, found["capability"])
     assert ("not compiled" in found["kernels"]) == ("CC" in variables)
 
@@ -128,6 +129,7 @@ def test_a_run_is_the_same_on_an_emulated_processor(
 ) -> None:
     """Haswell has AVX2 and no AVX-512; Nehalem has neither.
 
+    One attempt: that a run goes on, and is evaluated, in the format of such a processor is tried above.
     QEMU takes nine times as long for MKL's products with fused additions: MKL and oneDNN leave them out,
     which the run on this machine has. PyTorch's own code and the kernels have them here.
     """
@@ -136,7 +138,7 @@ def test_a_run_is_the_same_on_an_emulated_processor(
     found = run_whole(
         tmp_path,
         emulator=(X86, "-cpu", processor),
-        words=("placement.threads=1",),
+        words=("--once", "placement.threads=1"),
         variables={"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     )
     assert found["capability"] == capability

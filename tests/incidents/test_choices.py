@@ -46,7 +46,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "reference": ("reference.kl_beta=0.1",),
     "sft": ("train.terms=rl+sft", *SFT),
     "teacher": DISTILL,
-    "teacher.source=none": (),
     "teacher.source=model": (*DISTILL[:1], "teacher.model={model}"),
     "teacher.source=current": (*DISTILL[:1], "teacher.context=Look again."),
     "train.terms=sft": SFT,
@@ -61,10 +60,11 @@ ROW = {"messages": [{"role": "user", "content": "Backwards: ab"}, {"role": "assi
 
 
 def choices() -> Iterator[str]:
+    """All but the defaults: each other choice of their section is run with them."""
     for key in sorted(all_keys()):
         if key.partition(".")[0] in SECTIONS:
             for setting in find_settings(tuple(key.split("."))):
-                yield from (f"{key}={choice}" for choice in setting.choices)
+                yield from (f"{key}={one}" for one in setting.choices if one != setting.info.default)
 
 
 def train(folder: Path, model_dir: Path, name: str, words: list[str]) -> RunDir:

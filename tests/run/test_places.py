@@ -21,6 +21,7 @@ from strop.run.runs import RunPhase, compare_runs, summarize_runs
 from strop.spec import load_spec
 from strop.store.models import SUBSTITUTES, converted_path, get_model
 from tests.conftest import require_system_part
+from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 DEFAULT_URI = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -139,14 +140,16 @@ def test_an_export_that_does_not_load_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_is_loaded_by_transformers_and_by_vllm(tmp_path: Path, smollm2_dir: Path) -> None:
-    said = prove_loading(smollm2_dir)
+def test_an_export_is_loaded_by_transformers_and_by_vllm(tmp_path: Path) -> None:
+    # Heads of a width that vLLM computes.
+    model = tiny_model(tmp_path / "model", head_dim=32)
+    said = prove_loading(model)
     assert said[0].startswith("loaded by transformers: ")
     require_system_part("vLLM (make vllm-deps)", "not installed" not in said[-1])
     assert said[1].startswith("loaded by vLLM: scores within ")
     # One name in the index that no file has: loaded with weights made up, it would be another model.
     broken = tmp_path / "broken"
-    shutil.copytree(smollm2_dir, broken)
+    shutil.copytree(model, broken)
     tensors = load_file(broken / "model.safetensors")
     first = next(name for name in sorted(tensors) if "layers.0" in name)
     tensors[f"other.{first}"] = tensors.pop(first)

@@ -10,6 +10,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
+from functools import cache
 
 from strop.errors import CheckRefused
 
@@ -62,8 +63,12 @@ def _versions(text: str) -> dict[str, str]:
     return {name.lower(): version for name, _, version in pairs}
 
 
+@cache
 def describe_environment() -> str:
-    """Return Python, platform and every installed distribution with its version, one per line."""
+    """Return Python, platform and every installed distribution with its version, one per line.
+
+    Read once: what is installed later is not what this process runs with.
+    """
     packages = sorted(
         {f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower
     )

@@ -127,9 +127,9 @@ def ids_under(hash_seed: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_examples_are_the_same_under_every_hash_seed(caches: Path) -> None:
-    # Three processes that share no cache; the last one draws by itself, as its sets are in that order.
-    first, second, third = (ids_under(seed, caches / seed) for seed in ("1", "2", "0"))
-    assert first == second == third
+    # Two processes that share no cache; the second draws by itself, as its sets are in that order.
+    first, second = (ids_under(seed, caches / seed) for seed in ("1", "0"))
+    assert first == second
     assert len(first.splitlines()) == len(HASH_SEEDED) == 5
     assert len(list((caches / "1" / "reasoning-gym").iterdir())) == 5
     assert not (caches / "0").exists()
