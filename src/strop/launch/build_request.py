@@ -367,8 +367,9 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
     job, defaults = resolved.spec.job, profile.resource_defaults()
     limit = job.time_limit or defaults.get("time_limit")
     if job.gpus_per_node > profile.gpus_per_node:
+        shares = (f"{number} for {part}" for part, number in resolved.spec.layout.nodes[0].gpus.items())
         raise ConfigError(
-            f"{job.gpus_per_node} GPUs per node are asked for ({_describe_parts(resolved)}),"
+            f"{job.gpus_per_node} GPUs per node are asked for ({', '.join(shares)}),"
             f" and nodes of {site} have {profile.gpus_per_node}",
             allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
             next_step="ask for fewer, or correct gpus_per_node in the site profile",
@@ -403,10 +404,6 @@ def _say_price(
         variables={**environment.variables, PRICE_VARIABLE: f"{num_gpus * price:g}"},
         sources={**environment.sources, PRICE_VARIABLE: VariableSource.LAUNCHER.value},
     )
-
-
-def _describe_parts(resolved: ResolvedSpec) -> str:
-    return ", ".join(f"{number} for {part}" for part, number in resolved.spec.layout.nodes[0].gpus.items())
 
 
 def make_plan(request: JobRequest, backend: Backend) -> JobPlan:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,8 @@ class Pool:
                     except (StropError, httpx.HTTPError) as error:
                         # The scheduler or a controller that starts again; the next look may find them.
                         self.say(f"the pool stays as it is: {error}")
-                    await _wait_until(is_told, self.limits.look_every_s)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(is_told.wait(), self.limits.look_every_s)
         finally:
             for ref in self._jobs.values():
                 self.launcher.backend.stop(ref, None, grace_s=_STOP_GRACE_S)
@@ -241,12 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"strop: {error}")
         return error.exit_code
     return EXIT_DONE
-
-
-async def _wait_until(event: asyncio.Event, limit_s: float) -> None:
-    waiting = asyncio.create_task(event.wait())
-    await asyncio.wait({waiting}, timeout=limit_s)
-    waiting.cancel()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
-from strop.spec.display import KeyPath, dotted, walk_values
+from strop.spec.display import dotted, walk_values
 from strop.spec.eval_file import EvalFile
 
 SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")
@@ -53,7 +53,10 @@ def use_copies(resolved: ResolvedSpec, evaluation: EvalFile | None) -> tuple[Res
     values = resolved.spec.model_dump(mode="json")
     for path, name in walk_values({one: values[one] for one in SECTIONS}):
         if (uri := _find_copy(notes, dotted(path), name)) is not None:
-            _exchange(values, path, uri)
+            node = values
+            for part in path[:-1]:
+                node = node[part]
+            node[path[-1]] = uri
             origins[dotted(path)] = f"staged copy of {name} ({origins.get(dotted(path), DEFAULT)})"
             notices.append(_describe(dotted(path), uri, name))
     if evaluation is not None:
@@ -86,14 +89,6 @@ def _find_copy(notes: Mapping[str, Any], key: str, name: object) -> str | None:
             next_step="run `strop stage RUN.toml` again",
         )
     return str(note["uri"])
-
-
-def _exchange(values: dict[str, Any], path: KeyPath, new: str) -> None:
-    """Set a leaf of a tree."""
-    node = values
-    for part in path[:-1]:
-        node = node[part]
-    node[path[-1]] = new
 
 
 def _notes_path() -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Self
@@ -123,7 +123,13 @@ class BlendSpec(PartedSection):
                 next_step="add the part, or correct the label",
             )
         for label, part in parts.items():
-            self._check_asking_of(label, part)
+            for name in part.task.prompting if label != self.data_label else ():
+                raise SpecConflict(
+                    {f"task.parts.{label}.{name}": part.task.prompting[name], "task.data": self.data_label},
+                    "this part only judges, and asks the model nothing",
+                    allowed=f"{name} in the part that poses the problems",
+                    next_step=f"move the setting to [task.parts.{self.data_label}]",
+                )
             if part.task.order_file is not None:
                 raise SpecConflict(
                     {f"task.parts.{label}.order_file": part.task.order_file},
@@ -147,15 +153,6 @@ class BlendSpec(PartedSection):
             )
         self._check_weights(parts)
         return self
-
-    def _check_asking_of(self, label: str, part: BlendPart) -> None:
-        for name in part.task.prompting if label != self.data_label else ():
-            raise SpecConflict(
-                {f"task.parts.{label}.{name}": part.task.prompting[name], "task.data": self.data_label},
-                "this part only judges, and asks the model nothing",
-                allowed=f"{name} in the part that poses the problems",
-                next_step=f"move the setting to [task.parts.{self.data_label}]",
-            )
 
     def _check_weights(self, parts: dict[str, BlendPart]) -> None:
         weights = {f"task.parts.{label}.weight": part.weight for label, part in parts.items()}
@@ -343,18 +340,28 @@ class Blend:
         return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
 
     def _add_up(self, outcomes: Mapping[str, Outcome]) -> Outcome:
-        scores = {part.label: _share(part, outcomes[part.label]) for part in self._parts}
+        # Shares of the parts' full marks.
+        scores: dict[str, float | None] = {}
+        for part in self._parts:
+            reward = outcomes[part.label].reward
+            scores[part.label] = None if reward is None else reward / part.task.limits.max_reward
         missing = [part for part in self._parts if part.weight != 0.0 and scores[part.label] is None]
         known = [part for part in self._parts if scores[part.label] is not None]
         known_weight = math.fsum(part.weight for part in known)
-        metrics = self._collect_metrics(outcomes, scores)
+        # The scores before weighing, and what the parts say beside; the data's own word wins.
+        metrics: dict[str, float] = {}
+        for part in (*(part for part in self._parts if part is not self._data), self._data):
+            metrics |= outcomes[part.label].metrics
+        metrics |= {f"score_{label}": score for label, score in scores.items() if score is not None}
         lost = next((part for part in missing if not part.optional or known_weight == 0.0), None)
         factor = self._full_marks / known_weight if missing and lost is None else 1.0
         parts: dict[str, float | None] = {
             part.label: part.weight * (scores[part.label] or 0.0) * factor for part in known
         }
         own = outcomes[self._data.label]
-        format_ok = _all_formed(outcomes.values())
+        # None where no part knows a form.
+        known_forms = [one.format_ok for one in outcomes.values() if one.format_ok is not None]
+        format_ok = all(known_forms) if known_forms else None
         failure = None
         if lost is not None:
             parts |= {part.label: None for part in missing}
@@ -372,15 +379,6 @@ class Blend:
             metrics=metrics | {"blend_renormalised": float(factor != 1.0)},
             failure=failure,
         )
-
-    def _collect_metrics(
-        self, outcomes: Mapping[str, Outcome], scores: Mapping[str, float | None]
-    ) -> dict[str, float]:
-        """Return the scores before weighing, and what the parts say beside; the data's own word wins."""
-        metrics: dict[str, float] = {}
-        for part in (*(part for part in self._parts if part is not self._data), self._data):
-            metrics |= outcomes[part.label].metrics
-        return metrics | {f"score_{label}": score for label, score in scores.items() if score is not None}
 
     def _part_example(self, part: _Part, example: Example) -> Example:
         """Return the example as a part knows it: a judge reads the question as it is posed."""
@@ -410,14 +408,3 @@ class Blend:
                     allowed="parts whose verifier knows the columns of the data",
                     next_step=f"remove task.parts.{part.label}, or name another verifier there",
                 ) from error
-
-
-def _share(part: _Part, outcome: Outcome) -> float | None:
-    """Return what a part gave, as a share of its full marks."""
-    return None if outcome.reward is None else outcome.reward / part.task.limits.max_reward
-
-
-def _all_formed(outcomes: Iterable[Outcome]) -> bool | None:
-    """Return whether every part that knows a form found it; None where none knows any."""
-    known = [outcome.format_ok for outcome in outcomes if outcome.format_ok is not None]
-    return all(known) if known else None

@@ -84,7 +84,7 @@ class Curriculum(TaskWrapper):
         entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
         num_repeated = 0
-        if _are_numbers(entries, by_id):
+        if all(one.example_id.isdecimal() and one.example_id not in by_id for one in entries):
             # Rows that ask the same became one example, which is trained on once an epoch.
             keys = row_keys_of(self._task, None)
             numbers = [int(entry.example_id) for entry in entries]
@@ -172,10 +172,6 @@ def _read_plain(path: Path, lines: Sequence[str]) -> list[str]:
             )
         found[word] = number
     return list(found)
-
-
-def _are_numbers(entries: Sequence[OrderEntry], by_id: Mapping[str, Example]) -> bool:
-    return all(one.example_id.isdecimal() and one.example_id not in by_id for one in entries)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

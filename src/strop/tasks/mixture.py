@@ -265,7 +265,12 @@ class Mixture:
                 for example in part.task.examples(split):
                     owner = owners.setdefault(example.example_id, part)
                     if owner is not part:
-                        raise _duplicate(example, owner.label, part.label)
+                        raise DataError(
+                            f"example {example.example_id} is in part {owner.label} and in part {part.label}",
+                            allowed="parts that share no example: it would be trained on twice, or held out"
+                            " and trained on",
+                            next_step=f"remove one of the two parts, or use task.parts.{owner.label}.repeat",
+                        )
         return owners
 
 
@@ -293,11 +298,3 @@ def _train_examples(part: _Part) -> Sequence[Example]:
             next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
         )
     return examples[: part.count]
-
-
-def _duplicate(example: Example, first: str, second: str) -> DataError:
-    return DataError(
-        f"example {example.example_id} is in part {first} and in part {second}",
-        allowed="parts that share no example: it would be trained on twice, or held out and trained on",
-        next_step=f"remove one of the two parts, or use task.parts.{first}.repeat",
-    )

@@ -205,10 +205,12 @@ class ReasoningGym:
         try:
             return create_dataset(self._request)
         except (AssertionError, TypeError, ValueError) as error:
+            fields = dataclasses.fields(package.factory.DATASETS[spec.dataset][1])
+            names = sorted({field.name for field in fields} - set(_OWN_SETTINGS))
             raise ConfigError(
                 f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
                 f" ({type(error).__name__}: {error})",
-                allowed=f"the data set's settings {', '.join(_setting_names(package, spec.dataset))}",
+                allowed=f"the data set's settings {', '.join(names)}",
                 next_step="correct or leave out the setting in task.config",
             ) from error
 
@@ -263,8 +265,3 @@ def _import_package(dataset: str | None) -> Any:
             next_step=f"did you mean {near}" if near else "choose one of these names",
         )
     return reasoning_gym
-
-
-def _setting_names(package: Any, dataset: str) -> list[str]:
-    config_class = package.factory.DATASETS[dataset][1]
-    return sorted({field.name for field in dataclasses.fields(config_class)} - set(_OWN_SETTINGS))
