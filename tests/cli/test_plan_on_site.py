@@ -68,6 +68,16 @@ def test_json_is_one_document_with_plan_and_job(run: Run) -> None:
     assert found["job"]["site"] == "cluster"
     assert "--gres=gpu:h100:1" in found["job"]["files"]["job.sh"]
     assert plan(run, "local")["job"]["backend"] == "local"
+
+
+def test_a_word_of_the_site_counts_in_plan_and_job(run: Run) -> None:
+    found = plan(run, "cluster", "job.gpus=1", "site.gpu_type=l40s", "site.qos=high", "site.comment=007")
+    script = found["job"]["files"]["job.sh"]
+    assert "--gres=gpu:l40s:1" in script
+    assert "#SBATCH --qos=high" in script
+    assert " 007'" in script
+    assert found["hardware"] != plan(run, "cluster", "job.gpus=1")["hardware"]
+    assert (found["job"]["profile"]["qos"], found["job"]["profile"]["gpu_type"]) == ("high", "l40s")
     assert plan(run, "cloud", KNOWN)["job"]["backend"] == "sagemaker"
 
 
