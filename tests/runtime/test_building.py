@@ -18,6 +18,7 @@ import pytest
 from strop.hardware.identity import identify, read_boot_id
 from strop.runtime.building import Builds, BuildSettings, take_lock
 from strop.runtime.contract import BuildStatus
+from strop.runtime.pulling import engine_of
 from tests.fixtures.sandboxes import needs_podman
 from tests.fixtures.small_root import imported, make_small_root, podman, remove_images
 
@@ -91,6 +92,15 @@ def test_docker_builds_nothing_offline(tmp_path: Path, monkeypatch: pytest.Monke
     )
     # The next one, online, is not refused for it.
     assert list((tmp_path / "docker").iterdir()) == []
+
+
+def test_the_images_of_a_node_are_in_the_store_of_its_first_engine() -> None:
+    for backends, engine in (
+        (("bubblewrap", "podman", "docker"), "podman"),
+        (("docker", "podman"), "docker"),
+        (("process",), "podman"),
+    ):
+        assert engine_of(backends) == engine
 
 
 def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
