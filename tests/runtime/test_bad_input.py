@@ -19,6 +19,8 @@ from strop.runtime.contract import FailureKind, State
 from strop.runtime.held import as_failure
 from strop.runtime.planes import DataPlane
 from strop.sandbox import engine
+from strop.sandbox.idmap import NUM_IDS
+from strop.sandbox.linux import detach_mount, mount_overlay
 from strop.sandbox.podman import make_init
 from tests.fixtures.nodes import SLOT, Orders, Workspace, on_node, workspace_at
 from tests.fixtures.runtime_service import service, start_body
@@ -71,6 +73,40 @@ def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp
         assert why in failed.cause
 
     on_node(work, ("podman",), data_plane=DataPlane.AUTO)
+
+
+@pytest.mark.slow
+@needs_podman
+def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
+    """Programs are the user that is asked for where the host can give it; else one that nobody else is."""
+
+    async def work(orders: Orders) -> None:
+        for index, (user, image) in enumerate(((10001, "host"), (70_000, "host"), (10001, str(merged)))):
+            url = await orders.start(f"r{index}", run_as_user=user, image=image)
+            ready = await orders.wait_for(f"r{index}", State.READY, State.FAILED)
+            assert ready.state is State.READY, ready.cause
+            async with workspace_at(url) as workspace:
+                told = await workspace.run("id -u; echo x > /workspace/x")
+            own = ready.isolation["host_uid"]
+            has_own = user >= NUM_IDS or not ready.isolation["userns"]
+            assert told == (0, f"{own if has_own else user}\n", "")
+            assert own != user
+            assert has_own is (index > 0)
+            await orders.ask("DELETE", f"/sandboxes/r{index}")
+
+    # The kernel does not show one overlay to other users.
+    merged = tmp_path / "merged"
+    parts = [tmp_path / name for name in ("upper", "work", "merged")]
+    for path in parts:
+        path.mkdir()
+    for path in (tmp_path, *tmp_path.parents):
+        if path.owner() == "root" and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o011)
+    mount_overlay("/", *map(str, parts))
+    try:
+        on_node(work, ("podman",))
+    finally:
+        detach_mount(str(merged))
 
 
 async def ask_both(workspace: Workspace, command: str) -> list[httpx.Response]:

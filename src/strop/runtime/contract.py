@@ -31,6 +31,8 @@ MIN_SHARE = 0.001
 INSIDE_PORT = 60000
 """Where a sandbox's own server listens; every client's command says it."""
 
+_NO_ID = (1 << 32) - 1
+
 
 class State(StrEnum):
     """Where a sandbox is in its life. What clients are told of each is one pair of words (`wire.WORDS`)."""
@@ -141,9 +143,11 @@ class StartRequest(_Flow):
     """Multiplies memory, processes and processors of a slot."""
     lifetime_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """strop's own: how long its client means to use it. A node that ends before is taken if no other fits."""
-    run_as_user: int | None = None
-    run_as_group: int | None = None
-    fs_group: int | None = None
+    run_as_user: int | None = Field(default=None, ge=0, lt=_NO_ID)
+    """A hint. Where the node can give programs this user of the image, it does, with the group of the same
+    number; `isolation` says who they are on the host."""
+    run_as_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
+    fs_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     runtime_class: str | None = None
     """A hint. Nothing is refused because of it."""

@@ -15,6 +15,7 @@ from strop.sandbox.allowlist import parse_network
 from strop.sandbox.choose import choose_among
 from strop.sandbox.contract import MIB
 from strop.sandbox.engine import ENGINES
+from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local import LocalBackend, LocalSandbox
 
 HOST_IMAGE = "host"
@@ -49,6 +50,8 @@ class Kind:
     network: str
     min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
+    is_user_hint: bool = False
+    """Whether it is made without `user` where this host cannot give that."""
 
 
 class Maker:
@@ -74,7 +77,8 @@ class Maker:
             backend=names[0],
             image=None if request.image == HOST_IMAGE else request.image,
             limits=limits_of(order.slot),
-            user=None,
+            user=_user_of(request, names[0]),
+            is_user_hint=True,
             has_workspace=names[0] != "process",
             network=self._settings.network,
             min_level=self._settings.min_level,
@@ -89,6 +93,7 @@ class Maker:
             backend=chosen.name,
             limits=replace(terms.limits, cpus=order.slot.cpus),
             user=terms.user,
+            is_user_hint=False,
             has_workspace=terms.has_workspace,
             network=terms.network,
             min_level=terms.min_level,
@@ -166,7 +171,21 @@ class Maker:
                 network=kind.network,
                 min_level=kind.min_level,
             )
-            return await LocalBackend(kind.backend).create(spec)
+            backend = LocalBackend(kind.backend)
+            try:
+                return await backend.create(spec)
+            except SandboxRefused as refusal:
+                # Which file systems and kernels can show an image to its own users, only a start tells.
+                if spec.user is None or not kind.is_user_hint or refusal.kind != kind.backend:
+                    raise
+            return await backend.create(replace(spec, user=None))
+
+
+def _user_of(request: StartRequest, backend: str) -> int | None:
+    """Return the user of the image that programs can be as whom a client wants them; None: there is none."""
+    user = request.run_as_user
+    can_map = backend in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
+    return user if can_map else None
 
 
 def _require_network(given: str, wanted: str) -> None:
