@@ -24,6 +24,9 @@ _OUTPUT_BYTES = 4 * MIB
 _FLOOD_BYTES = 1 << 30
 _MAX_FILES = 200_000
 _MAX_OPEN_FILES = 4096
+_STARTS, _ENGINE_STARTS = 8, 2
+"""At once, for each processor. Most of the time of making namespaces is waiting for the kernel; a container's
+is work of its engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +58,15 @@ class Kind:
 
 
 class Maker:
-    """Makes sandboxes, at most twice as many at once as there are processors."""
+    """Makes sandboxes, as many at once as keep the processors busy."""
 
     def __init__(self, settings: MakeSettings) -> None:
         self._settings = settings
-        self._turn = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
+        num_cpus = len(os.sched_getaffinity(0))
+        self._turns = {
+            name: asyncio.Semaphore((_ENGINE_STARTS if name in ENGINES else _STARTS) * num_cpus)
+            for name in settings.backends
+        }
         self._spare: dict[Kind, list[LocalSandbox]] = {}
         self._filling: dict[Kind, asyncio.Task[None]] = {}
         self.num_warm = 0
@@ -161,7 +168,7 @@ class Maker:
                 spares.append(await self._make_new(kind))
 
     async def _make_new(self, kind: Kind) -> LocalSandbox:
-        async with self._turn:
+        async with self._turns[kind.backend]:
             spec = SandboxSpec(
                 limits=kind.limits,
                 image=kind.image,
