@@ -77,14 +77,15 @@ def read_reply(text: str, form: CallFormat, schemas: Mapping[str, Mapping[str, A
     """Take a reply apart.
 
     `text` has the tokenizer's special tokens in it, but for the terminator. `schemas`: the JSON Schema of
-    each tool's arguments, by its name. Thinking that is not closed is all of the reply.
+    each tool's arguments, by its name; without tools there are no calls. Thinking that is not closed is all
+    of the reply.
     """
     before, is_closed, behind = text.partition(_CLOSED)
     if not is_closed and _OPEN in text:
         return Spoken(content="", reasoning=text.partition(_OPEN)[2])
     reasoning = before.partition(_OPEN)[2] or before if is_closed else None
     rest = behind if is_closed else text
-    found = _READERS[form](rest, schemas)
+    found = _READERS[form](rest, schemas) if schemas else Spoken(content=rest)
     return replace(found, content=found.content.strip(), reasoning=reasoning)
 
 
@@ -93,13 +94,18 @@ def name_calls(calls: Sequence[ToolCall], turn: int) -> tuple[ToolCall, ...]:
     return tuple(replace(call, call_id=f"{turn:05d}{index:04d}") for index, call in enumerate(calls))
 
 
+def write_call(call: ToolCall) -> str:
+    """Return a call as a fenced block, its arguments to the letter."""
+    return f'```tool\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n```'
+
+
 def describe_tools(schemas: Sequence[str]) -> str:
     """Tell a model whose template knows no tools which there are, and how one is called.
 
     `schemas` are functions in the form of OpenAI's chat API, as JSON.
     """
     listed = "\n".join(json.dumps(json.loads(schema)["function"], ensure_ascii=False) for schema in schemas)
-    example = '```tool\n{"name": "NAME", "arguments": {}}\n```'
+    example = write_call(ToolCall(name="NAME"))
     return f"You can call these tools:\n{listed}\n\nTo call one, write:\n{example}"
 
 

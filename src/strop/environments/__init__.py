@@ -13,12 +13,11 @@ from strop.environments.contract import Action, Choosing, Done, Environment, Ste
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as
 from strop.environments.rollout import (
     RolloutPlan,
-    SingleTurn,
-    choose_environment,
     run_group,
     run_groups,
     run_rollout,
 )
+from strop.environments.single_turn import SingleTurn, choose_environment
 from strop.environments.tools import ToolError
 from strop.tasks.failures import AttemptFailed
 

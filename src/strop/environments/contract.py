@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from strop.rollout import Example, FinishReason, Message, Outcome
 from strop.tool_calls import Spoken
+
+if TYPE_CHECKING:
+    from strop.environments.recording import Recorder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,17 @@ class Bounded(Protocol):
     @property
     def max_attempt_s(self) -> float | None:
         """Wall time from `reset` on, in seconds; a reply that is not done by then is given up."""
+        ...
+
+
+class Acting(Protocol):
+    """Optional capability: a program conducts the attempt, and asks the model as often as it likes."""
+
+    async def act(self, recorder: Recorder) -> None:
+        """Return once the program has ended; `step` is never called, and `score` judges what it made.
+
+        Raises: AttemptFailed if it failed.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from strop.engine import Completion
 from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import (
     PromptFormat,
@@ -88,3 +89,16 @@ def encode_next_messages(
             return None
         text = text[len(terminator) :]
     return text, tokenizer.encode(text)
+
+
+def spoken_turn(completion: Completion) -> Turn:
+    """Return a reply as the turn that it is."""
+    return Turn(
+        role="assistant",
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        policy_version=completion.policy_version,
+        finish_reason=completion.finish_reason,
+        segments=completion.segments,
+    )

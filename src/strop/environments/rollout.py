@@ -3,7 +3,6 @@
 Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
 names. None ever becomes a reward of 0.
 
-A single-turn task is the world `SingleTurn`; `choose_environment` alone chooses.
 Left out on purpose: retries, which are the loop's decision.
 """
 
@@ -16,15 +15,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
-from strop.environments.contract import Action, Environment, StepResult
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as
+from strop.environments.contract import Action, Environment
+from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn
+from strop.environments.recording import Recorder
 from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
@@ -41,12 +40,8 @@ from strop.rollout import (
     Sampling,
     Turn,
 )
-from strop.tasks import Task, choices_of, limits_of
-from strop.tasks.contract import within_bounds
 from strop.tasks.failures import catch_failure
-from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.prompt import PromptFormat, call_format_of, tools_of
-from strop.tasks.traits import world_of
 from strop.tokenizer import Tokenizer
 from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
 
@@ -119,6 +114,9 @@ class _Attempt:
     async def _converse(self, history: list[Message]) -> Outcome | Stop:
         """Let the policy and the world take turns; return why they ended, or why there is no score."""
         environment = self.environment
+        # As `Acting` says.
+        if (act := getattr(environment, "act", None)) is not None:
+            return await self._let_act(act)
         schemas = {name: one["parameters"] for name, one in map(_read_tool, tools_of(history))}
         text, context_ids = self.prompts.render(tuple(history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
@@ -220,33 +218,74 @@ class _Attempt:
         """Sample a reply; None if it was not done in the time that is left."""
         plan = self.plan
         left_tokens, left_s = self._left()
+        num_tokens = int(min(plan.max_reply_tokens, left_tokens))
+        self.stage_owner = FailureOwner.ENGINE
+        completion = await _in_time(self._sample(context_ids, num_tokens, turn_index), left_s)
+        if completion is not None:
+            # A reply whose parts do not fit together is the engine's failure too.
+            self.turns.append(spoken_turn(completion))
+        self.stage_owner = FailureOwner.TASK
+        return completion
+
+    async def _sample(self, context_ids: IntArray, num_tokens: int, stream: int) -> Completion:
+        """Sample a reply; `stream` names its random stream. Raises: EngineError."""
+        plan = self.plan
         stop_strings = self.environment.stop_strings
         if self.prompts.prompt_format is PromptFormat.BASE:
             # As `PlainlyStopped` says: in plain text a world may have further ones.
             stop_strings += getattr(self.environment, "base_stop_strings", ())
         request = GenerationRequest(
             prompt_ids=context_ids,
-            seed=stream_seed(
-                plan.run_seed, plan.example.example_id, plan.step, plan.sample_index, turn_index
-            ),
+            seed=stream_seed(plan.run_seed, plan.example.example_id, plan.step, plan.sample_index, stream),
             sampling=plan.sampling,
-            max_tokens=int(min(plan.max_reply_tokens, left_tokens)),
+            max_tokens=num_tokens,
             stop_token_ids=self.prompts.tokenizer.stop_token_ids,
             stop_strings=stop_strings,
         )
-        self.stage_owner = FailureOwner.ENGINE
         started_at = self.clock()
-        completion = await _in_time(self.engine.generate(request), left_s)
+        completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
-        self.stage_owner = FailureOwner.TASK if completion is None else self.stage_owner
-        if completion is None:
-            return None
         if completion.logprobs is None:
             # The turn would count as not sampled.
             raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
-        self.turns.append(_spoken(completion))
-        self.stage_owner = FailureOwner.TASK
         return completion
+
+    async def _let_act(self, act: Callable[[Recorder], Awaitable[None]]) -> Outcome | Stop:
+        """Have a program ask the model as it likes; what it was told and said are the turns."""
+        plan = self.plan
+        failures: list[Failure] = []
+
+        async def sample(prompt_ids: IntArray, num_tokens: int, stream: int) -> Completion:
+            with catch_failure(lambda: FailureOwner.ENGINE) as caught:
+                completion = await self._sample(prompt_ids, num_tokens, stream)
+                if completion.finish_reason is FinishReason.ABORT:
+                    raise EngineError("the engine gave up on the reply")
+                return completion
+            assert caught.failure is not None
+            # The program may well go on without this reply; the attempt is lost all the same.
+            failures.append(caught.failure)
+            raise EngineError(caught.failure.detail)
+
+        recorder = Recorder(
+            self.prompts,
+            sample,
+            max_reply_tokens=plan.max_reply_tokens,
+            max_positions=plan.max_positions,
+            max_tokens=getattr(self.environment, "max_attempt_tokens", None),
+        )
+        try:
+            with catch_failure(lambda: FailureOwner.TASK) as caught:
+                await act(recorder)
+        finally:
+            recorder.is_sealed = True
+            self.turns = list(recorder.turns())
+        # What failed in the engine, whatever the program made of it.
+        failures += [caught.failure] if caught.failure is not None else []
+        if failures:
+            return Outcome(parts={}, failure=failures[0])
+        if not recorder.num_calls:
+            return Outcome.lost(FailureOwner.TASK, "no_call", "the program ended without asking the model")
+        return Stop.TIME if recorder.is_late else Stop.DONE
 
     def _encode_choices(self, context_ids: IntArray) -> EncodedChoices | None:
         """Return the replies to choose from, or None where the policy writes."""
@@ -273,7 +312,7 @@ class _Attempt:
             finish_reason=FinishReason.CHOSEN,
             policy_version=chosen.score.policy_version,
         )
-        self.turns.append(_spoken(completion))
+        self.turns.append(spoken_turn(completion))
         self.choice_nats = {f"choice_{index}_nats": nats for index, nats in enumerate(chosen.nats)}
         self.stage_owner = FailureOwner.TASK
         return completion
@@ -355,19 +394,6 @@ async def run_rollout(
     )
 
 
-def _spoken(completion: Completion) -> Turn:
-    """Return a reply as the turn that it is."""
-    return Turn(
-        role="assistant",
-        text=completion.text,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        policy_version=completion.policy_version,
-        finish_reason=completion.finish_reason,
-        segments=completion.segments,
-    )
-
-
 async def _close(environment: Environment) -> Failure | None:
     with catch_failure(lambda: FailureOwner.INFRA) as caught:
         async with asyncio.timeout(_CLOSE_LIMIT_S):
@@ -435,57 +461,3 @@ async def run_groups(
         for group in running:
             group.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-class SingleTurn:
-    """One question, one reply. A missing reply is judged as an empty one."""
-
-    max_turns = 1
-
-    def __init__(self, task: Task, judge: Judge | None = None) -> None:
-        self._task = task
-        self._judge = judge or InlineJudge(task)
-        self._example: Example | None = None
-        self._reply: Action | None = None
-        self.stop_strings = task.limits.stop_strings
-        self.base_stop_strings = task.limits.base_stop_strings
-        self.choices: tuple[str, ...] = ()
-
-    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Pose the example; the seed has nothing to decide here."""
-        self._example = example
-        self._reply = None
-        limits = limits_of(self._task, example)
-        self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
-        self.choices = choices_of(self._task, example)
-        return self._task.render(example)
-
-    async def step(self, action: Action) -> StepResult:
-        """Keep the reply; the attempt is over."""
-        if self._example is None or self._reply is not None:
-            when = "before reset" if self._example is None else "after its end"
-            raise DataError(f"{self._task.name}: step called {when}")
-        self._reply = action
-        return StepResult(messages=(), done=True)
-
-    async def score(self) -> Outcome:
-        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score called before reset")
-        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
-        return within_bounds(outcome, limits_of(self._task, self._example))
-
-    async def close(self) -> None:
-        """Hold nothing, release nothing."""
-
-
-def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:
-    """Return what makes an attempt at an example of a task: in its own world, or one reply and its judgement.
-
-    Without a judge, replies are judged in this process.
-    """
-    world = world_of(task)
-    make_environment: Callable[[], Environment] = (
-        partial(SingleTurn, task, judge) if world is None else world.make_environment
-    )
-    return make_environment

@@ -30,6 +30,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, ToolCall, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.contract import TURN, TaskLimits, within_bounds
+from strop.tasks.judging import Judge
 from strop.tasks.prompt import SYSTEM, pose_messages
 from strop.tasks.user.own_task import OwnTask
 from strop.tasks.user.posing import OPENING_SEED
@@ -115,8 +116,8 @@ class World:
     def __init__(self, task: WorldTask) -> None:
         self._task = task
 
-    def make_environment(self) -> PlayedWorld:
-        """Make one attempt."""
+    def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
+        """Make one attempt; the class judges it by itself."""
         return PlayedWorld(self._task, self._task._environment)
 
     async def play(self, example: Example, text: str) -> Outcome:

@@ -69,7 +69,7 @@ class PartedSection(TaskSection):
     @property
     def user_code(self) -> list[CodeRef]:
         """That of all parts."""
-        return [ref for part in plain_sections(self) for ref in part.user_code]
+        return [*(ref for part in plain_sections(self) for ref in part.user_code), *super().user_code]
 
     @property
     def judges_by_data(self) -> bool:

@@ -426,6 +426,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("task", "name"): is_code,
     ("task", "source"): _is_data_path,
     ("task", "reward"): is_code,
+    ("task", "agent"): is_code,
     ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
     ("task", "rubric"): _is_rubric_path,

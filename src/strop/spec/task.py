@@ -25,7 +25,7 @@ from pydantic_core import PydanticKnownError
 from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.display import NULL_WORD
 from strop.spec.template import list_names, refuse_malformed
-from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task
+from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task, is_code
 
 PROMPTING = ("system_prompt", "prompt_template", "stop")
 """The settings that ask a model, or end its reply, otherwise than the task does by itself."""
@@ -108,6 +108,30 @@ class TaskSection(Section):
         description="Examples of the order file that a larger share of attempts solved are left out.",
         json_schema_extra=expert("examples that the model always solves teach nothing"),
     )
+    agent: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A program that solves the problems, and asks the model over OpenAI's protocol as often"
+        " as it likes: a function as FILE.py:NAME, or a command with its words. Its answer is judged as a"
+        " reply is. none = the model answers by itself.",
+        json_schema_extra=expert("an agent may be trained as it is"),
+    )
+    agent_limit_s: float = Field(
+        default=600.0,
+        gt=0.0,
+        le=10**6,
+        description="Seconds that task.agent has for a problem. Then it is ended, and an empty answer is"
+        " judged, marked as cut.",
+        json_schema_extra=expert("a program may never end"),
+    )
+    agent_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Tokens that task.agent may have sampled for a problem; then its calls are refused."
+        " none = no bound beside that of each reply.",
+        json_schema_extra=expert("a program may ask a thousand times"),
+    )
     max_unmatched_ids: int = Field(
         default=0,
         ge=0,
@@ -123,8 +147,8 @@ class TaskSection(Section):
 
     @property
     def user_code(self) -> list[CodeRef]:
-        """The files of the user's that the task is made of."""
-        return []
+        """The files of the user's that the task, or the program that solves it, is made of."""
+        return [CodeRef.parse(self.agent)] if self.agent is not None and is_code(self.agent) else []
 
     @property
     def judges_by_data(self) -> bool:
@@ -376,7 +400,7 @@ class UserCodeSection(TrainingRows):
     @property
     def user_code(self) -> list[CodeRef]:
         """The file of the class, unless a package announces it."""
-        return [self.ref] if self.ref.is_file else []
+        return [*([self.ref] if self.ref.is_file else []), *super().user_code]
 
     def inspect(self) -> InspectedTask:
         """Return what the class is and how it completes these settings.

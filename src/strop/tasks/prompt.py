@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message
-from strop.tool_calls import CallFormat, describe_tools
+from strop.tool_calls import CallFormat, describe_tools, write_call
 
 if TYPE_CHECKING:
     from strop.tokenizer import Tokenizer
@@ -160,6 +160,10 @@ def _spell(message: Message, tools: tuple[str, ...]) -> Message:
         text = f"{describe_tools(tools)}\n\n{message.text}"
         base = None if message.base is None else f"{describe_tools(tools)}\n\n{message.base}"
         return dataclasses.replace(message, content=text, base=base, tools=())
+    if message.tool_calls:
+        return Message(
+            role=message.role, content="\n".join([message.text, *map(write_call, message.tool_calls)])
+        )
     if message.role == "tool":
         return Message(role="user", content=f"{message.name} returned:\n{message.text}")
     return message

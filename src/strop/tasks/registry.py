@@ -118,6 +118,8 @@ def build_task(spec: TaskSection) -> Task:
         from strop.tasks.prompting import Prompted
 
         task = Prompted(task, spec)
+    if spec.agent is not None:
+        task = import_module("strop.agents").AgentTask(task, spec)
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum

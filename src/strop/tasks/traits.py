@@ -33,8 +33,8 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
         "row_keys": "(column) -> id of the training example that each row became, by the row's number from 0"
         " (None) or by its value in a column; None where the row is no training example.",
-        "world": "Where its examples are attempted in turns: `make_environment()`, and `play(example, text)`"
-        " for replies that are given; None where one reply is judged.",
+        "world": "Where its examples are attempted in turns: `make_environment(judge)`, and `play(example,"
+        " text)` for replies that are given; None where one reply is judged.",
         "variant": "Which of the tasks that share its name a task is, in a word.",
     }
 )

@@ -14,6 +14,8 @@ from strop.tasks.contract import TaskLimits
 # Paths differ between machines; the content of the data is hashed apart.
 # How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
 _NOT_HASHED = {
+    # `AgentTask` makes a version of the task's own and them.
+    *("agent", "agent_limit_s", "agent_tokens"),
     *("source", "max_too_long_frac"),
     # A user's function is hashed by its source.
     "reward",

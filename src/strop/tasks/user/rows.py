@@ -123,7 +123,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
     @property
     def user_code(self) -> list[CodeRef]:
         """The files of the rewards."""
-        return [CodeRef.parse(name) for name in self.reward if is_code(name)]
+        return [*(CodeRef.parse(name) for name in self.reward if is_code(name)), *super().user_code]
 
     @field_validator("reward", mode="before")
     @classmethod

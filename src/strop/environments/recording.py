@@ -1,0 +1,226 @@
+"""What a program that asks the model has seen and said: exact ids of every call, as the turns of a rollout.
+
+A program sends the whole conversation with each call. A call whose messages begin with those of an earlier
+one and its reply goes on behind the ids that were sampled then; they are matched by value, for clients write
+JSON anew and leave thinking out. Any other call begins a sample of its own: a new conversation, an edited
+history, a branch. No sampled token is trained twice, and a reply that no client received not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from strop.engine import Completion
+from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn
+from strop.errors import StropError
+from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
+from strop.tasks.prompt import call_format_of, pose_messages
+from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
+
+_SEED_BITS = 31
+
+
+class CallTooLong(StropError):
+    """A call for which the model has no room."""
+
+
+class CallsUsedUp(StropError):
+    """A call beyond those, or beyond the tokens, that an attempt may have."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Call:
+    """One call, answered."""
+
+    messages: tuple[Message, ...]
+    """All that the program sent, but for the tools."""
+    said: Message
+    """The reply, as history."""
+    spoken: Spoken
+    prompt: Turn
+    """What was added behind the parent's reply; everything where there is no parent."""
+    prompt_ids: IntArray
+    """Everything that the model was asked with."""
+    reply: Turn
+    parent: Call | None
+    is_delivered: bool = True
+    """Whether the client was there to get the reply."""
+    children: list[Call] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and the reply."""
+        return len(self.prompt_ids) + len(self.reply.token_ids)
+
+
+Sample = Callable[[IntArray, int, int], Awaitable[Completion]]
+"""(prompt ids, tokens at most, name of the random stream) -> reply."""
+
+
+class Recorder:
+    """Asks the model for one rollout's program. Calls may overlap."""
+
+    def __init__(
+        self,
+        prompts: PromptCache,
+        sample: Sample,
+        *,
+        max_reply_tokens: int,
+        max_positions: int | None,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`max_tokens`: sampled in all calls together."""
+        self._prompts = prompts
+        self._sample = sample
+        self._max_reply_tokens = max_reply_tokens
+        self._max_positions = max_positions
+        self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._calls: list[Call] = []
+        self._by_history: dict[tuple[Any, ...], Call] = {}
+        """Each call by the values of its messages with the reply behind them."""
+        self._times_asked: Counter[bytes] = Counter()
+        self._num_asked = 0
+        self.is_sealed = False
+        """Whether the attempt is over, so that no call is answered any more."""
+        self.is_late = False
+        """Whether the program was ended at its time."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were answered."""
+        return len(self._calls)
+
+    async def ask(
+        self, messages: Sequence[Message], tools: tuple[str, ...] = (), max_tokens: int | None = None
+    ) -> Call:
+        """Sample a reply to a conversation.
+
+        `tools` are functions in the form of OpenAI's chat API, as JSON.
+        Raises: CallTooLong, CallsUsedUp; ConfigError if the model cannot be asked so; EngineError.
+        """
+        posed = _pose(messages, tools)
+        parent, prompt, prompt_ids = self._continue(posed, tools)
+        wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens, self._left_tokens())
+        if self._max_positions is not None and len(prompt_ids) + wanted > self._max_positions:
+            wanted = self._max_positions - len(prompt_ids)
+            if wanted < 1:
+                raise CallTooLong(
+                    f"This model's maximum context length is {self._max_positions} tokens, and the messages"
+                    f" have {len(prompt_ids)}"
+                )
+        self._num_asked += 1
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
+        stream = hashlib.blake2b(digest + bytes([self._times_asked[digest] % 256]), digest_size=8).digest()
+        self._times_asked[digest] += 1
+        completion = await self._sample(prompt_ids, wanted, int.from_bytes(stream, "little") % 2**_SEED_BITS)
+        spoken = self._take_apart(completion, tools)
+        said = Message(role="assistant", content=spoken.content, tool_calls=spoken.calls)
+        call = Call(
+            messages=posed,
+            said=said,
+            spoken=spoken,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            reply=spoken_turn(completion),
+            parent=parent,
+        )
+        self._calls.append(call)
+        self._by_history[tools, *map(_key, (*posed, said))] = call
+        if parent is not None:
+            parent.children.append(call)
+        return call
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Return everything as the turns of a rollout: one conversation behind the other, by first call."""
+        turns: list[Turn] = []
+        kept = [call for call in self._calls if call.is_delivered or call.children]
+        is_placed: set[int] = set()
+        for first in kept:
+            call: Call | None = first
+            while call is not None and id(call) not in is_placed:
+                is_placed.add(id(call))
+                prompt = replace(call.prompt, role="prompt" if call is not first or not turns else RESTART)
+                if call is first and call.parent is not None:
+                    # A branch: what it shares with the others is context here.
+                    text = self._prompts.tokenizer.decode(call.prompt_ids, with_special=True)
+                    prompt = replace(prompt, text=text, token_ids=call.prompt_ids)
+                turns += [prompt, call.reply]
+                call = next((child for child in call.children if child in kept), None)
+        return tuple(turns)
+
+    def _left_tokens(self) -> int:
+        """Return how many tokens may be sampled. Raises: CallsUsedUp."""
+        num_said = sum(len(call.reply.token_ids) for call in self._calls)
+        left = self._max_reply_tokens if self._max_tokens is None else self._max_tokens - num_said
+        if left < 1 or (self._max_calls is not None and self._num_asked >= self._max_calls):
+            raise CallsUsedUp(f"the attempt has had its {self._num_asked} calls and {num_said} tokens")
+        return left
+
+    def _continue(
+        self, messages: tuple[Message, ...], tools: tuple[str, ...]
+    ) -> tuple[Call | None, Turn, IntArray]:
+        """Return the call that this one goes on from, what is new, and the ids of everything."""
+        keys = tuple(map(_key, messages))
+        for length in range(len(keys) - 1, 0, -1):
+            parent = self._by_history.get((tools, *keys[:length]))
+            if parent is not None and (new := self._extend(parent, messages[length:])) is not None:
+                text, new_ids = new
+                whole = np.concatenate([parent.prompt_ids, parent.reply.token_ids, new_ids])
+                return parent, Turn(role="prompt", text=text, token_ids=new_ids), whole
+        text, ids = self._prompts.render(messages)
+        return None, Turn(role=RESTART, text=text, token_ids=ids), ids
+
+    def _extend(self, parent: Call, new_messages: tuple[Message, ...]) -> tuple[str, IntArray] | None:
+        tokenizer, prompt_format = self._prompts.tokenizer, self._prompts.prompt_format
+        calls: tuple[ToolCall, ...] = parent.said.tool_calls
+        if call_format_of(tokenizer, prompt_format) is CallFormat.FENCE:
+            calls = ()
+        reason = parent.reply.finish_reason
+        if reason is None or not reads_as(tokenizer, parent.reply):
+            return None
+        return encode_next_messages(tokenizer, prompt_format, parent.messages, new_messages, reason, calls)
+
+    def _take_apart(self, completion: Completion, tools: tuple[str, ...]) -> Spoken:
+        tokenizer = self._prompts.tokenizer
+        ids, is_ended = completion.token_ids, completion.finish_reason is FinishReason.EOS
+        text = completion.text
+        if tools and completion.finish_reason is not FinishReason.STOP_STRING:
+            text = tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
+        functions = [json.loads(tool)["function"] for tool in tools]
+        schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        form = call_format_of(tokenizer, self._prompts.prompt_format)
+        spoken = read_reply(text, form, schemas)
+        if completion.finish_reason is FinishReason.LENGTH:
+            # A reply that was cut has no calls: what looks whole may have gone on.
+            spoken = replace(spoken, calls=())
+        return replace(spoken, calls=name_calls(spoken.calls, self._num_asked))
+
+
+def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
+    """Return messages of which the first that is a user's, or else the first, says which tools there are."""
+    if not tools:
+        return tuple(messages)
+    places = [index for index, message in enumerate(messages) if message.role == "user"]
+    place = places[0] if places else 0
+    return (
+        *messages[:place],
+        *pose_messages([messages[place]], "model_default", tools),
+        *messages[place + 1 :],
+    )
+
+
+def _key(message: Message) -> tuple[Any, ...]:
+    """Return what of a message must be equal for the next call to go on from it."""
+    calls = tuple(
+        (call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in message.tool_calls
+    )
+    return message.role, message.text.strip(), calls

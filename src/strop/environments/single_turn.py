@@ -1,0 +1,68 @@
+"""A task whose attempt is one reply, as a world of one turn; and which world a task has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from strop.environments.contract import Action, Environment, StepResult
+from strop.errors import DataError
+from strop.rollout import Example, Message, Outcome
+from strop.tasks import Task, choices_of, limits_of
+from strop.tasks.contract import within_bounds
+from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.traits import world_of
+
+
+class SingleTurn:
+    """One question, one reply. A missing reply is judged as an empty one."""
+
+    max_turns = 1
+
+    def __init__(self, task: Task, judge: Judge | None = None) -> None:
+        self._task = task
+        self._judge = judge or InlineJudge(task)
+        self._example: Example | None = None
+        self._reply: Action | None = None
+        self.stop_strings = task.limits.stop_strings
+        self.base_stop_strings = task.limits.base_stop_strings
+        self.choices: tuple[str, ...] = ()
+
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        """Pose the example; the seed has nothing to decide here."""
+        self._example = example
+        self._reply = None
+        limits = limits_of(self._task, example)
+        self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
+        self.choices = choices_of(self._task, example)
+        return self._task.render(example)
+
+    async def step(self, action: Action) -> StepResult:
+        """Keep the reply; the attempt is over."""
+        if self._example is None or self._reply is not None:
+            when = "before reset" if self._example is None else "after its end"
+            raise DataError(f"{self._task.name}: step called {when}")
+        self._reply = action
+        return StepResult(messages=(), done=True)
+
+    async def score(self) -> Outcome:
+        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
+        if self._example is None:
+            raise DataError(f"{self._task.name}: score called before reset")
+        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
+        return within_bounds(outcome, limits_of(self._task, self._example))
+
+    async def close(self) -> None:
+        """Hold nothing, release nothing."""
+
+
+def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:
+    """Return what makes an attempt at an example of a task: in its own world, or one reply and its judgement.
+
+    Without a judge, replies are judged in this process.
+    """
+    world = world_of(task)
+    make_environment: Callable[[], Environment] = (
+        partial(SingleTurn, task, judge) if world is None else partial(world.make_environment, judge)
+    )
+    return make_environment

@@ -1,0 +1,384 @@
+"""Programs that ask the model by the real client of OpenAI: what they are told, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from strop.agents import Face
+from strop.engine import Completion, GenerationRequest
+from strop.environments import PromptCache, RolloutPlan, choose_environment, run_rollout
+from strop.environments.recording import Recorder
+from strop.errors import ConfigError, EngineError
+from strop.rollout import RESTART, FailureOwner, FinishReason, Rollout, Sampling, Split, Turn
+from strop.spec.reader import load_spec
+from strop.tasks import build_task
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
+from strop.tokenizer import Tokenizer
+from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+Script = list[str | ScriptedReply | Exception]
+
+
+class Asked:
+    """A face, a client of the real package, and what the engine was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Script, **bounds: Any) -> None:
+        self.engine = DummyEngine(tokenizer, script)
+        bounds = {"max_reply_tokens": 400, "max_positions": None, **bounds}
+        self.recorder = Recorder(PromptCache(tokenizer, "auto"), self.sample, **bounds)
+
+    async def sample(self, prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
+        request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            seed=stream,
+            sampling=Sampling(),
+            max_tokens=num_tokens,
+            stop_token_ids=frozenset({260}),
+        )
+        return await self.engine.generate(request)
+
+    def let(self, work: Callable[[openai.AsyncOpenAI], Any]) -> Any:
+        """Run a program against the face."""
+
+        async def main() -> Any:
+            async with (
+                Face().serving() as face,
+                face.open(self.recorder) as (url, key),
+                openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client,
+            ):
+                return await work(client)
+
+        return asyncio.run(main())
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What was recorded."""
+        return self.recorder.turns()
+
+    def check(self) -> None:
+        """Each request is, id by id, what the turns before its reply say, within a sample."""
+        seen: list[int] = []
+        asked = []
+        for turn in self.turns:
+            if turn.role == RESTART:
+                seen = []
+            if turn.is_sampled:
+                asked.append(list(seen))
+            seen += turn.token_ids.tolist()
+        assert sorted(asked) == sorted(request.prompt_ids.tolist() for request in self.engine.requests)
+
+
+async def chat(client: openai.AsyncOpenAI, *messages: dict[str, Any], **given: Any) -> Any:
+    create: Any = client.chat.completions.create
+    return await create(model="any", messages=list(messages), **given)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_a_conversation_with_tools_is_one_sample(tmp_path: Path, form: str) -> None:
+    tokenizer = tokenizer_of(tmp_path, form)
+    asked = Asked(tokenizer, [call("look", form, place='a "b"'), call("look", form, place="c"), "Done."])
+
+    async def work(client: openai.AsyncOpenAI) -> str:
+        messages: list[Any] = [user("Look.")]
+        for _ in range(3):
+            message = (await chat(client, *messages, tools=[LOOK])).choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for one in message.tool_calls or ():
+                # As clients do: JSON is read and written anew.
+                again = json.dumps(json.loads(one.function.arguments), indent=1)
+                messages[-1]["tool_calls"][0]["function"]["arguments"] = again
+                messages.append({"role": "tool", "tool_call_id": one.id, "name": "look", "content": "seen"})
+        return str(messages[-1]["content"])
+
+    assert asked.let(work) == "Done."
+    assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 3
+    asked.check()
+
+
+def test_plain_and_streamed_answers_say_the_same(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "hermes")
+    text = "<think>Why?</think>So: " + call("look", "hermes", place="a")
+    asked = Asked(tokenizer, [text, text])
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        plain = await chat(
+            client, user("1"), tools=[LOOK], logprobs=True, extra_body={"return_token_ids": True}
+        )
+        choice = plain.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So:")
+        assert choice.message.model_extra["reasoning_content"] == "Why?"
+        assert choice.message.tool_calls[0].function.arguments == '{"place": "a"}'
+        request = asked.engine.requests[0]
+        assert plain.model_extra["prompt_token_ids"] == request.prompt_ids.tolist()
+        assert (
+            len(choice.logprobs.content)
+            == len(choice.model_extra["token_ids"])
+            == plain.usage.completion_tokens
+        )
+        given = {"stream": True, "stream_options": {"include_usage": True}, "tools": [LOOK]}
+        chunks = [chunk async for chunk in await chat(client, user("2"), **given)]
+        deltas = [one.choices[0].delta for one in chunks if one.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "So:"
+        calls = [part for delta in deltas for part in delta.tool_calls or ()]
+        assert "".join(part.function.arguments for part in calls) == '{"place": "a"}'
+        assert (calls[0].function.name, chunks[-2].choices[0].finish_reason) == ("look", "tool_calls")
+        assert chunks[-1].usage == plain.usage
+
+    asked.let(work)
+
+
+def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_path: Path) -> None:
+    asked = Asked(tokenizer_of(tmp_path), ["a", "b", "c", "d", "e"])
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        await chat(client, user("1"))
+        await chat(client, user("1"), {"role": "assistant", "content": "a"}, user("2"))
+        await chat(client, user("1"), {"role": "assistant", "content": "a"}, user("3"))
+        await chat(client, user("1"), {"role": "assistant", "content": "edited"}, user("2"))
+        await chat(client, {"role": "developer", "content": "Sum up."}, user("x"))
+
+    asked.let(work)
+    assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 2 + [RESTART, "assistant"] * 3
+    assert [turn.text for turn in asked.turns if turn.is_sampled] == ["a", "b", "c", "d", "e"]
+    asked.check()
+    branch = asked.turns[4]
+    assert np.array_equal(branch.token_ids, asked.engine.requests[2].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 2}, "n=2; allowed: 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [LOOK], "tool_choice": "required"}, 'tool_choice="required"'),
+        ({"max_tokens": 0}, "max_tokens is no number"),
+        ({"messages": []}, "there is no message"),
+        ({"messages": [{"content": "x"}]}, "no chat request"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no chat request"),
+    ],
+)
+def test_what_the_policy_cannot_say_is_refused_and_nothing_sampled(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    asked = Asked(tokenizer_of(tmp_path), [])
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=said.replace("[", r"\[")):
+            await client.chat.completions.create(**{"model": "m", "messages": [user("x")], **given})
+
+    asked.let(work)
+    assert asked.engine.requests == []
+    assert asked.turns == ()
+
+
+def test_content_may_be_absent_null_or_in_parts(tmp_path: Path) -> None:
+    asked = Asked(tokenizer_of(tmp_path, "hermes"), ["a"] * 2)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        calls = [{"id": "000000000", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+        for content in ({}, {"content": None}):
+            asking = {"role": "assistant", "tool_calls": calls, "unknown": 1, **content}
+            told = {
+                "role": "tool",
+                "tool_call_id": "000000000",
+                "content": [{"type": "text", "text": "seen"}],
+            }
+            await chat(client, user("x"), asking, told, tools=[LOOK])
+
+    asked.let(work)
+    first, second = asked.engine.requests
+    assert np.array_equal(first.prompt_ids, second.prompt_ids)
+    # Equal prompts are no equal replies: the second has a stream of its own.
+    assert first.seed != second.seed
+
+
+def test_keys_addresses_and_the_end_of_a_rollout(tmp_path: Path) -> None:
+    asked = Asked(tokenizer_of(tmp_path), ["a"])
+
+    async def main() -> None:
+        async with Face().serving() as face:
+            async with face.open(asked.recorder) as (url, key):
+                async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as wrong:
+                    with pytest.raises(openai.AuthenticationError):
+                        await chat(wrong, user("x"))
+                elsewhere = f"{face.url}/r/none/v1"
+                async with openai.AsyncOpenAI(base_url=elsewhere, api_key=key, max_retries=0) as other:
+                    with pytest.raises(openai.NotFoundError):
+                        await chat(other, user("x"))
+                client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+                assert [one.id async for one in client.models.list()] == ["policy"]
+                with pytest.raises(openai.NotFoundError):
+                    await client.embeddings.create(model="m", input="x")
+            with pytest.raises(openai.APIStatusError) as refused:
+                await chat(client, user("x"))
+            assert refused.value.status_code == 410
+            await client.close()
+
+    asyncio.run(main())
+    assert asked.engine.requests == []
+
+
+def test_a_library_that_asks_again_gets_the_same_reply(tmp_path: Path) -> None:
+    asked = Asked(tokenizer_of(tmp_path), ["a", "b"])
+
+    async def main() -> list[str]:
+        async with Face().serving() as face, face.open(asked.recorder) as (url, key):
+            body = {"model": "m", "messages": [user("x")]}
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
+                said = []
+                for number in ("0", "1", "0"):
+                    headers = {"x-stainless-retry-count": number}
+                    answer = await client.post(f"{url}/chat/completions", json=body, headers=headers)
+                    said.append(answer.json()["choices"][0]["message"]["content"])
+                return said
+
+    assert asyncio.run(main()) == ["a", "a", "b"]
+    assert [turn.text for turn in asked.turns if turn.is_sampled] == ["a", "b"]
+
+
+def test_room_calls_and_a_cut_reply(tmp_path: Path) -> None:
+    form = "hermes"
+    tokenizer = tokenizer_of(tmp_path, form)
+    asked = Asked(tokenizer, [call("look", form, place="a"), "b"], max_positions=600, max_tokens=22)
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await chat(client, user("x" * 1000))
+        cut = await chat(client, user("x"), tools=[LOOK], max_completion_tokens=20)
+        assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
+        await chat(client, user("y"))
+        with pytest.raises(openai.APIStatusError) as refused:
+            await chat(client, user("z"), max_tokens=20)
+        assert refused.value.status_code == 410
+
+    asked.let(work)
+
+
+AGENT = '''
+import os, sys, time
+import openai
+
+async def two_calls(prompt, base_url, api_key, model, a, **others):
+    """Ask, and ask whether it is right."""
+    print("this is no answer")
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": prompt}]
+    for question in ("Sure?", None):
+        answer = await client.chat.completions.create(model=model, messages=messages)
+        said = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+    return said
+
+def ends_early(prompt): return "7"
+def fails(prompt): raise RuntimeError("a bug")
+def hangs(prompt, base_url, api_key):
+    openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(
+        model="x", messages=[{"role": "user", "content": prompt}])
+    time.sleep(600)
+'''
+COMMAND = """
+import json, os, sys, openai
+problem = json.load(sys.stdin)
+assert not [name for name in os.environ if name.startswith("STROP_")]
+answer = openai.OpenAI().chat.completions.create(model="any", messages=problem["messages"])
+print(answer.choices[0].message.content, "as", problem["fields"]["a"])
+"""
+
+
+def attempt(tmp_path: Path, agent: str, script: Script, *words: str) -> Rollout:
+    """Have a program solve the first sum."""
+    if not agent.startswith("/"):
+        path = tmp_path / "agent.py"
+        path.write_text(textwrap.dedent(AGENT))
+        agent = f"{path}:{agent}"
+    spec = load_spec(None, ["name=x", "task.name=arithmetic", f"task.agent={json.dumps(agent)}", *words]).spec
+    task = build_task(spec.task)
+    assert task.version != build_task(spec.task.model_copy(update={"agent": None})).version
+    plan = RolloutPlan(
+        example=task.examples(Split.TRAIN)[0],
+        step=0,
+        sample_index=0,
+        run_seed=0,
+        sampling=Sampling(),
+        max_reply_tokens=task.limits.max_reply_tokens,
+    )
+    tokenizer = tokenizer_of(tmp_path)
+    engine = DummyEngine(tokenizer, script)
+    return asyncio.run(run_rollout(choose_environment(task)(), engine, tokenizer, plan))
+
+
+def gold() -> str:
+    task = build_task(load_spec(None, ["name=x", "task.name=arithmetic"]).spec.task)
+    return task.gold_replies(task.examples(Split.TRAIN)[0])[0]
+
+
+def test_a_function_is_trained_as_it_is(tmp_path: Path) -> None:
+    rollout = attempt(tmp_path, "two_calls", ["1", gold()])
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 2
+    assert rollout.turns[2].text.count("Sure?") == 1
+    assert rollout.outcome.metrics["num_turns"] == 2.0
+
+
+def test_a_command_is_trained_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "solve.py"
+    path.write_text(COMMAND)
+    rollout = attempt(tmp_path, f"{sys.executable} {path}", ["5"])
+    assert rollout.outcome.failure is None, rollout.outcome.failure
+    assert rollout.outcome.reward == 0.0
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("agent", "script", "owner", "kind"),
+    [
+        ("ends_early", [], FailureOwner.TASK, "no_call"),
+        ("fails", [], FailureOwner.TASK, "agent_failed"),
+        ("/no/such/program", [], FailureOwner.TASK, "agent_missing"),
+        ("two_calls", ["1", EngineError("gone")], FailureOwner.ENGINE, "EngineError"),
+        ("two_calls", [ScriptedReply(text="1", is_aborted=True)], FailureOwner.ENGINE, "EngineError"),
+    ],
+)
+def test_a_program_that_fails_is_no_reward(
+    tmp_path: Path, agent: str, script: Script, owner: FailureOwner, kind: str
+) -> None:
+    rollout = attempt(tmp_path, agent, script)
+    assert rollout.outcome.reward is None
+    failure = rollout.outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (owner, kind), failure.detail
+
+
+def test_a_program_is_ended_at_its_time_with_what_it_began(tmp_path: Path) -> None:
+    rollout = attempt(tmp_path, "hangs", ["7"], "task.agent_limit_s=6")
+    assert (rollout.outcome.reward, rollout.outcome.truncated) == (0.0, True)
+    assert rollout.outcome.metrics["stopped_by_time"] == 1.0
+    assert rollout.turns[1].finish_reason is FinishReason.EOS
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no nobody"):
+        attempt(tmp_path, "nobody", [])
