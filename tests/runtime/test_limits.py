@@ -204,7 +204,10 @@ def test_a_node_agent_that_replaces_another_keeps_its_sandboxes(tmp_path: Path) 
             session = await begin(sessions)
             make_ready(sessions, session)
             old = sessions.placement.nodes["n"].report
-            kept = old.sandboxes[0].model_copy(update={"url": "http://127.0.0.1:10"})
+            told = old.sandboxes[0].model_copy(update={"version": 7})
+            sessions.placement.report(old.model_copy(update={"sandboxes": (told,)}))
+            # The new agent counts its changes anew.
+            kept = told.model_copy(update={"url": "http://127.0.0.1:10", "version": 1})
             fresh = old.model_copy(update={"node_id": "m", "replaces": ("n",), "sandboxes": (kept,)})
             assert sessions.placement.report(fresh).to_stop == ()
             assert (session.node_id, session.state) == ("m", State.READY)

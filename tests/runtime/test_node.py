@@ -62,9 +62,12 @@ def test_a_paused_sandbox_stands_still_behind_its_address(backend: str) -> None:
             body = {"command": "while :; do date +%s%N; sleep 0.01; done > ~/beats", "timeout": 60}
             await workspace.client.post("/api/bash/start_bash_command", json=body)
             assert (await workspace.run("sleep 0.2"))[0] == 0
+            before = (await orders.ask("GET", "/sandboxes/r1")).json()
             for _ in range(2):
                 paused = await orders.ask("POST", "/sandboxes/r1/pause")
                 assert (paused.status_code, paused.json()["state"]) == (200, "paused")
+            # A report that was sent before and comes later is known by that.
+            assert paused.json()["version"] > before["version"]
             answer = await workspace.client.get("/health")
             assert (answer.status_code, answer.json()) == (503, {"detail": "the sandbox is paused"})
             await asyncio.sleep(0.5)

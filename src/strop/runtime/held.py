@@ -65,6 +65,7 @@ class HeldSandbox:
         self._isolation: dict[str, object] = {}
         """Made once: every report of a node tells of all its sandboxes."""
         self._usage: dict[str, float] = {}
+        self._version = 0
         self._turn = asyncio.Lock()
 
     async def start(self, host: str, *, start_limit_s: float) -> None:
@@ -102,6 +103,7 @@ class HeldSandbox:
             isolation=self._isolation,
             timeline=timeline,
             last_used_s=time.monotonic() - self._relay.last_used_at if self._relay is not None else 0.0,
+            version=self._version,
             usage=({"commands": float(plane.num_commands)} if plane is not None else {}) | self._usage,
             url=self.url if self._relay is not None else "",
         )
@@ -184,7 +186,7 @@ class HeldSandbox:
         self._made = await self._making.make(self.order, self._note_use, self._say)
         self._isolation = asdict(self._made.sandbox.isolation)
         self._timeline["started"] = time.time()
-        self._changed()
+        self._note_change()
         serving = asyncio.create_task(self._prove(start_limit_s))
         ending = asyncio.create_task(self._made.plane.wait_ended())
         try:
@@ -241,10 +243,14 @@ class HeldSandbox:
     def _say(self, event: str) -> None:
         self._events.append(event)
         del self._events[:-20]
-        self._changed()
+        self._note_change()
 
     def _set(self, state: State) -> None:
         self.state = state
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._version += 1
         self._changed()
 
 

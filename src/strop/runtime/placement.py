@@ -262,6 +262,8 @@ class Placement:
         for session in self._registry.alive.values():
             if session.node_id == old_id:
                 session.node_id = new_id
+                # This one counts anew.
+                session.version = 0
                 self._registry.keep(session)
         for session in self.admission.drop_room(old_id):
             if session.is_alive:
