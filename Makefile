@@ -51,8 +51,8 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Four streams of like processor time: each waits now and then, for schedulers, containers and processes, and
-# leaves cores to the others. Those of jobs wait most. Slurm's come last among them: they begin beside fewer.
+# Five streams beside each other. Those of jobs and of Slurm mostly wait, for schedulers, containers and processes,
+# and leave the cores to the others: one after the other, they would be the last to end.
 SLURM := tests/launch/slurm
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
@@ -62,12 +62,13 @@ PYTEST := $(IN_VENV) -m pytest --durations=15
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
 	export STROP_TEST_MODELS=$$(mktemp -d); \
-	{ $(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) || ended=$$?; $(PYTEST) -m slow $(SLURM) && exit "$$ended"; } \
-		>"$$logs/jobs" 2>&1 & jobs=$$!; \
-	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	$(PYTEST) -m slow $(PROGRAMS) $(HARNESS) >"$$logs/programs" 2>&1 & programs=$$!; \
+	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 & streams=$$!; \
+	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & streams="$$! $$streams"; \
+	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & \
+		streams="$$! $$streams"; \
+	$(PYTEST) -m slow $(PROGRAMS) $(HARNESS) >"$$logs/programs" 2>&1 & streams="$$! $$streams"; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
-	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
+	for stream in $$streams; do wait "$$stream" || ended=$$?; done; \
 	cat "$$logs"/*; rm -rf "$$logs" "$$STROP_TEST_MODELS"; exit "$$ended"
 
 check: $(READY)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.fixtures.object_store import SpoilingProxy
 
 
-# Three streams of tests run beside each other on few cores: who waits leaves the core to them. As in a run,
+# Five streams of tests run beside each other on few cores: who waits leaves the core to them. As in a run,
 # the settings must be there before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 tune_process()

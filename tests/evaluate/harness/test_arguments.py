@@ -239,35 +239,9 @@ def count_kept(out: Path) -> int:
     return 0
 
 
-def samples_of(out: Path, task: str) -> list[dict[str, Any]]:
-    lines = (out / f"lm-eval-{task}-step-000000.samples.jsonl").read_text(encoding="utf-8").splitlines()
+def samples_of(out: Path, task: str, stem: str = "lm-eval") -> list[dict[str, Any]]:
+    lines = (out / f"{stem}-{task}-step-000000.samples.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("harness_python")
-def test_a_task_of_the_users_own_with_its_shots_by_transformers(tmp_path: Path, smollm2_dir: Path) -> None:
-    (tmp_path / "hats.yaml").write_text(OWN_TASK.format(folder=write_rows(tmp_path)))
-    words = (f"harness.include={tmp_path}", "harness.num_few_shot=2", "harness.engine=hf")
-    found = ask(smollm2_dir, tmp_path / "out", "hats", *words, "harness.max_reply_tokens=6")
-    assert (found.num_fewshot, found.max_reply_tokens, found.num_examples) == (2, 6, 3)
-    assert found.engine == "hf"
-    for sample in samples_of(tmp_path / "out", "hats"):
-        assert str(sample["arguments"]["gen_args_0"]["arg_0"]).count("Q: ") == 3
-    # The same command again asks nobody.
-    (tmp_path / "out" / "lm-eval-hats-step-000000.log").unlink()
-    assert ask(smollm2_dir, tmp_path / "out", "hats", *words, "harness.max_reply_tokens=6") == found
-    assert not (tmp_path / "out" / "lm-eval-hats-step-000000.log").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("harness_python")
-def test_eight_shots_of_gsm8k_run_as_eight(tmp_path: Path, smollm2_dir: Path) -> None:
-    words = (f"source={write_rows(tmp_path)}", "num_few_shot=8", "max_reply_tokens=8", "harness.engine=hf")
-    found = ask(smollm2_dir, tmp_path / "out", "gsm8k", *words)
-    assert (found.num_fewshot, found.max_reply_tokens) == (8, 8)
-    for sample in samples_of(tmp_path / "out", "gsm8k"):
-        assert str(sample["arguments"]["gen_args_0"]["arg_0"]).count("Question: ") == 9
 
 
 @pytest.mark.slow
@@ -295,13 +269,24 @@ def test_shots_that_a_task_does_not_allow_are_refused_by_name(tmp_path: Path, sm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("harness_python")
-def test_vllm_generates_where_it_is_installed(tmp_path: Path, smollm2_dir: Path) -> None:
-    require_system_part("vLLM (make vllm-deps)", VLLM.is_ready())
+def test_a_task_of_the_users_own_by_transformers_and_the_same_by_vllm(
+    tmp_path: Path, smollm2_dir: Path
+) -> None:
     (tmp_path / "hats.yaml").write_text(OWN_TASK.format(folder=write_rows(tmp_path)))
-    words = (f"harness.include={tmp_path}", "harness.num_few_shot=1", "harness.max_model_tokens=128")
-    found = ask(smollm2_dir, tmp_path / "out", "hats", *words)
-    assert (found.engine, found.num_fewshot, found.num_examples) == ("vllm", 1, 3)
+    words = [f"harness.include={tmp_path}", "harness.num_few_shot=2", "harness.max_model_tokens=128"]
+    words += ["harness.max_reply_tokens=6"]
     by_hf = ask(smollm2_dir, tmp_path / "hf", "hats", *words, "harness.engine=hf")
+    assert (by_hf.num_fewshot, by_hf.max_reply_tokens, by_hf.num_examples) == (2, 6, 3)
+    assert by_hf.engine == "hf"
+    for sample in samples_of(tmp_path / "hf", "hats"):
+        assert str(sample["arguments"]["gen_args_0"]["arg_0"]).count("Q: ") == 3
+    # The same command again asks nobody.
+    (tmp_path / "hf" / "lm-eval-hats-step-000000.log").unlink()
+    assert ask(smollm2_dir, tmp_path / "hf", "hats", *words, "harness.engine=hf") == by_hf
+    assert not (tmp_path / "hf" / "lm-eval-hats-step-000000.log").exists()
+    require_system_part("vLLM (make vllm-deps)", VLLM.is_ready())
+    found = ask(smollm2_dir, tmp_path / "out", "hats", *words)
+    assert (found.engine, found.num_fewshot, found.num_examples) == ("vllm", 2, 3)
     assert [sample["resps"] for sample in samples_of(tmp_path / "out", "hats")] == [
         sample["resps"] for sample in samples_of(tmp_path / "hf", "hats")
     ]
@@ -321,7 +306,7 @@ model.dtype = "float32"
 harness.tasks = ["hats", "gsm8k"]
 harness.include = "."
 harness.engine = "hf"
-harness.num_few_shot = 2
+harness.num_few_shot = 8
 harness.max_reply_tokens = 6
 [task.parts.gsm8k]
 source = "{tmp_path}"
@@ -335,7 +320,10 @@ source = "{tmp_path}"
         HarnessResult.read((out / f"both.lm-eval-{name}-step-000000.json").read_bytes())
         for name in ("hats", "gsm8k")
     )
-    assert (hats.num_fewshot, gsm8k.num_fewshot, hats.num_examples, gsm8k.num_examples) == (2, 2, 3, 3)
+    assert (hats.num_fewshot, gsm8k.num_fewshot, hats.num_examples, gsm8k.num_examples) == (8, 8, 3, 3)
+    assert gsm8k.max_reply_tokens == 6
+    for sample in samples_of(out, "gsm8k", stem="both.lm-eval"):
+        assert str(sample["arguments"]["gen_args_0"]["arg_0"]).count("Question: ") == 9
     assert list(out.glob("*.part-1.log"))
     log = (out / "both.lm-eval-hats-step-000000.log").read_text()
     # Of three documents one share has two; the other one's reply was taken from what it had kept.
@@ -356,4 +344,4 @@ source = "{tmp_path}"
     assert re.findall(r"Cached requests: (\d)", log)[1] in {"1", "2", "3"}
 
 
-SAME = ("harness.engine=hf", "harness.num_few_shot=2", "harness.max_reply_tokens=6")
+SAME = ("harness.engine=hf", "harness.num_few_shot=8", "harness.max_reply_tokens=6")
