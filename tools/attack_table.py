@@ -19,7 +19,7 @@ from strop.sandbox.doctor import read_facts
 from tools.audit_table import publish
 
 MARK = "<!-- Written by tools/attack_table.py; what stands below is replaced. -->"
-BACKENDS = ("process", "bubblewrap", "podman", "docker")
+BACKENDS = ("process", "bubblewrap", "podman", "docker", "remote")
 _FACTS = ("kernel", "user", "control groups", "bwrap", "podman", "docker daemon", "runc")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from strop.cli import main
+from strop.errors import CheckRefused
+from strop.runtime.serve import served_beside
 from strop.runtime.service_dir import ServiceDir
 from tests.conftest import require_system_part
 from tests.fixtures.runtime_client import RuntimeClient, processes_of, wait_for
@@ -103,3 +106,12 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["runtime", "serve", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_service_for_a_block_that_does_not_begin_says_why() -> None:
+    async def work() -> None:
+        async with served_beside("--policy", "{"):
+            pass
+
+    with pytest.raises(CheckRefused, match="cannot be read"):
+        asyncio.run(work())

@@ -6,9 +6,12 @@ import asyncio
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from strop.errors import ConfigError
+from strop.runtime.serve import served_beside
 from strop.sandbox import daemon_handle
 from strop.sandbox.attack import attack_sandboxes
 from strop.sandbox.attack.contract import Code, confirmed_level
@@ -16,7 +19,7 @@ from strop.sandbox.contract import IsolationLevel
 from strop.sandbox.doctor import read_confirmed, read_facts
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import IS_ROOT, needs_bubblewrap, needs_podman, where_users_differ
-from tools.attack_table import MARK, main, render
+from tools.attack_table import BACKENDS, MARK, main, render
 
 __all__ = ["run"]
 
@@ -101,6 +104,40 @@ def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> 
     assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
 
 
+def test_only_a_service_of_the_suites_own_is_attacked() -> None:
+    with pytest.raises(ConfigError, match="'remote'"):
+        asyncio.run(attack_sandboxes(["remote"]))
+
+
+@pytest.mark.slow
+def test_an_attack_sees_what_is_open_at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.sandbox.attack.run._SERVED_BY", "process")
+    names = ["reach-loopback", "read-public-files"]
+    (found,) = asyncio.run(attack_sandboxes(["remote"], names, serve=served_beside))
+    assert found.isolation is not None, found.refusal
+    codes = {verdict.attack: (verdict.code, verdict.expected) for verdict in found.verdicts}
+    assert codes == dict.fromkeys(names, (Code.EXPOSED, Code.EXPOSED))
+
+
+OVER_A_SERVICE = (
+    *("outlive-setsid", "output-flood", "forged-results", "steal-orders", "kill-parent", "reach-loopback"),
+    *("open-list", "list-other-port", "download-links", "see-other"),
+)
+"""What goes another way, or is seen another way, where a node makes the sandbox."""
+
+
+def with_rest_of_page(found: dict[str, Any], written: str) -> dict[str, Any]:
+    """Return what was found of the last backend, with the page's codes of attacks that were not made."""
+    made = {one["attack"] for one in found["verdicts"]}
+    rows = [line.split(" | ") for line in written.splitlines() if " | `" in line]
+    rest = [
+        {"attack": row[1].strip("`"), "code": row[-1].rstrip(" |"), "why": ""}
+        for row in rows
+        if len(row) == 4 + len(BACKENDS) and row[1].strip("`") not in made
+    ]
+    return {**found, "verdicts": [*found["verdicts"], *rest]}
+
+
 @pytest.mark.slow
 @needs_bubblewrap
 @needs_podman
@@ -108,11 +145,17 @@ def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.docker
 def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     page = Path(__file__).parents[2] / "docs" / "sandbox-attacks.md"
-    ended = run("sandbox", "attack", "--json")
-    found = json.loads(ended.out)
+    *local, remote = BACKENDS
+    ended = run("sandbox", "attack", "--json", *(word for name in local for word in ("--backend", name)))
     assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    only = [word for name in OVER_A_SERVICE for word in ("--only", name)]
+    ended = run("sandbox", "attack", "--json", "--backend", remote, *only)
+    assert ended.code == 0, ended.err
+    (served,) = json.loads(ended.out)
+    assert {one["attack"] for one in served["verdicts"]} == set(OVER_A_SERVICE)
     written = page.read_text("utf-8").partition(MARK)[2].strip().partition("\n\n")[2]
-    assert render(found).strip() == written
+    assert render([*found, with_rest_of_page(served, written)]).strip() == written
     levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in found}
     reached = {"podman": "container", "docker": "container", "bubblewrap": "namespace", "process": "rlimit"}
     assert levels == reached

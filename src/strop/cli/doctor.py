@@ -160,10 +160,11 @@ def attack(
     """Attack the sandboxes of this machine; fails where one holds less than its record promises."""
     import asyncio
 
+    from strop.runtime.serve import served_beside
     from strop.sandbox.attack import ATTACKS, attack_sandboxes
 
     output: Output = context.obj
-    found = asyncio.run(attack_sandboxes(backend or (), only or ()))
+    found = asyncio.run(attack_sandboxes(backend or (), only or (), serve=served_beside))
     worse = [(one, verdict) for one in found for verdict in one.verdicts if verdict.is_worse]
     if json:
         output.give_json([asdict(one) for one in found])

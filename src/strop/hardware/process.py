@@ -87,6 +87,14 @@ class ChildProcess:
         return tail(self.log_path, num_lines)
 
 
+def tied_argv(program: str, args: Sequence[str]) -> list[str]:
+    """Return the command that becomes a program and is killed with the thread that starts it.
+
+    `program`: its path; `args` begin with the name that it is called by.
+    """
+    return [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args]
+
+
 def spawn(
     args: Sequence[str],
     log_path: Path,
@@ -111,7 +119,6 @@ def spawn(
             allowed="an executable file, or a name on PATH",
             next_step="install it or correct PATH",
         )
-    stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args]
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
@@ -119,7 +126,7 @@ def spawn(
                 _starter(os.getpid())
                 .submit(
                     subprocess.Popen,
-                    stub,
+                    tied_argv(program, args),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -203,7 +203,12 @@ class OwnerPlane:
             argv = sandbox.python_argv
         lacks = tuple(dict.fromkeys((*_LACKS, *sandbox.isolation.lacks)))
         isolation = replace(sandbox.isolation, node=platform.node(), lacks=lacks)
-        return {"isolation": asdict(isolation), "scratch": sandbox.scratch, "python_argv": argv}
+        return {
+            "isolation": asdict(isolation),
+            "scratch": sandbox.scratch,
+            "python_argv": argv,
+            "supervisor_pid": sandbox.supervisor_pid,
+        }
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self._owner is not None and not self._owner.is_closing():

@@ -11,14 +11,17 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from strop.errors import CheckRefused
-from strop.hardware.process import ChildProcess, spawn, terminate
+from strop.hardware.process import ChildProcess, spawn, tail, terminate, tied_argv
 from strop.io.endpoints import Endpoint
-from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
+from strop.runtime.service_dir import START_LIMIT_S, ServiceDir, serve_argv
 
 _LOOK_EVERY_S = 0.2
 _MIN_LIFE_S = 10.0
@@ -132,6 +135,42 @@ async def serve(
             await asyncio.to_thread(terminate, one.child, _STOP_GRACE_S)
         if options.has_controller:
             folder.retire()
+
+
+@asynccontextmanager
+async def served_beside(*words: str) -> AsyncIterator[Endpoint]:
+    """Run a service of this machine in a directory of its own for the block; `words` are its options.
+
+    It is in the network that the calling thread is in, and is killed with that thread.
+
+    Raises: CheckRefused with its last lines if it ends before it can be reached.
+    """
+    with tempfile.TemporaryDirectory(prefix="strop-service-") as name, tempfile.NamedTemporaryFile() as log:
+        folder = ServiceDir(Path(name))
+        argv = serve_argv(sys.executable, name, "--host", "127.0.0.1", *words)
+        # Not by `spawn`, whose own thread stays in the network that it was started in.
+        process = await asyncio.create_subprocess_exec(
+            *tied_argv(argv[0], argv),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+        def check() -> None:
+            if process.returncode is not None:
+                raise CheckRefused(
+                    f"the service ended with {process.returncode}; its last lines:\n{tail(Path(log.name))}",
+                    allowed="a service that stays",
+                    next_step="mend the cause",
+                )
+
+        try:
+            yield await folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=check)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
 
 
 def _look_at(kept: Sequence[_Kept]) -> bool:

@@ -43,24 +43,24 @@ class LocalSandbox(ServedSandbox):
         header: Mapping[str, Any],
         python_argv: tuple[str, ...],
     ) -> None:
-        scratch = str(header["scratch"])
-        super().__init__(client, isolation, scratch=scratch, env=spec.env, python_argv=python_argv)
+        super().__init__(
+            client,
+            isolation,
+            scratch=str(header["scratch"]),
+            env=spec.env,
+            python_argv=python_argv,
+            supervisor_pid=int(header["pid"]),
+        )
         self._image = spec.image
         self._has_users = spec.user is not None
         began_with = spec.snapshot
         self._began_with = began_with.layers if isinstance(began_with, LocalSnapshot) else ()
-        self._supervisor_pid = int(header["pid"])
         self._mounts = {os.path.realpath(one.host_path): one.inside_path for one in spec.mounts}
         self._mounts.update(header["moved_mounts"])
 
     def find_mount(self, host_path: str) -> str:
         """Return where a mounted path is inside. Raises: LookupError if it was not mounted."""
         return self._mounts[os.path.realpath(host_path)]
-
-    @property
-    def supervisor_pid(self) -> int:
-        """The process of this host that everything in it is below; it ends last."""
-        return self._supervisor_pid
 
     async def connect(self, address: int | str) -> socket.socket:
         """Return a connection to a server inside; see `Sandbox.connect`."""

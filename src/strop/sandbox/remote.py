@@ -132,6 +132,7 @@ class RemoteSandbox(ServedSandbox):
             scratch=told["scratch"],
             env=spec.env,
             python_argv=tuple(told["python_argv"]),
+            supervisor_pid=told["supervisor_pid"],
         )
         self._address = address
         self._main_source = main_source

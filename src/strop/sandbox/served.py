@@ -50,6 +50,7 @@ class ServedSandbox(ABC):
         scratch: str,
         env: Mapping[str, str],
         python_argv: tuple[str, ...],
+        supervisor_pid: int,
     ) -> None:
         self.client = client
         """Its connection, for who passes requests of others on."""
@@ -57,6 +58,7 @@ class ServedSandbox(ABC):
         self._isolation = isolation
         self._scratch = scratch
         self._python_argv = python_argv
+        self._supervisor_pid = supervisor_pid
 
     @property
     def isolation(self) -> Isolation:
@@ -67,6 +69,11 @@ class ServedSandbox(ABC):
     def scratch(self) -> str:
         """The private directory as a program sees it."""
         return self._scratch
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process that everything in it is below, on the machine where it is; it ends last."""
+        return self._supervisor_pid
 
     @property
     def is_lost(self) -> bool:

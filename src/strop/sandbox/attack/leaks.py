@@ -20,28 +20,31 @@ _USER_COLUMN = 7
 _IPC = ("shm", "sem", "msg")
 
 
-async def find_leftovers(supervisor_pid: int, uid: int | None, token: str, since: float) -> list[str]:
+async def find_leftovers(
+    supervisor_pid: int, maker_pid: int, uid: int | None, token: str, since: float
+) -> list[str]:
     """Return processes, mounts, ports, control groups, directories and shared memory of a stopped sandbox.
 
-    `uid`: the host's user that its programs were, if nobody else is. `token`: a word of their command lines.
+    `maker_pid`: the process that made it, whose mounts are looked at too. `uid`: the host's
+    user that its programs were, if nobody else is. `token`: a word of their command lines.
     `since`: when it began, in seconds since the epoch: its process id may have been another's before.
     """
     deadline = time.monotonic() + _GRACE_S
     while True:
-        left = _look(supervisor_pid, uid, token, since)
+        left = _look(supervisor_pid, maker_pid, uid, token, since)
         if not left or time.monotonic() > deadline:
             return left
         await asyncio.sleep(0.01)
 
 
-def _look(supervisor_pid: int, uid: int | None, token: str, since: float) -> list[str]:
+def _look(supervisor_pid: int, maker_pid: int, uid: int | None, token: str, since: float) -> list[str]:
     return [
         *_processes(supervisor_pid, uid, token),
-        *_mounts(supervisor_pid),
+        *_mounts(supervisor_pid, maker_pid),
         *(_sockets(uid) if uid is not None else ()),
         *(_shared_memory(uid) if uid is not None else ()),
         *(f"control group {group}" for group in _groups(supervisor_pid, since)),
-        *(f"directory {path}" for path in _directories(supervisor_pid)),
+        *(f"directory {path}" for path in _directories(supervisor_pid, maker_pid)),
         *(f"file {path}" for path in planted_files(token)),
     ]
 
@@ -60,24 +63,15 @@ def _processes(supervisor_pid: int, uid: int | None, token: str) -> Iterator[str
                 yield f"process {name}: {words.replace(bytes(1), b' ').decode(errors='replace')[:80]}"
 
 
-def _mounts(supervisor_pid: int) -> Iterator[str]:
-    """Return mounts below its directory that this process sees, or the one that makes sandboxes."""
+def _mounts(supervisor_pid: int, maker_pid: int) -> Iterator[str]:
+    """Return mounts below its directory that this process sees, or the one that made it."""
     seen = set()
-    for pid in ("self", *_children()):
+    for pid in ("self", maker_pid):
         with suppress(OSError):
             seen |= {line.split()[4] for line in read_file(f"/proc/{pid}/mountinfo").splitlines()}
     for place in sorted(seen):
         if "/strop-sandbox-" in place and str(supervisor_pid) in place.split("/"):
             yield f"mount {place}"
-
-
-def _children() -> list[str]:
-    pid = os.getpid()
-    return [
-        child
-        for thread in os.listdir(f"/proc/{pid}/task")
-        for child in read_file(f"/proc/{pid}/task/{thread}/children").split()
-    ]
 
 
 def _sockets(uid: int) -> Iterator[str]:
@@ -103,10 +97,10 @@ def _groups(supervisor_pid: int, since: float) -> list[Path]:
     return sorted(path for path in places if path.exists() and path.stat().st_mtime >= since)
 
 
-def _directories(supervisor_pid: int) -> list[Path]:
+def _directories(supervisor_pid: int, maker_pid: int) -> list[Path]:
     found: list[Path] = []
-    # The process that makes sandboxes may have put its own file system there.
-    for root in ("/", *(f"/proc/{pid}/root" for pid in _children())):
+    # The process that made it may have put its own file system there.
+    for root in ("/", f"/proc/{maker_pid}/root"):
         for base in SCRATCH_BASES:
             with suppress(OSError):
                 found += Path(root, base.lstrip("/")).glob(f"strop-sandbox-*/{supervisor_pid}")

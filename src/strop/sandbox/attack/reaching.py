@@ -11,7 +11,6 @@ from strop.sandbox.attack.doors import INWARD, LISTED
 from strop.sandbox.attack.network import INTERFACE, METADATA
 from strop.sandbox.attack.stage import Stage, read_or_empty, seen
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
-from strop.sandbox.local import LocalBackend
 
 ATTACKS: list[Attack] = []
 _HEARD = "what the suite's listener heard"
@@ -144,7 +143,7 @@ async def _open_list(stage: Stage) -> Seen:
     for network in ("allow:*:443", "allow:example.invalid", "allow:0x7f.1:80", "allow:", "bridge"):
         spec = SandboxSpec(network=network, min_level=IsolationLevel.NONE)
         try:
-            async with await LocalBackend(stage.isolation.backend).create(spec) as sandbox:
+            async with await stage.backend.create(spec) as sandbox:
                 return seen(Code.EXPOSED, f"made, with network {sandbox.isolation.network}")
         except SandboxRefused as refusal:
             said = refusal.kind

@@ -27,7 +27,6 @@ from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage, read_or_empty, seen
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Mount, SandboxSpec
 from strop.sandbox.family import find_descendants
 from strop.sandbox.frames import pack
-from strop.sandbox.local import LocalBackend
 from strop.sandbox.seccomp import CALLS
 
 ATTACKS: list[Attack] = []
@@ -391,18 +390,16 @@ async def _capable_program(stage: Stage) -> Seen:
 
 async def _start_rights_program(stage: Stage, index: int) -> Seen:
     """Start one in a sandbox that sees the suite's own, and look at what it became."""
-    if not stage.bait.rights_programs:
+    if not stage.bait.rights_programs or "mounts" in stage.isolation.lacks:
         async with stage.held("hold()") as (pids, _):
             is_kept = all(_status(pid).get("NoNewPrivs") == "1" for pid in pids) and bool(pids)
-        return seen(
-            Code.BLOCKED if is_kept else Code.EXPOSED, f"no such file without root; NoNewPrivs: {is_kept}"
-        )
+        return seen(Code.BLOCKED if is_kept else Code.EXPOSED, f"no such file inside; NoNewPrivs: {is_kept}")
     program = stage.bait.rights_programs[index]
-    backend = stage.isolation.backend
-    mounts = (Mount(host_path=str(program.parent), inside_path="/given"),) if backend != "process" else ()
+    is_moved = stage.backend.name != "process"
+    mounts = (Mount(host_path=str(program.parent), inside_path="/given"),) if is_moved else ()
     spec = SandboxSpec(limits=SMALL, mounts=mounts, min_level=IsolationLevel.NONE)
     path = f"/given/{program.name}" if mounts else str(program)
-    async with await LocalBackend(backend).create(spec) as sandbox:
+    async with await stage.backend.create(spec) as sandbox:
         running = asyncio.create_task(sandbox.exec([path, "600.125"], wall_limit_s=WALL_LIMIT_S))
         while True:
             pids = [pid for pid in find_descendants(sandbox.supervisor_pid) if _is_program(pid, path)]

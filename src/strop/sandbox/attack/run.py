@@ -6,22 +6,29 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from strop.errors import ConfigError, SandboxError, SandboxRefused, given_of
+from strop.errors import CheckRefused, ConfigError, SandboxError, SandboxRefused, given_of
+from strop.io.endpoints import Endpoint
 from strop.sandbox.attack import reaching, rights, seeing, taking, trees
 from strop.sandbox.attack.bait import Bait, laid_bait
 from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
 from strop.sandbox.attack.leaks import find_leftovers
 from strop.sandbox.attack.network import own_network
 from strop.sandbox.attack.stage import Control, Stage, control_beside
-from strop.sandbox.choose import BACKENDS
+from strop.sandbox.choose import BACKENDS, REMOTE
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of
 from strop.sandbox.doctor import keep_confirmed
+from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalBackend
+from strop.sandbox.remote import RemoteBackend
+
+if TYPE_CHECKING:
+    from strop.sandbox.choose import Backend
 
 ATTACKS: tuple[Attack, ...] = tuple(
     sorted(
@@ -69,10 +76,19 @@ class BackendVerdict:
     """The highest level whose attacks ended as it promises; None if not all attacks were made."""
 
 
+Serve = Callable[..., AbstractAsyncContextManager[Endpoint]]
+"""Runs a service of this machine for a block, in the network of the thread that asks; takes its options."""
+_SERVED_BY = "bubblewrap"
+"""The quickest that isolates."""
+
+
 async def attack_sandboxes(
-    backends: Collection[str] = (), only: Collection[str] = ()
+    backends: Collection[str] = (), only: Collection[str] = (), *, serve: Serve | None = None
 ) -> tuple[BackendVerdict, ...]:
     """Attack sandboxes of this host, by default all backends with all attacks.
+
+    `remote` is among them where `serve` is given: sandboxes of a service that it runs for that. Another
+    service's are never attacked.
 
     Ends all sandboxes that this process has, at its beginning and its end: those that are attacked are made
     in a network of the suite's own, where this process may have one. Levels that are confirmed are remembered
@@ -80,8 +96,9 @@ async def attack_sandboxes(
 
     Raises: ConfigError for a backend or an attack that there is not.
     """
-    names = [name for name in BACKENDS if name in backends or not backends]
-    _require_known("sandbox backend", backends, BACKENDS)
+    known = BACKENDS if serve is None else (*BACKENDS, REMOTE)
+    names = [name for name in known if name in backends or not backends]
+    _require_known("sandbox backend", backends, known)
     _require_known("attack", only, [attack.name for attack in ATTACKS])
     chosen = [attack for attack in ATTACKS if attack.name in only or not only]
     daemon = daemon_of(os.getpid())
@@ -92,12 +109,15 @@ async def attack_sandboxes(
         with own_network() as has_own_network:
             async with laid_bait(has_own_network=has_own_network) as bait:
                 free = asyncio.Semaphore(_AT_ONCE)
-                works = [_attack_backend(name, chosen, bait, free) for name in names]
+                works = [_attack_backend(name, serve, chosen, bait, free) for name in names]
                 found = tuple(await asyncio.gather(*works))
     finally:
         _refusals_log.disabled = False
         daemon.close()
-    if confirmed := {one.name: one.confirmed for one in found if one.confirmed is not None}:
+    # Of this host's own; what other services' nodes reach says each sandbox of theirs.
+    if confirmed := {
+        one.name: one.confirmed for one in found if one.confirmed is not None and one.name in BACKENDS
+    }:
         keep_confirmed(confirmed)
     return found
 
@@ -111,21 +131,25 @@ def _require_known(what: str, given: Collection[str], known: Sequence[str]) -> N
 
 
 async def _attack_backend(
-    name: str, attacks: Sequence[Attack], bait: Bait, free: asyncio.Semaphore
+    name: str, serve: Serve | None, attacks: Sequence[Attack], bait: Bait, free: asyncio.Semaphore
 ) -> BackendVerdict:
     spec = SandboxSpec(min_level=IsolationLevel.NONE)
     async with AsyncExitStack() as stack:
         try:
-            sandbox = await stack.enter_async_context(await LocalBackend(name).create(spec))
+            backend: Backend = LocalBackend(name)
+            if serve is not None and name == REMOTE:
+                served = serve("--backend", _SERVED_BY, "--network", bait.network)
+                backend = RemoteBackend(await stack.enter_async_context(served))
+            sandbox = await stack.enter_async_context(await backend.create(spec))
         except SandboxRefused as refusal:
             return BackendVerdict(name=name, isolation=None, refusal=str(refusal))
-        except SandboxError as error:
+        except (SandboxError, CheckRefused) as error:
             return BackendVerdict(name=name, isolation=None, refusal=given_of(error))
         control = await stack.enter_async_context(control_beside(sandbox))
 
         async def make(attack: Attack) -> Verdict:
             async with free:
-                return await _attack(name, attack, control, bait)
+                return await _attack(backend, attack, control, bait)
 
         verdicts = tuple(await asyncio.gather(*map(make, attacks)))
         isolation = sandbox.isolation
@@ -135,7 +159,7 @@ async def _attack_backend(
     return BackendVerdict(name=name, isolation=isolation, verdicts=verdicts, confirmed=confirmed)
 
 
-async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) -> Verdict:
+async def _attack(backend: Backend, attack: Attack, control: Control, bait: Bait) -> Verdict:
     """Make one attack on a fresh sandbox, then look for what it has disturbed and left."""
     begun, begun_at = time.perf_counter(), time.time()
     network = bait.network if attack.has_list else "none"
@@ -143,12 +167,13 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
     expected = attack.expects.worst(control.sandbox.isolation)
     try:
         async with asyncio.timeout(_LIMIT_S):
-            sandbox = await LocalBackend(backend).create(spec)
+            sandbox = await backend.create(spec)
             async with sandbox:
                 expected = attack.expects.worst(sandbox.isolation)
                 # The process that waits for the first command is not to be taken for one of the attack.
                 await sandbox.exec(["/bin/true"], wall_limit_s=_LIMIT_S)
-                stage = Stage(sandbox, control, bait)
+                stage = Stage(backend, sandbox, control, bait)
+                maker_pid = _parent_of(sandbox.supervisor_pid)
                 if attack.spares_user or sandbox.isolation.pidns or is_other_user(sandbox.isolation):
                     found = await attack.work(stage)
                 else:
@@ -158,7 +183,7 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
                     )
                     expected = Code.EXPOSED
         uid = sandbox.isolation.host_uid if is_other_user(sandbox.isolation) else None
-        wrong = await find_leftovers(sandbox.supervisor_pid, uid, stage.token, begun_at)
+        wrong = await find_leftovers(sandbox.supervisor_pid, maker_pid, uid, stage.token, begun_at)
         wrong += [f"the host's file {name} was changed" for name in bait.changed_files()]
         wrong += [said] if (said := await control.disturbance()) else []
     except TimeoutError:
@@ -176,6 +201,11 @@ async def _attack(backend: str, attack: Attack, control: Control, bait: Bait) ->
         what=found.what,
         seconds=round(time.perf_counter() - begun, 3),
     )
+
+
+def _parent_of(pid: int) -> int:
+    # Behind the name, which may hold anything.
+    return int(read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
 
 
 def _allowance(attack: Attack, isolation: Isolation) -> str:

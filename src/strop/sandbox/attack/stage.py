@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.attack.bait import Bait
@@ -18,7 +18,10 @@ from strop.sandbox.attack.contract import Code, Seen
 from strop.sandbox.contract import ExecKind, ExecResult, Isolation
 from strop.sandbox.family import find_descendants
 from strop.sandbox.linux import read_file
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.served import ServedSandbox
+
+if TYPE_CHECKING:
+    from strop.sandbox.choose import Backend
 
 T = TypeVar("T")
 WALL_LIMIT_S = 20.0
@@ -48,7 +51,9 @@ def hold():
 class Stage:
     """Where one attack is made. What it knows of the outside, the attack is told."""
 
-    def __init__(self, sandbox: LocalSandbox, control: Control, bait: Bait) -> None:
+    def __init__(self, backend: Backend, sandbox: ServedSandbox, control: Control, bait: Bait) -> None:
+        self.backend = backend
+        """For attacks on making one."""
         self.sandbox = sandbox
         self.control = control
         self.bait = bait
@@ -171,7 +176,7 @@ hold()
 class Control:
     """A sandbox beside the attacked ones, with a process, files, shared memory and listeners of its own."""
 
-    def __init__(self, sandbox: LocalSandbox, running: asyncio.Task[ExecResult], word: str) -> None:
+    def __init__(self, sandbox: ServedSandbox, running: asyncio.Task[ExecResult], word: str) -> None:
         self.sandbox = sandbox
         self.word = word
         """Its secret: in its command line, a file and shared memory."""
@@ -228,7 +233,7 @@ for address in ast.literal_eval(sys.argv[2]):
 
 
 @asynccontextmanager
-async def control_beside(sandbox: LocalSandbox) -> AsyncIterator[Control]:
+async def control_beside(sandbox: ServedSandbox) -> AsyncIterator[Control]:
     """Fill a sandbox with what other sandboxes must not reach, for the block."""
     word = f"atk{secrets.token_hex(5)}"
     argv = [*sandbox.python_argv, "-c", PRELUDE + CONTROL, word, sandbox.scratch]
