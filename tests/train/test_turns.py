@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 
 from strop.environments.worlds import BuiltInWorld
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Split
 from strop.spec.task import EnvironmentSection
-from strop.tasks import TaskLimits
+from strop.tasks import TaskLimits, build_task
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.traits import attempt_tokens_of
+from strop.train.batch import build_batch
 from tests.fixtures.spell import GOLD, STOPS
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 
@@ -53,7 +57,27 @@ class Letters:
         return [(GOLD,) * 3]
 
 
-def test_a_run_learns_from_all_turns(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_an_attempt_may_say_as_much_as_all_its_turns() -> None:
+    """What is overlong, and the constant of a constant normaliser, are those of the attempt."""
+    for section, tokens in ((LettersSpec(), 3 * 32), (LettersSpec(max_turns=2, max_attempt_tokens=50), 50)):
+        task = BuiltInWorld(section, Letters)
+        assert attempt_tokens_of(task, task.limits) == tokens
+    agent = build_task(ArithmeticSpec(agent="true", agent_tokens=70))
+    assert attempt_tokens_of(agent, agent.limits) == 70
+    plain = build_task(ArithmeticSpec())
+    assert attempt_tokens_of(plain, plain.limits) == plain.limits.max_reply_tokens
+
+
+def test_a_run_learns_from_all_turns(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def build(algorithm: Any, groups: Any, *limits: Any) -> Any:
+        asked.append(limits)
+        return build_batch(algorithm, groups, *limits)
+
+    monkeypatch.setattr("strop.train.step.build_batch", build)
     spec = tiny_spec(train={"steps": 6, "prompts_per_step": 4, "group_size": 8})
     task = BuiltInWorld(LettersSpec(), Letters)
     made = Composition(spec=spec, model_dir=tiny_model_dir, run_dir=new_run(tmp_path), task=task)
@@ -65,3 +89,4 @@ def test_a_run_learns_from_all_turns(tmp_path: Path, tiny_model_dir: Path) -> No
     assert whole.outcome.metrics["num_turns"] == 3.0
     rewards = [metrics["reward_mean"] for metrics in made.notes.steps]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
+    assert asked == [(96, [96] * 4)] * 6

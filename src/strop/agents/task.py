@@ -29,7 +29,7 @@ from strop.errors import DataError
 from strop.rollout import Example, FailureOwner, Message, Outcome
 from strop.spec.task import TaskSection
 from strop.tasks import Task
-from strop.tasks.contract import within_bounds
+from strop.tasks.contract import TaskLimits, within_bounds
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import TaskWrapper, limits_of
@@ -87,6 +87,10 @@ class AgentWorld:
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment:
         """Make one attempt."""
         return AgentEnvironment(self._task, judge)
+
+    def attempt_tokens(self, limits: TaskLimits) -> int:
+        """Return how many tokens the program may have sampled."""
+        return self._task.max_tokens
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Judge a text as the program's answer, without the program."""

@@ -120,6 +120,12 @@ class World:
         """Make one attempt; the class judges it by itself."""
         return PlayedWorld(self._task, self._task._environment)
 
+    def attempt_tokens(self, limits: TaskLimits) -> int:
+        """Return how many tokens the policy may say in all turns together."""
+        section = self._task._environment
+        in_turns = self._task.max_turns * limits.max_reply_tokens
+        return min(in_turns, section.max_attempt_tokens or in_turns)
+
     async def play(self, example: Example, text: str) -> Outcome:
         """Play an attempt without a model: the replies stand in the text, with `TURN` between them.
 

@@ -124,12 +124,11 @@ class TaskSection(Section):
         " judged, marked as cut.",
         json_schema_extra=expert("a program may never end"),
     )
-    agent_tokens: int | None = Field(
-        default=None,
+    agent_tokens: int = Field(
+        default=32_768,
         ge=1,
         le=10**9,
-        description="Tokens that task.agent may have sampled for a problem; then its calls are refused."
-        " none = no bound beside that of each reply.",
+        description="Tokens that task.agent may have sampled for a problem; then its calls are refused.",
         json_schema_extra=expert("a program may ask a thousand times"),
     )
     max_unmatched_ids: int = Field(

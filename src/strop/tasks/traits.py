@@ -33,8 +33,8 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
         "row_keys": "(column) -> id of the training example that each row became, by the row's number from 0"
         " (None) or by its value in a column; None where the row is no training example.",
-        "world": "Where its examples are attempted in turns: `make_environment(judge)`, and `play(example,"
-        " text)` for replies that are given; None where one reply is judged.",
+        "world": "Where its examples are attempted in turns: `make_environment(judge)`, `play(example, text)`"
+        " for given replies, `attempt_tokens(limits)` in all turns; None where one reply is judged.",
         "variant": "Which of the tasks that share its name a task is, in a word.",
     }
 )
@@ -172,6 +172,13 @@ def variant_of(task: Task) -> str | None:
 def world_of(task: Task) -> Any:
     """Return where a task's examples are attempted in turns; None where one reply is judged."""
     return _member(task, "world")
+
+
+def attempt_tokens_of(task: Task, limits: TaskLimits) -> int:
+    """Return how many tokens the policy may say in an attempt: in one reply, or in all turns of a world."""
+    world = world_of(task)
+    tokens: int = limits.max_reply_tokens if world is None else world.attempt_tokens(limits)
+    return tokens
 
 
 def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:

@@ -32,6 +32,7 @@ from strop.rollout import Example, Group, Rollout, Sampling
 from strop.spec.run import RunSpec
 from strop.tasks import Task, limits_of
 from strop.tasks.judging import Judge
+from strop.tasks.traits import attempt_tokens_of
 from strop.train.batch import ExampleSchedule, TrainBatch
 
 
@@ -97,7 +98,7 @@ class Collector:
             return GroupStatus.EVICTED
         rewards = [rollout.outcome.reward for rollout in group.rollouts]
         counts = [rollout.num_sampled_tokens for rollout in group.rollouts]
-        limit = limits_of(self._task, group.example).max_reply_tokens
+        limit = attempt_tokens_of(self._task, limits_of(self._task, group.example))
         if needs_replacement(algorithm, rewards, counts, limit):
             return GroupStatus.FILTERED
         return None

@@ -42,6 +42,7 @@ from strop.spec.template import fill, list_names
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, limits_of
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
+from strop.tasks.traits import attempt_tokens_of
 from strop.tokenizer import Tokenizer
 from strop.train.batch import (
     ExampleSchedule,
@@ -337,8 +338,9 @@ class StepTerms:
 
     def credit(self, groups: Sequence[Group]) -> TrainBatch:
         """Assign credit over what a step sampled."""
-        limit_P = [limits_of(self.task, group.example).max_reply_tokens for group in groups]
-        return build_batch(self.algorithm, groups, self.task.limits.max_reply_tokens, limit_P)
+        task = self.task
+        limit_P = [attempt_tokens_of(task, limits_of(task, group.example)) for group in groups]
+        return build_batch(self.algorithm, groups, attempt_tokens_of(task, task.limits), limit_P)
 
     async def build(
         self,
