@@ -89,6 +89,15 @@ class Slot(_Flow):
         )
 
 
+class SnapshotTerms(_Flow):
+    """The snapshot that a sandbox begins with."""
+
+    node_id: str
+    """Where it is: the only node that can make the sandbox."""
+    key: str = Field(repr=False)
+    """Whoever has it may use the snapshot."""
+
+
 class SandboxTerms(_Flow):
     """What strop's own client says of a sandbox beside its image: as `SandboxSpec`, where that fits a node.
 
@@ -100,6 +109,7 @@ class SandboxTerms(_Flow):
     network: str = "none"
     has_workspace: bool = False
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
+    snapshot: SnapshotTerms | None = None
 
     @field_validator("limits")
     @classmethod
@@ -231,6 +241,8 @@ class NodeReport(_Flow):
     replaces: tuple[str, ...] = ()
     """Node ids of earlier starts whose sandboxes this one has taken back. They are gone from now on."""
     capacity: Slot
+    snapshot_bytes: int = 0
+    """What snapshots take of its disk beside its sandboxes."""
     backends: tuple[str, ...]
     is_draining: bool = False
     """Takes nothing new: its allocation ends soon, or it was told to."""

@@ -17,6 +17,7 @@ from strop.sandbox.contract import MIB
 from strop.sandbox.engine import ENGINES
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local import LocalBackend, LocalSandbox
+from strop.sandbox.local_snapshot import LocalSnapshot
 
 HOST_IMAGE = "host"
 """What a client names to get no image: its programs see the node's /usr."""
@@ -72,14 +73,18 @@ class Maker:
         self.num_warm = 0
         """Sandboxes that were there before they were asked for."""
 
-    async def kind_of(self, order: NodeOrder, mounts: Sequence[Mount] = ()) -> Kind:
-        """Return what an order needs.
+    async def kind_of(
+        self, order: NodeOrder, mounts: Sequence[Mount] = (), snapshot: LocalSnapshot | None = None
+    ) -> Kind:
+        """Return what an order needs; one that begins with a snapshot, the backend of that.
 
         Raises: ConfigError if no backend here has such images; SandboxRefused with kind network, or for a
         level that none of them reaches.
         """
         request, terms = order.request, order.request.sandbox
         names = self._backends_for(request)
+        if snapshot is not None and snapshot.backend in names:
+            names = (snapshot.backend,)
         kind = Kind(
             backend=names[0],
             image=None if request.image == HOST_IMAGE else request.image,
@@ -125,11 +130,17 @@ class Maker:
         """Return how many sandboxes of an image are kept ready."""
         return self._settings.warm.get(image, 0)
 
-    async def make(self, kind: Kind, num_warm: int = 0) -> LocalSandbox:
+    async def make(
+        self, kind: Kind, num_warm: int = 0, snapshot: LocalSnapshot | None = None
+    ) -> LocalSandbox:
         """Return a fresh sandbox; one that was made ahead, if there is one. Keeps `num_warm` more ready.
+
+        One that begins with a snapshot is made for itself.
 
         Raises: SandboxRefused.
         """
+        if snapshot is not None:
+            return await self._make_new(kind, snapshot)
         spare = self._spare.get(kind)
         made: LocalSandbox | None = None
         while spare and made is None:
@@ -167,7 +178,7 @@ class Maker:
             while len(spares) < wanted:
                 spares.append(await self._make_new(kind))
 
-    async def _make_new(self, kind: Kind) -> LocalSandbox:
+    async def _make_new(self, kind: Kind, snapshot: LocalSnapshot | None = None) -> LocalSandbox:
         async with self._turns[kind.backend]:
             spec = SandboxSpec(
                 limits=kind.limits,
@@ -177,6 +188,7 @@ class Maker:
                 has_workspace=kind.has_workspace,
                 network=kind.network,
                 min_level=kind.min_level,
+                snapshot=snapshot,
             )
             backend = LocalBackend(kind.backend)
             try:

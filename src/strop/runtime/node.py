@@ -7,7 +7,7 @@ goes to the controller every `HEARTBEAT_S`, of all sandboxes, and after each cha
 controller has not answered for `silence_limit_s`, it is gone or has given this node up: all sandboxes are
 ended, and the agent too. However this process ends, its sandboxes end with it (`sandbox.daemon`).
 
-Routes, all with the node key: those of `NodeOrder`, and GET /health without one.
+Routes, all with the node key: those of `NodeOrder`; GET /health without one; that of a snapshot with its own.
 """
 
 from __future__ import annotations
@@ -42,13 +42,23 @@ from strop.runtime.contract import (
 )
 from strop.runtime.held import HeldSandbox
 from strop.runtime.http_client import HttpClient, RequestFailed
-from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, serve_connection
+from strop.runtime.http_server import (
+    Answer,
+    HttpError,
+    Request,
+    Upgrade,
+    has_key,
+    json_answer,
+    serve_connection,
+)
 from strop.runtime.making import MakeSettings
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, PullSettings, engine_of
+from strop.runtime.snapshots import KeptSnapshots
 from strop.runtime.starting import NodeMaking
 from strop.sandbox.janitor import clear_abandoned
+from strop.sandbox.wire import SNAPSHOT_PATH
 
 _log = logging.getLogger("strop.runtime.node")
 _MAX_ORDER_BYTES = 512 << 20
@@ -94,10 +104,11 @@ class Node:
         self._images = Images(settings.pull, engine)
         build = settings.build or BuildSettings(folder=user_cache_dir() / "runtime" / "builds")
         self._builds = Builds(build, engine)
-        self._making = NodeMaking(settings.make, settings.data_plane, self._images)
+        self._news = asyncio.Event()
+        self._snapshots = KeptSnapshots(self.node_id, self._count_free_disk, self._news.set)
+        self._making = NodeMaking(settings.make, settings.data_plane, self._images, self._snapshots)
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        self._news = asyncio.Event()
         self._changed: set[str] = set()
         """Runtime ids of what no report has told yet."""
         self._tell_all_at = 0.0
@@ -121,7 +132,7 @@ class Node:
             _log.warning("an agent that was killed had left: %s", line)
         listener = hold_listener(self._settings.host, self._settings.port, backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
-        self._url = f"http://{host}:{port}"
+        self._url = self._snapshots.url = f"http://{host}:{port}"
         server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
         reporting = asyncio.create_task(self._report_for_ever())
         ending = asyncio.create_task(self._ending.wait())
@@ -148,9 +159,14 @@ class Node:
         """Where it listens, once it runs."""
         return self._url
 
+    def _count_free_disk(self) -> int:
+        taken = sum(one.order.slot.disk_bytes for one in self._held.values() if not one.is_over)
+        return self._capacity.disk_bytes - taken
+
     async def _close(self) -> None:
         await asyncio.gather(*(self._stop(one, "the node ends") for one in self._held.values()))
         await asyncio.gather(*self._stopping, return_exceptions=True)
+        self._snapshots.close()
         await self._builds.close()
         await self._making.close()
         await asyncio.to_thread(clear_abandoned)
@@ -230,6 +246,7 @@ class Node:
             pid=os.getpid(),
             job_id=os.environ.get("SLURM_JOB_ID", ""),
             capacity=self._capacity,
+            snapshot_bytes=self._snapshots.num_bytes,
             backends=self._settings.make.backends,
             is_draining=self._is_draining,
             ends_in_s=self._left_s(),
@@ -262,19 +279,20 @@ class Node:
         finally:
             writer.close()
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: Request) -> Answer | Upgrade:
         if request.path == "/health":
             return json_answer({"status": "ok"})
+        if request.path == SNAPSHOT_PATH:
+            return self._snapshots.answer(request)
         if request.path.startswith(("/builds", "/images")):
             return json_answer(await self._answer_about_images(request))
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["sandboxes"]:
                 return json_answer(await self._take(NodeOrder.model_validate_json(request.body)))
-            case "GET", ["sandboxes", runtime_id]:
-                return json_answer(self._find(runtime_id).report())
-            case "DELETE", ["sandboxes", runtime_id]:
+            case "GET" | "DELETE" as method, ["sandboxes", runtime_id]:
                 held = self._find(runtime_id)
-                await self._stop(held, request.one("cause", "it was asked for"))
+                if method == "DELETE":
+                    await self._stop(held, request.one("cause", "it was asked for"))
                 return json_answer(held.report())
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as what]:
                 return json_answer(await self._change(self._find(runtime_id), what))
@@ -294,7 +312,9 @@ class Node:
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Refuse a request without the key, before anything of its body is read."""
-        if path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
+        if path == SNAPSHOT_PATH:
+            self._snapshots.admit(headers)
+        elif path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
             raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
 
     async def _take(self, order: NodeOrder) -> NodeAnswer:

@@ -34,9 +34,14 @@ class Node:
     """Whether an order failed since the last report: it gets none until the next."""
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no new sandboxes any more."""
+        return self.report.is_draining or self.should_drain
+
+    @property
     def is_open(self) -> bool:
-        """Whether it takes new sandboxes."""
-        return not (self.report.is_draining or self.should_drain or self.is_suspect)
+        """Whether it takes new sandboxes now."""
+        return not (self.is_leaving or self.is_suspect)
 
 
 class NodeFailed(Exception):

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,7 +39,7 @@ _OWNER_LIMIT_S = 60.0
 """For the owner to come, once its sandbox is there."""
 _BUSY_EVERY_S = 20.0
 """How often a sandbox in which something runs is noted as used."""
-_LACKS = ("mounts", "snapshots")
+_LACKS = ("mounts",)
 _COMMANDS = ("start", "run")
 _log = logging.getLogger("strop.runtime.owner_plane")
 
@@ -50,8 +50,18 @@ class OwnerPlane:
     num_commands = 0
     first_command_at: float | None = None
 
-    def __init__(self, sandbox: LocalSandbox, key: str, note_use: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sandbox: LocalSandbox,
+        key: str,
+        note_use: Callable[[], None],
+        keep_snapshot: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> None:
+        """`keep_snapshot` takes a snapshot; see `KeptSnapshots.take`."""
         self._sandbox = sandbox
+        self._keep_snapshot = keep_snapshot
+        self._taking: set[asyncio.Task[None]] = set()
+        """Snapshots that are being taken."""
         self._key = key
         self._note_use = note_use
         self._owner: asyncio.StreamWriter | None = None
@@ -151,7 +161,8 @@ class OwnerPlane:
         except SandboxLost as lost:
             _log.warning("a sandbox did not end in time: %s", lost)
         finally:
-            noting.cancel()
+            for task in (noting, *self._taking):
+                task.cancel()
             self._end("the connection of its owner has ended")
 
     async def _note_while_busy(self) -> None:
@@ -186,11 +197,26 @@ class OwnerPlane:
         if number is None:
             self._sandbox.client.tell(passed, body)
             return
+        if operation == "snapshot":
+            self._numbers[number] = -1
+            task = asyncio.create_task(self._take_snapshot(number))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
+            return
         try:
             deliver = partial(self._deliver, number)
             self._numbers[number] = self._sandbox.client.relay(passed, body, deliver)
         except SandboxLost as lost:
             self._send({"id": number, "lost": lost.kind, "why": ""})
+
+    async def _take_snapshot(self, number: int) -> None:
+        try:
+            told = await self._keep_snapshot()
+        except SandboxLost as lost:
+            told = {"lost": lost.kind, "why": ""}
+        except SandboxError as error:
+            told = {"failed": error.kind, "why": given_of(error)}
+        self._deliver(number, told, b"")
 
     def _deliver(self, number: int, header: dict[str, Any], body: bytes) -> None:
         self._numbers.pop(number, None)
@@ -271,12 +297,12 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "builtin": {"builtin": _is_builtin, "details": _is_details, "wall_limit_s": _is_time},
     "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
     "run": {"shell": _is_number, "wall_limit_s": _is_time},
-    **{name: {} for name in ("pause", "resume", "stats")},
+    **{name: {} for name in ("pause", "resume", "snapshot", "stats")},
     **{name: {"job": _is_number} for name in ("cancel", "end", "drop", "input", "input_end")},
     "signal": {"job": _is_number, "number": _is_signal},
     "output": {"job": _is_number, "positions": _is_pair},
 }
-"""Of each operation that a supervisor takes from afar: its fields, and what they may be."""
+"""Of each operation that an owner may ask for: its fields, and what they may be."""
 _OPTIONAL = frozenset({"has_stdin"})
 _UNANSWERED = frozenset({"cancel", "end", "drop", "input_end", "signal"})
 

@@ -136,7 +136,13 @@ class Placement:
         if known is None:
             self._arrival.set()
             self._arrival = asyncio.Event()
-        self.admission.set_room(node_id, report.capacity, is_open=node.is_open, ends_in_s=report.ends_in_s)
+        self.admission.set_room(
+            node_id,
+            report.capacity,
+            is_open=node.is_open,
+            ends_in_s=report.ends_in_s,
+            snapshot_bytes=report.snapshot_bytes,
+        )
         if known is None:
             # Of what the journal knows to be there, the report may lack some.
             for session in self._registry.alive.values():

@@ -4,7 +4,8 @@ A node has room for so much of each thing; processors alone may be promised more
 factor. The owner who has the smallest share of all that there is comes next, with the request that it made
 first. A request that fits nowhere now lets others pass, but not for longer than `PATIENCE_S`: then one node
 is kept for it. Among nodes with room, the one that is left with the least takes a request; before them, those
-that end too soon are left out, if there is another.
+that end too soon are left out, if there is another. A request that begins with a snapshot fits on the
+node that has it alone, and lets its owner's others pass.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Room:
     used: Amounts = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     taken: dict[str, Session] = field(default_factory=dict)
     """By runtime id."""
+    snapshot_bytes: int = 0
+    """In `used`, of its disk."""
 
     def fits(self, wanted: Amounts) -> bool:
         """Whether that much is free."""
@@ -72,8 +75,8 @@ class Admission:
         """By node id."""
         self._cpu_factor = cpu_factor
         self._min_left_s = min_left_s
-        self._waiting: dict[str, list[Session]] = {}
-        """By owner, in the order of arrival."""
+        self._waiting: dict[tuple[str, str], list[Session]] = {}
+        """By owner and the only node that will do, in the order of arrival."""
         self._arrivals: list[int] = []
         """Of all who wait, sorted."""
         self._num_arrived = 0
@@ -94,18 +97,19 @@ class Admission:
         if not session.arrival:
             self._num_arrived += 1
             session.arrival = self._num_arrived
-        bisect.insort(self._waiting.setdefault(session.owner, []), session, key=_by_arrival)
+        bisect.insort(self._waiting.setdefault(_queue_of(session), []), session, key=_by_arrival)
         bisect.insort(self._arrivals, session.arrival)
 
     def remove(self, session: Session) -> None:
         """Let it wait no more. Nothing happens where it does not."""
-        mine = self._waiting.get(session.owner, [])
+        queue = _queue_of(session)
+        mine = self._waiting.get(queue, [])
         index = bisect.bisect_left(mine, session.arrival, key=_by_arrival)
         if index == len(mine) or mine[index] is not session:
             return
         del mine[index]
         if not mine:
-            del self._waiting[session.owner]
+            del self._waiting[queue]
         del self._arrivals[bisect.bisect_left(self._arrivals, session.arrival)]
 
     def place_of(self, session: Session) -> tuple[int, int] | None:
@@ -115,12 +119,20 @@ class Admission:
         return (index + 1, len(self._arrivals)) if is_there else None
 
     def set_room(
-        self, node_id: str, capacity: Slot, *, is_open: bool, ends_in_s: float | None = None
+        self,
+        node_id: str,
+        capacity: Slot,
+        *,
+        is_open: bool,
+        ends_in_s: float | None = None,
+        snapshot_bytes: int = 0,
     ) -> None:
         """Say what a node has now, and whether it takes new ones."""
         has = amounts_of(capacity, cpu_factor=self._cpu_factor)
         room = self.rooms.setdefault(node_id, Room(node_id=node_id, has=has))
         room.has, room.is_open = has, is_open
+        room.used["disk_bytes"] += snapshot_bytes - room.snapshot_bytes
+        room.snapshot_bytes = snapshot_bytes
         room.ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
 
     def drop_room(self, node_id: str) -> list[Session]:
@@ -150,24 +162,27 @@ class Admission:
         """Give slots to those who come next; return each with its node's id. They wait no more."""
         found: list[tuple[Session, str]] = []
         kept: set[str] = set()
-        passed: set[str] = set()
+        passed: set[tuple[str, str]] = set()
         while head := self._next_head(passed):
             wanted = amounts_of(head.slot)
-            room = self._best_room(wanted, kept, lifetime_s=head.request.lifetime_s)
+            room = self._best_room(head, wanted, kept)
             if room is None:
-                passed.add(head.owner)
+                passed.add(_queue_of(head))
                 if time.monotonic() - head.begun > PATIENCE_S:
-                    kept |= self._keep_room(wanted, kept)
+                    kept |= self._keep_room(head, wanted, kept)
                 continue
             self.remove(head)
             self.assign(head, room.node_id)
             found.append((head, room.node_id))
         return found
 
-    def why_never(self, slot: Slot) -> str:
-        """Say in numbers why no node could ever hold a slot; nothing if one could, or if there is no node."""
+    def why_never(self, slot: Slot, only_node_id: str = "") -> str:
+        """Say in numbers why no node could ever hold a slot; nothing if one could, or if there is no node.
+
+        `only_node_id`: the only one that will do, where there is one.
+        """
         wanted = amounts_of(slot)
-        rooms = list(self.rooms.values())
+        rooms = [room for room in self.rooms.values() if only_node_id in ("", room.node_id)]
         if not rooms or any(room.could_fit(wanted) for room in rooms):
             return ""
         most = {name: max(room.has[name] for room in rooms) for name in RESOURCES}
@@ -178,8 +193,8 @@ class Admission:
         ]
         return "no node can ever hold it: " + (", ".join(short) or "no single node has enough of everything")
 
-    def _next_head(self, passed: set[str]) -> Session | None:
-        heads = [sessions[0] for owner, sessions in self._waiting.items() if owner not in passed]
+    def _next_head(self, passed: set[tuple[str, str]]) -> Session | None:
+        heads = [sessions[0] for queue, sessions in self._waiting.items() if queue not in passed]
         if len(heads) < 2:
             return heads[0] if heads else None
         total = {name: sum(room.has[name] for room in self.rooms.values()) for name in RESOURCES}
@@ -191,25 +206,24 @@ class Admission:
             return 0.0
         return max((mine[name] / total[name] for name in RESOURCES if total[name]), default=0.0)
 
-    def _best_room(self, wanted: Amounts, kept: set[str], *, lifetime_s: float) -> Room | None:
-        rooms = [
+    def _open_rooms(self, session: Session, kept: set[str]) -> list[Room]:
+        return [
             room
             for room in self.rooms.values()
-            if room.is_open and room.node_id not in kept and room.fits(wanted)
+            if room.is_open and room.node_id not in kept and session.only_node_id in ("", room.node_id)
         ]
-        needed_at = time.monotonic() + max(lifetime_s, self._min_left_s)
+
+    def _best_room(self, session: Session, wanted: Amounts, kept: set[str]) -> Room | None:
+        rooms = [room for room in self._open_rooms(session, kept) if room.fits(wanted)]
+        needed_at = time.monotonic() + max(session.request.lifetime_s, self._min_left_s)
         lasting = [room for room in rooms if room.ends_at >= needed_at]
         if not lasting:
             return max(rooms, key=lambda room: room.ends_at, default=None)
         return min(lasting, key=lambda room: room.free_share(wanted))
 
-    def _keep_room(self, wanted: Amounts, kept: set[str]) -> set[str]:
+    def _keep_room(self, session: Session, wanted: Amounts, kept: set[str]) -> set[str]:
         """Return the node that is to get free for one who has waited long: the one with the most free."""
-        rooms = [
-            room
-            for room in self.rooms.values()
-            if room.is_open and room.node_id not in kept and room.could_fit(wanted)
-        ]
+        rooms = [room for room in self._open_rooms(session, kept) if room.could_fit(wanted)]
         best = max(rooms, key=Room.free_share, default=None)
         return {best.node_id} if best else set()
 
@@ -220,6 +234,10 @@ class Admission:
             mine[name] += sign * amount
         if not any(amount > _ROUNDING for amount in mine.values()):
             del self._owned[session.owner]
+
+
+def _queue_of(session: Session) -> tuple[str, str]:
+    return session.owner, session.only_node_id
 
 
 def _by_arrival(session: Session) -> int:

@@ -91,6 +91,12 @@ class Session:
         return self.state not in ENDED
 
     @property
+    def only_node_id(self) -> str:
+        """The node that alone can make it, since the snapshot that it begins with is there; empty: any."""
+        terms = self.request.sandbox
+        return terms.snapshot.node_id if terms is not None and terms.snapshot is not None else ""
+
+    @property
     def is_beginning(self) -> bool:
         """Whether its client has to wait."""
         return self.state in BEGINNING

@@ -93,10 +93,10 @@ class Sessions:
         self.registry.counts["starts"] += 1
         self.registry.tell_of(session, "asked", image=request.image)
         try:
-            why_never = self._why_never(session)
-            await self.placement.announce(session, has_to_wait=not why_never)
-            if why_never:
-                self.registry.end(session, State.FAILED, FailureKind.CAPACITY, why_never)
+            never = self._find_never(session)
+            await self.placement.announce(session, has_to_wait=never is None)
+            if never is not None:
+                self.registry.end(session, *never)
         finally:
             # Where that failed, nobody was told an address; whoever waits for it is told the failure.
             if not session.announced.is_set():
@@ -222,10 +222,17 @@ class Sessions:
             self.registry.spawn(self._resume_beside(session))
         return session
 
-    def _why_never(self, session: Session) -> str:
+    def _find_never(self, session: Session) -> _Ending | None:
+        """Say how a sandbox ends that can never be made; None if it may be."""
         if time.monotonic() - self.placement.node_came < self.policy.settle_s:
-            return ""
-        return self.placement.admission.why_never(session.slot)
+            return None
+        only = session.only_node_id
+        if only and ((node := self.placement.nodes.get(only)) is None or node.is_leaving):
+            session.refusal = "snapshot"
+            cause = f"node {only}, which has its snapshot, is gone, or makes no more sandboxes"
+            return State.FAILED, FailureKind.INFRA_LOST, cause
+        why_never = self.placement.admission.why_never(session.slot, only)
+        return (State.FAILED, FailureKind.CAPACITY, why_never) if why_never else None
 
     def _find_alive(self, owner: str, runtime_id: str) -> Session:
         session = self.find_runtime(owner, runtime_id)
@@ -297,9 +304,9 @@ class Sessions:
         """Say how a sandbox ends now; None if it does not."""
         policy = self.policy
         if session.state is State.QUEUED and not session.node_id:
-            why_never = self._why_never(session)
-            if why_never:
-                return State.FAILED, FailureKind.CAPACITY, why_never
+            never = self._find_never(session)
+            if never is not None:
+                return never
             if now - session.begun > policy.queue_limit_s:
                 cause = f"no slot was free for it within {policy.queue_limit_s:g} s"
                 return State.FAILED, FailureKind.CAPACITY, cause

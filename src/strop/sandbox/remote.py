@@ -12,8 +12,8 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -23,7 +23,7 @@ from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.io.endpoints import RUNTIME, Endpoint, find_endpoint
 from strop.sandbox.allowlist import refuse_network
 from strop.sandbox.client import Client
-from strop.sandbox.contract import ExecResult, SandboxSpec, Snapshot
+from strop.sandbox.contract import ExecResult, SandboxSpec
 from strop.sandbox.served import ServedSandbox, read_isolation
 from strop.sandbox.wire import (
     CONNECT_PATH,
@@ -32,6 +32,8 @@ from strop.sandbox.wire import (
     PROTOCOL,
     SANDBOX_KEY_HEADER,
     SERVICE_KEY_HEADER,
+    SNAPSHOT_PATH,
+    keep_alive,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +46,6 @@ _STOP_LIMIT_S = 10.0
 PATIENCE_S = 5.0
 """For a controller that does not answer: one that was killed is back by then, with all that it had."""
 _AGAIN_AFTER_S = 0.2
-_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""A node that is cut off without a word is lost after 25 s."""
 _UNACKNOWLEDGED_MS = 25_000
 _KINDS = {"image_error": "image", "capacity": "capacity"}
 """Kinds of refusal, by a record's failure kind; the node's own word is better where there is one."""
@@ -91,13 +91,16 @@ class RemoteBackend:
         does not answer, lost where its node was, or what the node's backend says (`LocalBackend.create`).
         """
         refuse_network(spec.network, _NAME)
-        _refuse_what_is_here(spec)
+        _refuse_mounts(spec)
+        snapshot = _require_snapshot(spec, self._endpoint)
         async with AsyncExitStack() as stack:
             async with _Service(self._endpoint) as service:
-                record = await service.start(spec)
-                end = partial(_stop, self._endpoint, record["runtime_id"])
-                stack.push_async_callback(end)
-                record = await service.wait_ready(record)
+                # Until its node has begun with it.
+                with nullcontext() if snapshot is None else snapshot.hold():
+                    record = await service.start(spec, snapshot)
+                    end = partial(_stop, self._endpoint, record["runtime_id"])
+                    stack.push_async_callback(end)
+                    record = await service.wait_ready(record)
             address = _Address(record["node_url"] or record["url"], record["session_api_key"])
             try:
                 client = Client(await address.open(FRAMES_PATH), _NAME, max_body_bytes=MAX_BODY_BYTES)
@@ -105,7 +108,7 @@ class RemoteBackend:
                 told, _ = await client.ask({"op": "describe"})
             except (OSError, SandboxError) as error:
                 raise _refused(f"sandbox {record['runtime_id']} was lost: {error}", "lost") from error
-            made = RemoteSandbox(client, address, told, spec, main_source, end)
+            made = RemoteSandbox(client, address, told, spec, main_source, end, self._endpoint.url)
             for path, data in spec.files.items():
                 await made.write(path, data)
             # All are there: the sandbox is the caller's.
@@ -124,8 +127,9 @@ class RemoteSandbox(ServedSandbox):
         spec: SandboxSpec,
         main_source: str,
         end: Callable[[], Awaitable[None]],
+        service: str,
     ) -> None:
-        """`end` has the service end it."""
+        """`end` has the service end it, whose address is `service`."""
         super().__init__(
             client,
             read_isolation(told["isolation"]),
@@ -137,6 +141,8 @@ class RemoteSandbox(ServedSandbox):
         self._address = address
         self._main_source = main_source
         self._end = end
+        self._service = service
+        self._image = spec.image
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
         """Run `main` of the source that the sandbox was made with; see `ServedSandbox.run_main`."""
@@ -155,14 +161,17 @@ class RemoteSandbox(ServedSandbox):
         connection.setblocking(True)
         return connection
 
-    async def snapshot(self) -> Snapshot:
-        """Refuse: nothing keeps files at a node beyond a sandbox. Raises: SandboxError with kind snapshot."""
-        raise SandboxError(
-            "a remote sandbox has no snapshots",
-            allowed="snapshots of sandboxes of this machine",
-            next_step="prepare each sandbox anew, or choose a backend of this machine",
-            kind="snapshot",
-        )
+    async def snapshot(self) -> RemoteSnapshot:
+        """Keep what its programs have written, at its node; see `Sandbox.snapshot`.
+
+        Raises: as there; no_space also where the node has no room to keep it.
+        """
+        told, _ = await self.client.ask({"op": "snapshot"})
+        try:
+            connection = await _Address(told["url"], told["key"]).open(SNAPSHOT_PATH)
+        except OSError as error:
+            raise self.client.lost("infra", str(error)) from error
+        return RemoteSnapshot(connection, told, service=self._service, image=self._image)
 
     async def stop(self) -> None:
         """End everything in it; see `Sandbox.stop`."""
@@ -172,8 +181,74 @@ class RemoteSandbox(ServedSandbox):
         await super().stop()
 
 
+class RemoteSnapshot:
+    """A snapshot that a node keeps as long as a connection lasts; see `Snapshot`.
+
+    Usable from the event loop that it was taken in.
+    """
+
+    def __init__(
+        self, connection: socket.socket, told: dict[str, Any], *, service: str, image: str | None
+    ) -> None:
+        self.num_bytes: int = told["num_bytes"]
+        self.service = service
+        """The address of the controller that knows its node."""
+        self.image = image
+        self.terms = {"node_id": told["node_id"], "key": told["key"]}
+        """What a start says to begin with it."""
+        self.fault = ""
+        """Why nothing begins with it any more; empty while something may."""
+        self._connection = connection
+        self._num_users = 1
+        asyncio.get_running_loop().add_reader(connection, self._on_readable)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Have it kept until the end of the block, though it be closed meanwhile."""
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def close(self) -> None:
+        """Start no more sandboxes with it; see `Snapshot.close`."""
+        if not self.fault:
+            self.fault = "a snapshot that was closed"
+            self._release()
+
+    async def __aenter__(self) -> Self:
+        """Return the snapshot."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it."""
+        await self.close()
+
+    def _release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._connection.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._connection)
+            self._connection.close()
+
+    def _on_readable(self) -> None:
+        try:
+            is_there = bool(self._connection.recv(_CHUNK_BYTES))
+        except BlockingIOError:
+            return
+        except OSError:
+            is_there = False
+        if not is_there:
+            self.fault = self.fault or "a snapshot that its node has no more"
+            self._let_go()
+
+
 class _Address:
-    """Where a sandbox is at its node."""
+    """Where a sandbox or a snapshot is at its node."""
 
     def __init__(self, url: str, key: str) -> None:
         where = urlsplit(url)
@@ -192,10 +267,8 @@ class _Address:
             connection = stack.enter_context(socket.socket(family, kind, protocol))
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            keep_alive(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-            for option, value in _KEEP_ALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
             async with asyncio.timeout(_ANSWER_LIMIT_S):
                 await loop.sock_connect(connection, place)
                 await self._upgrade(connection, target)
@@ -272,13 +345,14 @@ class _Service:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def start(self, spec: SandboxSpec) -> dict[str, Any]:
+    async def start(self, spec: SandboxSpec, snapshot: RemoteSnapshot | None) -> dict[str, Any]:
         terms = {
             "limits": asdict(spec.limits),
             "user": spec.user,
             "network": spec.network,
             "has_workspace": spec.has_workspace,
             "min_level": int(spec.min_level),
+            "snapshot": None if snapshot is None else snapshot.terms,
         }
         body = {
             "image": spec.image or _HOST_IMAGE,
@@ -362,14 +436,38 @@ def _refused(why: str, kind: str) -> SandboxRefused:
     )
 
 
-def _refuse_what_is_here(spec: SandboxSpec) -> None:
-    """Refuse what is on this machine alone. Raises: SandboxRefused with kind mounts or snapshot."""
-    what = {"mounts": spec.mounts, "snapshot": spec.snapshot}
-    for kind, given in what.items():
-        if given:
-            raise SandboxRefused(
-                f"{kind} of this machine for a remote sandbox",
-                allowed="files that are written or uploaded into it",
-                next_step="give them as files of the spec, or choose a backend of this machine",
-                kind=kind,
-            )
+def _refuse_mounts(spec: SandboxSpec) -> None:
+    """Refuse what is on this machine alone. Raises: SandboxRefused with kind mounts."""
+    if spec.mounts:
+        raise SandboxRefused(
+            "mounts of this machine for a remote sandbox",
+            allowed="files that are written or uploaded into it",
+            next_step="give them as files of the spec, or choose a backend of this machine",
+            kind="mounts",
+        )
+
+
+def _require_snapshot(spec: SandboxSpec, endpoint: Endpoint) -> RemoteSnapshot | None:
+    """Return the snapshot that a sandbox shall begin with. Its node looks at it too.
+
+    Raises: SandboxRefused with kind snapshot if it cannot.
+    """
+    snapshot = spec.snapshot
+    if snapshot is None:
+        return None
+    if not isinstance(snapshot, RemoteSnapshot):
+        wrong = "a snapshot of this machine"
+    elif snapshot.service != endpoint.url:
+        wrong = f"a snapshot of the service at {snapshot.service}"
+    elif snapshot.image != spec.image:
+        wrong = f"a snapshot of image {snapshot.image!r}"
+    elif snapshot.fault:
+        wrong = snapshot.fault
+    else:
+        return snapshot
+    raise SandboxRefused(
+        f"a remote sandbox with image {spec.image!r} cannot begin with {wrong}",
+        allowed="an open snapshot of the same service and image",
+        next_step="take one of a sandbox that was made like this one",
+        kind="snapshot",
+    )
