@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.errors import ConfigError
+from strop.io.endpoints import Endpoint
 from strop.runtime.serve import served_beside
 from strop.sandbox import daemon_handle
-from strop.sandbox.attack import attack_sandboxes
+from strop.sandbox.attack import ATTACKS, attack_sandboxes
 from strop.sandbox.attack.contract import Code, confirmed_level
 from strop.sandbox.contract import IsolationLevel
 from strop.sandbox.doctor import read_confirmed, read_facts
@@ -43,6 +45,7 @@ def test_one_attack_on_one_backend(run: Run) -> None:
 def test_unknown_names_are_refused(run: Run) -> None:
     for words, said in (
         (("--only", "charm"), "fork-bomb"),
+        (("--only", "service-odd-ids", "--backend", "process"), "fork-bomb"),
         (("--backend", "vm"), "bubblewrap, podman, docker, process"),
     ):
         ended = run("sandbox", "attack", *words)
@@ -112,16 +115,25 @@ def test_only_a_service_of_the_suites_own_is_attacked() -> None:
 @pytest.mark.slow
 def test_an_attack_sees_what_is_open_at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.sandbox.attack.run._SERVED_BY", "process")
-    names = ["reach-loopback", "read-public-files"]
-    (found,) = asyncio.run(attack_sandboxes(["remote"], names, serve=served_beside))
+    worst = {
+        "reach-loopback": Code.EXPOSED,
+        "read-public-files": Code.EXPOSED,
+        "service-without-key": Code.BLOCKED,
+    }
+
+    def serve(*words: str) -> AbstractAsyncContextManager[Endpoint]:
+        return served_beside(*words, "--disable-auth")
+
+    (found,) = asyncio.run(attack_sandboxes(["remote"], list(worst), serve=serve))
     assert found.isolation is not None, found.refusal
     codes = {verdict.attack: (verdict.code, verdict.expected) for verdict in found.verdicts}
-    assert codes == dict.fromkeys(names, (Code.EXPOSED, Code.EXPOSED))
+    assert codes == {name: (Code.EXPOSED, expected) for name, expected in worst.items()}
 
 
 OVER_A_SERVICE = (
     *("outlive-setsid", "output-flood", "forged-results", "steal-orders", "kill-parent", "reach-loopback"),
     *("open-list", "list-other-port", "download-links", "see-other"),
+    *(attack.name for attack in ATTACKS if attack.is_on_service),
 )
 """What goes another way, or is seen another way, where a node makes the sandbox."""
 

@@ -80,7 +80,7 @@ class RemoteBackend:
     name = _NAME
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
 
     async def create(self, spec: SandboxSpec, *, main_source: str = "") -> RemoteSandbox:
         """Return a fresh sandbox; see `SandboxBackend.create`. It waits for a slot while the service does.
@@ -92,13 +92,13 @@ class RemoteBackend:
         """
         refuse_network(spec.network, _NAME)
         _refuse_mounts(spec)
-        snapshot = _require_snapshot(spec, self._endpoint)
+        snapshot = _require_snapshot(spec, self.endpoint)
         async with AsyncExitStack() as stack:
-            async with _Service(self._endpoint) as service:
+            async with _Service(self.endpoint) as service:
                 # Until its node has begun with it.
                 with nullcontext() if snapshot is None else snapshot.hold():
                     record = await service.start(spec, snapshot)
-                    end = partial(_stop, self._endpoint, record["runtime_id"])
+                    end = partial(_stop, self.endpoint, record["runtime_id"])
                     stack.push_async_callback(end)
                     record = await service.wait_ready(record)
             address = _Address(record["node_url"] or record["url"], record["session_api_key"])
@@ -108,7 +108,7 @@ class RemoteBackend:
                 told, _ = await client.ask({"op": "describe"})
             except (OSError, SandboxError) as error:
                 raise _refused(f"sandbox {record['runtime_id']} was lost: {error}", "lost") from error
-            made = RemoteSandbox(client, address, told, spec, main_source, end, self._endpoint.url)
+            made = RemoteSandbox(client, address, told, spec, main_source, end, self.endpoint.url)
             for path, data in spec.files.items():
                 await made.write(path, data)
             # All are there: the sandbox is the caller's.
@@ -138,7 +138,8 @@ class RemoteSandbox(ServedSandbox):
             python_argv=tuple(told["python_argv"]),
             supervisor_pid=told["supervisor_pid"],
         )
-        self._address = address
+        self.address = address
+        """At its node."""
         self._main_source = main_source
         self._end = end
         self._service = service
@@ -155,7 +156,7 @@ class RemoteSandbox(ServedSandbox):
             raise self.client.lost(self.client.lost_kind)
         query = {"port": address} if isinstance(address, int) else {"path": address}
         try:
-            connection = await self._address.open(f"{CONNECT_PATH}?{urlencode(query)}")
+            connection = await self.address.open(f"{CONNECT_PATH}?{urlencode(query)}")
         except OSError as error:
             raise self.client.lost("infra", str(error)) from error
         connection.setblocking(True)
@@ -253,7 +254,7 @@ class _Address:
     def __init__(self, url: str, key: str) -> None:
         where = urlsplit(url)
         self._host, self._port = where.hostname or "", where.port or 80
-        self._key = key
+        self.url, self.key = url, key
 
     async def open(self, target: str) -> socket.socket:
         """Return a connection that is not blocking, once the node has upgraded it.
@@ -285,7 +286,7 @@ class _Address:
             ("host", f"{self._host}:{self._port}"),
             ("connection", "upgrade"),
             ("upgrade", PROTOCOL),
-            (SANDBOX_KEY_HEADER, self._key),
+            (SANDBOX_KEY_HEADER, self.key),
         ]
         request = h11.Request(method="GET", target=target, headers=headers)
         await loop.sock_sendall(connection, http.send(request) + http.send(h11.EndOfMessage()))

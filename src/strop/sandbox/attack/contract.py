@@ -86,6 +86,11 @@ class Attack:
     has_list: bool = False
     """Whether its sandbox may reach `Bait.network`; a backend that refuses such a list counts as exposed."""
 
+    @property
+    def is_on_service(self) -> bool:
+        """Whether it is on what makes sandboxes for others, which only `remote` has."""
+        return self.row == 25
+
 
 def attack(
     into: list[Attack],

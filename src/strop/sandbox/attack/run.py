@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, ConfigError, SandboxError, SandboxRefused, given_of
 from strop.io.endpoints import Endpoint
-from strop.sandbox.attack import reaching, rights, seeing, taking, trees
+from strop.sandbox.attack import reaching, rights, seeing, serving, taking, trees
 from strop.sandbox.attack.bait import Bait, laid_bait
 from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
 from strop.sandbox.attack.leaks import find_leftovers
 from strop.sandbox.attack.network import own_network
-from strop.sandbox.attack.stage import Control, Stage, control_beside
+from strop.sandbox.attack.stage import Control, Stage, control_beside, parent_of
 from strop.sandbox.choose import BACKENDS, REMOTE
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
 from strop.sandbox.daemon_handle import daemon_of
 from strop.sandbox.doctor import keep_confirmed
-from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.remote import RemoteBackend
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 ATTACKS: tuple[Attack, ...] = tuple(
     sorted(
-        (one for part in (taking, seeing, reaching, rights, trees) for one in part.ATTACKS),
+        (one for part in (taking, seeing, reaching, rights, trees, serving) for one in part.ATTACKS),
         key=lambda attack: attack.row,
     )
 )
@@ -99,7 +98,8 @@ async def attack_sandboxes(
     known = BACKENDS if serve is None else (*BACKENDS, REMOTE)
     names = [name for name in known if name in backends or not backends]
     _require_known("sandbox backend", backends, known)
-    _require_known("attack", only, [attack.name for attack in ATTACKS])
+    can_be_made = [one.name for one in ATTACKS if REMOTE in names or not one.is_on_service]
+    _require_known("attack", only, can_be_made)
     chosen = [attack for attack in ATTACKS if attack.name in only or not only]
     daemon = daemon_of(os.getpid())
     daemon.close()
@@ -147,11 +147,13 @@ async def _attack_backend(
             return BackendVerdict(name=name, isolation=None, refusal=given_of(error))
         control = await stack.enter_async_context(control_beside(sandbox))
 
+        made = [attack for attack in attacks if name == REMOTE or not attack.is_on_service]
+
         async def make(attack: Attack) -> Verdict:
             async with free:
                 return await _attack(backend, attack, control, bait)
 
-        verdicts = tuple(await asyncio.gather(*map(make, attacks)))
+        verdicts = tuple(await asyncio.gather(*map(make, made)))
         isolation = sandbox.isolation
     is_whole = len(attacks) == len(ATTACKS)
     codes = [(verdict.row, verdict.code) for verdict in verdicts]
@@ -173,7 +175,7 @@ async def _attack(backend: Backend, attack: Attack, control: Control, bait: Bait
                 # The process that waits for the first command is not to be taken for one of the attack.
                 await sandbox.exec(["/bin/true"], wall_limit_s=_LIMIT_S)
                 stage = Stage(backend, sandbox, control, bait)
-                maker_pid = _parent_of(sandbox.supervisor_pid)
+                maker_pid = parent_of(sandbox.supervisor_pid)
                 if attack.spares_user or sandbox.isolation.pidns or is_other_user(sandbox.isolation):
                     found = await attack.work(stage)
                 else:
@@ -201,11 +203,6 @@ async def _attack(backend: Backend, attack: Attack, control: Control, bait: Bait
         what=found.what,
         seconds=round(time.perf_counter() - begun, 3),
     )
-
-
-def _parent_of(pid: int) -> int:
-    # Behind the name, which may hold anything.
-    return int(read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
 
 
 def _allowance(attack: Attack, isolation: Isolation) -> str:

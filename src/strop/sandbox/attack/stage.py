@@ -266,6 +266,17 @@ def read_or_empty(path: str | Path) -> str:
         return ""
 
 
+def parent_of(pid: int) -> int:
+    """Return the process that a living one is a child of."""
+    return int(read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had; 0 where it is gone."""
+    lines = read_or_empty(f"/proc/{pid}/status").splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
 def _is_zombie(pid: int) -> bool:
     # Behind the name, which may hold anything.
     return read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in ([], ["Z"])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from strop.sandbox.attack.contract import SMALL, Attack, Code, Seen, always, attack, by_limit, by_namespace
 from strop.sandbox.attack.leaks import planted_files
-from strop.sandbox.attack.stage import Stage, read_or_empty, seen
+from strop.sandbox.attack.stage import Stage, peak_bytes, read_or_empty, seen
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, Guard
 from strop.sandbox.family import memory_bytes, num_threads
 from strop.sandbox.frames import pack
@@ -393,7 +393,7 @@ async def _held_output(stage: Stage) -> Seen:
 async def _output_flood(stage: Stage) -> Seen:
     result = await stage.shell("yes some-words & yes other-words >&2")
     kept, total = len(result.stdout) + len(result.stderr), result.stdout_total + result.stderr_total
-    peak = _peak_bytes(stage.sandbox.supervisor_pid)
+    peak = peak_bytes(stage.sandbox.supervisor_pid)
     is_kept = result.kind is ExecKind.OUTPUT_FLOOD and result.truncated and peak < _MAX_SUPERVISOR_BYTES
     code = Code.CONTAINED if is_kept and total >= _FLOOD_BYTES else Code.EXPOSED
     return seen(code, f"{result.kind.value} at {total >> 20} MiB, {kept >> 10} KiB kept")
@@ -472,8 +472,3 @@ def _by_end(result: ExecResult) -> Seen:
     found = {ExecKind.OVER_LIMIT, ExecKind.OOM}
     code = Code.DETECTED if result.kind in found else Code.EXPOSED
     return seen(code, f"it ended: {result.kind.value} {result.stderr[-200:].decode(errors='replace')}")
-
-
-def _peak_bytes(pid: int) -> int:
-    lines = read_or_empty(f"/proc/{pid}/status").splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
