@@ -26,10 +26,10 @@ FIGURES = (
     *("verify", "code-judge", "sandboxes", "remote-sandboxes", "runtime", "runtime-kills", "store", "mirror"),
     *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
-    *("busy", "reverse-text", "demo"),
+    *("worlds", "busy", "reverse-text", "demo"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
-WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "busy")
+WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy")
 """Those that need a model's directory."""
 EXTRAS = ("start-up", "gradient-cosine", *FIGURES)
 
