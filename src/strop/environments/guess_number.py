@@ -17,7 +17,7 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.registry import built_in
 
 _MAX_DIGITS = 9
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class GuessNumberSpec(EnvironmentSection):
