@@ -19,7 +19,6 @@ import numpy as np
 
 from strop.engine import Completion
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn
-from strop.errors import StropError
 from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import call_format_of, pose_messages
 from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
@@ -27,11 +26,11 @@ from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
 _SEED_BITS = 31
 
 
-class CallTooLong(StropError):
+class CallTooLong(Exception):
     """A call for which the model has no room."""
 
 
-class CallsUsedUp(StropError):
+class CallsUsedUp(Exception):
     """A call beyond those, or beyond the tokens, that an attempt may have."""
 
 
