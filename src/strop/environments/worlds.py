@@ -21,7 +21,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 from strop.environments.contract import Action, Done, StepResult
@@ -31,22 +30,19 @@ from strop.rollout import Example, FinishReason, Message, Outcome, Split, ToolCa
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.contract import TURN, TaskLimits, within_bounds
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import SYSTEM, pose_messages
-from strop.tasks.user.own_task import OwnTask
+from strop.tasks.prompt import pose_messages
+from strop.tasks.prompting import hash_prompting, with_stops, with_system
+from strop.tasks.user.own_task import OwnTask, as_outcome, require_whole
 from strop.tasks.user.posing import OPENING_SEED
-from strop.tasks.user.rewards import to_parts
 from strop.tasks.version import fit_limits, hash_version
 from strop.tool_calls import CallFormat, Spoken, read_reply
-
-_MAX_EXAMPLES = 10**6
-_FULL_MARKS_SLACK = 1e-9
 
 
 class WorldTask:
     """A class with `reset`, as a task whose attempts have turns; subclasses say how it is had."""
 
     name: str
-    _environment: EnvironmentSection
+    section: EnvironmentSection
 
     @property
     def limits(self) -> TaskLimits:
@@ -69,7 +65,7 @@ class WorldTask:
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
         """Its tools, by name. Raises: ConfigError like `find_tools`; if it has neither `step` nor a tool."""
-        kind = type(self.make_own())
+        kind = type(self._specimen)
         tools = find_tools(kind)
         if not tools and not callable(getattr(kind, "step", None)):
             raise ConfigError(
@@ -82,8 +78,8 @@ class WorldTask:
     @cached_property
     def max_turns(self) -> int:
         """Replies of an attempt. Raises: ConfigError if neither the run file nor the class says."""
-        own = getattr(self.make_own(), "max_turns", None)
-        found = own if self._environment.max_turns is None else self._environment.max_turns
+        own = getattr(self._specimen, "max_turns", None)
+        found = own if self.section.max_turns is None else self.section.max_turns
         if not isinstance(found, int) or found < 1:
             raise ConfigError(
                 f"the environment {self.name} does not say how many turns an attempt has",
@@ -92,18 +88,16 @@ class WorldTask:
             )
         return found
 
-    def pose(self, asked: Any) -> tuple[Message, ...]:
-        """Return an opening as messages: with the run's system message, its tools, and whether to think."""
-        messages = _to_messages(asked)
-        if self._environment.system_prompt is not None:
-            messages = (Message(role=SYSTEM, content=self._environment.system_prompt), *messages)
-        schemas = tuple(tool.schema for tool in self.tools.values())
-        return pose_messages(messages, self._environment.thinking, schemas)
+    @cached_property
+    def _specimen(self) -> Any:
+        """An object to look at; no attempt is made on it."""
+        return self.make_own()
 
-    def problem_of(self, example: Example) -> str:
-        """Return the class's name for the problem, or the example's id: an opening seldom says all of it."""
-        name = getattr(self.make_own(), "problem_of", None)
-        return example.example_id if name is None else f"{self.name} {name(example)}"
+    def pose(self, asked: Any, example: Example) -> tuple[Message, ...]:
+        """Return an opening as messages: with the run's system message, its tools, and whether to think."""
+        schemas = tuple(tool.schema for tool in self.tools.values())
+        posed = pose_messages(_to_messages(asked), self.section.thinking, schemas)
+        return with_system(posed, self.section.system_prompt, example)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Play an attempt of which the replies are the text's: see `World.play`."""
@@ -118,11 +112,11 @@ class World:
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
         """Make one attempt; the class judges it by itself."""
-        return PlayedWorld(self._task, self._task._environment)
+        return PlayedWorld(self._task)
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
         """Return how many tokens the policy may say in all turns together."""
-        section = self._task._environment
+        section = self._task.section
         in_turns = self._task.max_turns * limits.max_reply_tokens
         return min(in_turns, section.max_attempt_tokens or in_turns)
 
@@ -148,15 +142,14 @@ class World:
 class PlayedWorld:
     """One attempt, on an object of an author's class."""
 
-    def __init__(self, task: WorldTask, section: EnvironmentSection) -> None:
+    def __init__(self, task: WorldTask) -> None:
         self._task = task
-        self._section = section
-        limits = task.limits
+        self._section = task.section
         self.max_turns = task.max_turns
-        self.stop_strings = limits.stop_strings if section.stop is None else section.stop
-        self.base_stop_strings = limits.base_stop_strings if section.stop is None else ()
-        self.max_attempt_tokens = section.max_attempt_tokens
-        self.max_attempt_s = section.max_attempt_s
+        self.stop_strings = task.limits.stop_strings
+        self.base_stop_strings = task.limits.base_stop_strings
+        self.max_attempt_tokens = task.section.max_attempt_tokens
+        self.max_attempt_s = task.section.max_attempt_s
         self._own: Any = None
         self._num_turns = 0
         self._is_over = False
@@ -167,15 +160,10 @@ class PlayedWorld:
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make a new object, and have it open the attempt. Raises: DataError if the example is not whole."""
-        whole = make_example(self._task.name, example.fields, example.answer)
-        if not example.fields or whole.example_id != example.example_id:
-            raise DataError(
-                f"example {example.example_id} of environment {self._task.name} lacks a part of what it was"
-                " made with"
-            )
+        require_whole(self._task.name, example)
         self._own = self._task.make_own()
         self._num_turns, self._is_over = 0, False
-        return self._task.pose(await _finished(self._own.reset(example, seed)))
+        return self._task.pose(await _finished(self._own.reset(example, seed)), example)
 
     async def step(self, action: Action) -> StepResult:
         """Give the reply to the object, or to the tools that it calls."""
@@ -263,12 +251,14 @@ class BuiltInWorld(WorldTask):
     """An environment of strop's own, made from its section."""
 
     def __init__(self, section: EnvironmentSection, kind: Any) -> None:
-        self._environment = section
+        self.section = section
         self._kind = kind
-        own = self.make_own()
+        own = self._specimen
         self.name: str = own.name
-        self._limits = fit_limits(own.limits, section)
-        self.version = hash_version(self.name, own.version, "world-1", self._limits, section)
+        limits = fit_limits(own.limits, section)
+        self._limits = with_stops(limits, section.stop)
+        version = hash_version(self.name, own.version, "world-1", limits, section)
+        self.version = hash_prompting(version, section) if section.prompting else version
         self._examples: dict[Split, Sequence[Example]] = {}
 
     @property
@@ -278,31 +268,30 @@ class BuiltInWorld(WorldTask):
 
     def make_own(self) -> Any:
         """Make an object of the class."""
-        return self._kind(self._environment)
+        return self._kind(self.section)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return what the class makes for a split."""
         if split not in self._examples:
-            rows = islice(self.make_own().examples(split), _MAX_EXAMPLES)
+            rows = self._specimen.examples(split)
             self._examples[split] = tuple(make_example(self.name, row, None) for row in rows)
         return self._examples[split]
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the opening of an example."""
-        return self.pose(self.make_own().reset(example, OPENING_SEED))
+        return self.pose(self.make_own().reset(example, OPENING_SEED), example)
+
+    def problem_of(self, example: Example) -> str:
+        """Return the example's id: an opening seldom says all of a problem."""
+        return example.example_id
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return attempts that deserve full marks, their replies with `TURN` between them."""
-        return tuple(TURN.join(replies) for replies in self.make_own().gold_replies(example))
+        return tuple(TURN.join(replies) for replies in self._specimen.gold_replies(example))
 
     def to_outcome(self, found: Any) -> Outcome:
         """Return what `score` said as an outcome."""
-        if isinstance(found, Outcome):
-            return found
-        outcome = Outcome(parts=to_parts(found, "reward", self.name))
-        reward = outcome.reward
-        is_full = None if reward is None else reward >= self._limits.max_reward - _FULL_MARKS_SLACK
-        return replace(outcome, is_correct=is_full)
+        return as_outcome(found, self.name, self._limits.max_reward)
 
 
 class OwnWorld(WorldTask, OwnTask):
@@ -311,15 +300,29 @@ class OwnWorld(WorldTask, OwnTask):
     def __init__(self, spec: UserEnvironmentSpec) -> None:
         """Inspect the class; it is not loaded. Raises: ConfigError like `OwnTask`."""
         OwnTask.__init__(self, spec)
-        self._environment = spec
+        self.section = spec
 
-    limits = OwnTask.limits
+    @cached_property
+    def limits(self) -> TaskLimits:
+        """The class's limits within the run file's."""
+        return with_stops(self.own_limits(), self.section.stop)
+
+    @cached_property
+    def version(self) -> str:
+        """As `OwnTask.version`, and over what the run says of how a model is asked."""
+        version = self.own_version()
+        return hash_prompting(version, self.section) if self.section.prompting else version
+
+    def problem_of(self, example: Example) -> str:
+        """Return the class's name for the problem, or the example's id: an opening seldom says all of it."""
+        return OwnTask.problem_of(self, example) or example.example_id
+
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return how the class opened an example when it was asked for its examples."""
-        return self.pose(OwnTask.render(self, example))
+        return self.pose(OwnTask.render(self, example), example)
 
 
 async def _finished(returned: Any) -> Any:

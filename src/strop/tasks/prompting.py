@@ -14,7 +14,7 @@ from functools import cached_property
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
-from strop.spec.task import TaskSpec
+from strop.spec.task import TaskSection, TaskSpec
 from strop.spec.template import fill, list_names
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import SYSTEM, PosedMessage, Thinking
@@ -27,7 +27,7 @@ class Prompted(TaskWrapper):
     def __init__(self, task: Task, spec: TaskSpec) -> None:
         super().__init__(task)
         self._spec = spec
-        self.limits = self._with_stops(task.limits)
+        self.limits = with_stops(task.limits, spec.stop)
         self._checked: dict[Split, Sequence[Example]] = {}
         if (epoch_order := epoch_order_of(task)) is not None:
             # Only then: a task without an order of its own is shuffled.
@@ -40,8 +40,7 @@ class Prompted(TaskWrapper):
 
     @cached_property
     def _version(self) -> str:
-        parts = json.dumps([self._task.version, self._spec.prompting], sort_keys=True)
-        return hashlib.sha256(parts.encode()).hexdigest()[:16]
+        return hash_prompting(self._task.version, self._spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the task's examples, each of which can be asked.
@@ -57,7 +56,7 @@ class Prompted(TaskWrapper):
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the task gives the example, with the run's stop strings."""
-        return self._with_stops(limits_of(self._task, example))
+        return with_stops(limits_of(self._task, example), self._spec.stop)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example in the run's own words.
@@ -65,7 +64,7 @@ class Prompted(TaskWrapper):
         Raises: ConfigError if the template names what the example does not have; DataError if the example
             begins with a system message of its own and the run has one too.
         """
-        template, system = self._spec.prompt_template, self._spec.system_prompt
+        template = self._spec.prompt_template
         *before, last = self._task.render(example)
         if template is not None:
             known = {
@@ -84,19 +83,35 @@ class Prompted(TaskWrapper):
             text = fill(template, known)
             thinking = last.thinking if isinstance(last, PosedMessage) else Thinking.MODEL_DEFAULT
             before, last = [], PosedMessage(role=last.role, content=text, base=text, thinking=thinking)
-        if system is None:
-            return (*before, last)
-        if any(message.role == SYSTEM for message in before):
-            raise DataError(
-                f"example {example.example_id} of task {self.name} has a system message of its own,"
-                " beside task.system_prompt",
-                allowed="one of the two",
-                next_step="leave out task.system_prompt, or take the system messages out of the data",
-            )
-        if isinstance(last, PosedMessage) and last.base is not None:
-            last = replace(last, base=f"{system}\n\n{last.base}")
-        return (Message(role=SYSTEM, content=system), *before, last)
+        return with_system((*before, last), self._spec.system_prompt, example)
 
-    def _with_stops(self, limits: TaskLimits) -> TaskLimits:
-        stop = self._spec.stop
-        return limits if stop is None else replace(limits, stop_strings=stop, base_stop_strings=())
+
+def hash_prompting(version: str, spec: TaskSection) -> str:
+    """Return the version of a task that is asked as a section says; it must say something."""
+    parts = json.dumps([version, spec.prompting], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def with_system(messages: tuple[Message, ...], system: str | None, example: Example) -> tuple[Message, ...]:
+    """Return messages that pose an example behind the run's system message, where it has one.
+
+    Raises: DataError if they have one of their own.
+    """
+    if system is None:
+        return messages
+    *before, last = messages
+    if any(message.role == SYSTEM for message in before):
+        raise DataError(
+            f"example {example.example_id} of task {example.task} has a system message of its own,"
+            " beside task.system_prompt",
+            allowed="one of the two",
+            next_step="leave out task.system_prompt, or take the system messages out of the data",
+        )
+    if isinstance(last, PosedMessage) and last.base is not None:
+        last = replace(last, base=f"{system}\n\n{last.base}")
+    return (Message(role=SYSTEM, content=system), *before, last)
+
+
+def with_stops(limits: TaskLimits, stop: tuple[str, ...] | None) -> TaskLimits:
+    """Return limits with the run's stop strings, where it has some, in the place of the task's own."""
+    return limits if stop is None else replace(limits, stop_strings=stop, base_stop_strings=())

@@ -30,6 +30,29 @@ _VERIFIER = "own-1"
 _FULL_MARKS_SLACK = 1e-9
 
 
+def require_whole(name: str, example: Example) -> None:
+    """Refuse an example that has lost a field: most classes would call every reply to it wrong.
+
+    Raises: DataError.
+    """
+    whole = make_example(name, example.fields, example.answer)
+    if not example.fields or whole.example_id != example.example_id:
+        raise DataError(f"example {example.example_id} of task {name} lacks a part of what it was made with")
+
+
+def as_outcome(found: Any, where: str, full_marks: float) -> Outcome:
+    """Return what a class said of a reply, or an attempt, as an outcome; right is what earns full marks.
+
+    Raises: TypeError or ValueError as `to_parts`.
+    """
+    if isinstance(found, Outcome):
+        return found
+    outcome = Outcome(parts=to_parts(found, "reward", where))
+    reward = outcome.reward
+    is_full = reward is not None and reward >= full_marks - _FULL_MARKS_SLACK
+    return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
+
+
 class OwnTask:
     """The user's class: its prompts, and its verdicts.
 
@@ -50,6 +73,10 @@ class OwnTask:
     @cached_property
     def limits(self) -> TaskLimits:
         """The class's limits within the run file's; judging ends at `task.judge_limit_s`."""
+        return self.own_limits()
+
+    def own_limits(self) -> TaskLimits:
+        """Read what the class says of its limits."""
         # JSON has no tuples.
         own_limits = {
             key: tuple(one) if isinstance(one, list) else one for key, one in self._posed["limits"].items()
@@ -63,6 +90,10 @@ class OwnTask:
     @cached_property
     def version(self) -> str:
         """Hash over the sources, the settings and the ids of all examples with their prompts."""
+        return self.own_version()
+
+    def own_version(self) -> str:
+        """Hash the class as it is."""
         # Where the file lies is nothing that a score depends on.
         spec = self._spec.model_copy(update={"name": self.name})
         prompts = json.dumps([self._made[id_]["messages"] for id_ in sorted(self._made)])
@@ -104,25 +135,14 @@ class OwnTask:
         Raises: DataError if an example is none of the task's; whatever the class raises; TypeError or
             ValueError for what it may not return.
         """
-        # An example that has lost a field: most classes would call every reply to it wrong.
-        whole = make_example(self.name, example.fields, example.answer)
-        if not example.fields or whole.example_id != example.example_id:
-            raise DataError(
-                f"example {example.example_id} of task {self.name} lacks a part of what it was made with"
-            )
+        require_whole(self.name, example)
         return self.to_outcome(await_if_needed(self._own.verify(example, text)))
 
     def to_outcome(self, found: Any) -> Outcome:
         """Return what the class said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
-        if isinstance(found, Outcome):
-            return found
-        where = f"{self._spec.ref} (line {self._inspected.line})"
-        outcome = Outcome(parts=to_parts(found, "reward", where))
-        reward = outcome.reward
         # Of the object itself: a worker that judges has no examples made.
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
-        is_full = reward is not None and reward >= full - _FULL_MARKS_SLACK
-        return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
+        return as_outcome(found, f"{self._spec.ref} (line {self._inspected.line})", full)
 
     @cached_property
     def _own(self) -> Any:
