@@ -9,6 +9,7 @@ types; vLLM 0.32 for `prompt_token_ids`, `token_ids` and reasoning.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import itertools
 import json
@@ -55,8 +56,8 @@ class _Open:
 
     key: str
     recorder: Recorder
-    answers: dict[str, asyncio.Future[Call]] = field(default_factory=dict)
-    """By body: the newest call of these very bytes, for a client's library that sends it again."""
+    answers: dict[bytes, asyncio.Future[Call]] = field(default_factory=dict)
+    """By a hash of the body: the newest call of these very bytes, for a library that sends it again."""
 
 
 class Face:
@@ -145,11 +146,12 @@ async def _complete(rollout: _Open, headers: Mapping[bytes, bytes], receive: Rec
     """Answer a chat. A library that sends the same bytes again, and says so, gets the same reply."""
     body = await _read_body(receive)
     asked = _read_call(body)
-    known = rollout.answers.get(body.decode("utf-8", "replace"))
+    digest = hashlib.blake2b(body).digest()
+    known = rollout.answers.get(digest)
     is_again = headers.get(b"x-stainless-retry-count", b"0") != b"0"
     if known is None or not is_again:
         known = asyncio.ensure_future(_ask(rollout, asked))
-        rollout.answers[body.decode("utf-8", "replace")] = known
+        rollout.answers[digest] = known
     gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_end(receive))
     try:
         both: list[asyncio.Future[Any]] = [known, gone]

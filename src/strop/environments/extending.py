@@ -9,18 +9,22 @@ training sample begins there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from strop.engine import Completion
 from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import (
     PromptFormat,
+    call_format_of,
     chat_form,
     render_prompt,
     resolve_prompt_format,
     spell_tools,
 )
 from strop.tokenizer import Tokenizer
+from strop.tool_calls import Spoken, name_calls, read_reply
 
 _STAND_IN = "reply"
 
@@ -102,3 +106,18 @@ def spoken_turn(completion: Completion) -> Turn:
         finish_reason=completion.finish_reason,
         segments=completion.segments,
     )
+
+
+def take_apart(prompts: PromptCache, completion: Completion, tools: tuple[str, ...], turn: int) -> Spoken:
+    """Read thinking, prose and calls of a reply, whose marks may be special tokens.
+
+    `tools` are functions in the form of OpenAI's chat API, as JSON; `turn` is in the ids of calls.
+    """
+    text, ids = completion.text, completion.token_ids
+    if tools and completion.finish_reason is not FinishReason.STOP_STRING:
+        is_ended = completion.finish_reason is FinishReason.EOS
+        text = prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
+    functions = [json.loads(tool)["function"] for tool in tools]
+    schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+    spoken = read_reply(text, call_format_of(prompts.tokenizer, prompts.prompt_format), schemas)
+    return replace(spoken, calls=name_calls(spoken.calls, turn))

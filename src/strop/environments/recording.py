@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from strop.engine import Completion
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn
+from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
 from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import call_format_of, pose_messages
-from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
+from strop.tool_calls import CallFormat, Spoken
 
 _SEED_BITS = 31
 
@@ -31,7 +31,7 @@ class CallTooLong(Exception):
 
 
 class CallsUsedUp(Exception):
-    """A call beyond those, or beyond the tokens, that an attempt may have."""
+    """A call beyond the tokens that an attempt may have."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -53,11 +53,6 @@ class Call:
     """Whether the client was there to get the reply."""
     children: list[Call] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt and the reply."""
-        return len(self.prompt_ids) + len(self.reply.token_ids)
-
 
 Sample = Callable[[IntArray, int, int], Awaitable[Completion]]
 """(prompt ids, tokens at most, name of the random stream) -> reply."""
@@ -73,7 +68,6 @@ class Recorder:
         *,
         max_reply_tokens: int,
         max_positions: int | None,
-        max_calls: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
         """`max_tokens`: sampled in all calls together."""
@@ -81,7 +75,6 @@ class Recorder:
         self._sample = sample
         self._max_reply_tokens = max_reply_tokens
         self._max_positions = max_positions
-        self._max_calls = max_calls
         self._max_tokens = max_tokens
         self._calls: list[Call] = []
         self._by_history: dict[tuple[Any, ...], Call] = {}
@@ -118,10 +111,15 @@ class Recorder:
                 )
         self._num_asked += 1
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
-        stream = hashlib.blake2b(digest + bytes([self._times_asked[digest] % 256]), digest_size=8).digest()
+        stream = hashlib.blake2b(
+            digest + self._times_asked[digest].to_bytes(8, "little"), digest_size=8
+        ).digest()
         self._times_asked[digest] += 1
         completion = await self._sample(prompt_ids, wanted, int.from_bytes(stream, "little") % 2**_SEED_BITS)
-        spoken = self._take_apart(completion, tools)
+        spoken = take_apart(self._prompts, completion, tools, self._num_asked)
+        if completion.finish_reason is FinishReason.LENGTH:
+            # A reply that was cut has no calls: what looks whole may have gone on.
+            spoken = replace(spoken, calls=())
         said = Message(role="assistant", content=spoken.content, tool_calls=spoken.calls)
         call = Call(
             messages=posed,
@@ -160,7 +158,7 @@ class Recorder:
         """Return how many tokens may be sampled. Raises: CallsUsedUp."""
         num_said = sum(len(call.reply.token_ids) for call in self._calls)
         left = self._max_reply_tokens if self._max_tokens is None else self._max_tokens - num_said
-        if left < 1 or (self._max_calls is not None and self._num_asked >= self._max_calls):
+        if left < 1:
             raise CallsUsedUp(f"the attempt has had its {self._num_asked} calls and {num_said} tokens")
         return left
 
@@ -187,21 +185,6 @@ class Recorder:
         if reason is None or not reads_as(tokenizer, parent.reply):
             return None
         return encode_next_messages(tokenizer, prompt_format, parent.messages, new_messages, reason, calls)
-
-    def _take_apart(self, completion: Completion, tools: tuple[str, ...]) -> Spoken:
-        tokenizer = self._prompts.tokenizer
-        ids, is_ended = completion.token_ids, completion.finish_reason is FinishReason.EOS
-        text = completion.text
-        if tools and completion.finish_reason is not FinishReason.STOP_STRING:
-            text = tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
-        functions = [json.loads(tool)["function"] for tool in tools]
-        schemas = {one["name"]: one.get("parameters") or {} for one in functions}
-        form = call_format_of(tokenizer, self._prompts.prompt_format)
-        spoken = read_reply(text, form, schemas)
-        if completion.finish_reason is FinishReason.LENGTH:
-            # A reply that was cut has no calls: what looks whole may have gone on.
-            spoken = replace(spoken, calls=())
-        return replace(spoken, calls=name_calls(spoken.calls, self._num_asked))
 
 
 def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:

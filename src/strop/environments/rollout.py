@@ -9,20 +9,18 @@ Left out on purpose: retries, which are the loop's decision.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn
+from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
 from strop.environments.recording import Recorder
 from strop.errors import DataError, EngineError
 from strop.rollout import (
@@ -43,7 +41,7 @@ from strop.rollout import (
 from strop.tasks.failures import catch_failure
 from strop.tasks.prompt import PromptFormat, call_format_of, tools_of
 from strop.tokenizer import Tokenizer
-from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
+from strop.tool_calls import CallFormat
 
 _CLOSE_LIMIT_S = 10.0
 _WORLD_TURN = -1
@@ -117,7 +115,7 @@ class _Attempt:
         # As `Acting` says.
         if (act := getattr(environment, "act", None)) is not None:
             return await self._let_act(act)
-        schemas = {name: one["parameters"] for name, one in map(_read_tool, tools_of(history))}
+        tools = tools_of(history)
         text, context_ids = self.prompts.render(tuple(history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
         for turn_index in range(environment.max_turns):
@@ -132,7 +130,7 @@ class _Attempt:
                 return Stop.TIME
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
-            spoken = self._take_apart(completion, schemas, turn_index) if schemas else None
+            spoken = take_apart(self.prompts, completion, tools, turn_index) if tools else None
             result = await environment.step(
                 Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
             )
@@ -177,17 +175,6 @@ class _Attempt:
     @property
     def _call_format(self) -> CallFormat:
         return call_format_of(self.prompts.tokenizer, self.prompts.prompt_format)
-
-    def _take_apart(
-        self, completion: Completion, schemas: Mapping[str, Mapping[str, Any]], turn_index: int
-    ) -> Spoken:
-        """Read thinking, prose and calls of a reply, whose marks may be special tokens."""
-        text, ids = completion.text, completion.token_ids
-        if completion.finish_reason is not FinishReason.STOP_STRING:
-            is_ended = completion.finish_reason is FinishReason.EOS
-            text = self.prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
-        spoken = read_reply(text, self._call_format, schemas)
-        return replace(spoken, calls=name_calls(spoken.calls, turn_index))
 
     def _continue(
         self,
@@ -343,11 +330,6 @@ async def _in_time(completion: Awaitable[Completion], left_s: float) -> Completi
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     return None
-
-
-def _read_tool(tool: str) -> tuple[str, Mapping[str, Any]]:
-    function = json.loads(tool)["function"]
-    return function["name"], function
 
 
 async def run_rollout(
