@@ -44,7 +44,7 @@ NUM_CALLS = 500
 
 
 async def _flood(
-    tokenizer: Tokenizer, max_turns: int, num_in_flight: int, num_rounds: int
+    tokenizer: Tokenizer, max_turns: int, num_in_flight: int, num_rounds: int, reply_s: float
 ) -> dict[str, float]:
     """Keep rollouts in flight until each place has had some; return their number a second and their cost."""
     task = build_task(GuessNumberSpec(max_turns=max_turns))
@@ -52,7 +52,7 @@ async def _flood(
     make_environment = choose_environment(task)
     # One token a step: every reply takes as long, whatever the others do.
     speed = SimulatedSpeed(
-        median_reply_tokens=2, reply_sigma=0.0, step_base_s=REPLY_S / 2, step_row_s=0.0, max_num_seqs=10**6
+        median_reply_tokens=2, reply_sigma=0.0, step_base_s=reply_s / 2, step_row_s=0.0, max_num_seqs=10**6
     )
     engine = SimulatedEngine(speed=speed, say=lambda request: str(request.seed % 20 + 1))
     lost = 0
@@ -60,7 +60,7 @@ async def _flood(
     async def ask_on(place: int) -> None:
         nonlocal lost
         # Not all in step: engines of a run answer one after the other.
-        await asyncio.sleep(REPLY_S * max_turns * place * GROUP_SIZE / num_in_flight)
+        await asyncio.sleep(reply_s * max_turns * place * GROUP_SIZE / num_in_flight)
         for step in range(num_rounds):
             example = examples[(place + step) % len(examples)]
             plans = [
@@ -174,9 +174,10 @@ def measure_worlds(*, is_quick: bool, model_dir: Path) -> Measured:
     num_in_flight = 80 if is_quick else NUM_IN_FLIGHT
     found: dict[str, Any] = {}
     with full_collections_by_hand():
-        for max_turns, num_rounds in ((1, 4), (5, 2)):
+        for max_turns, num_rounds in ((1, 4), (5, 1)):
             gc.collect()
-            flood = _flood(tokenizer, max_turns, num_in_flight, 1 if is_quick else num_rounds)
+            size = (num_in_flight, 1, 0.02) if is_quick else (num_in_flight, num_rounds, REPLY_S)
+            flood = _flood(tokenizer, max_turns, *size)
             found[f"turns_{max_turns}"] = asyncio.run(flood)
         found["face"] = asyncio.run(_time_calls(tokenizer, 5 if is_quick else NUM_CALLS))
     found["drift"] = _count_drift(model_dir, 5 if is_quick else NUM_DIALOGUES)
