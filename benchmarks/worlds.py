@@ -52,7 +52,13 @@ async def _flood(
     make_environment = choose_environment(task)
     # One token a step: every reply takes as long, whatever the others do.
     speed = SimulatedSpeed(
-        median_reply_tokens=2, reply_sigma=0.0, step_base_s=reply_s / 2, step_row_s=0.0, max_num_seqs=10**6
+        median_reply_tokens=2,
+        reply_sigma=0.0,
+        step_base_s=reply_s / 2,
+        step_row_s=0.0,
+        prefill_tokens_per_s=1e12,
+        max_num_seqs=10**6,
+        max_cache_tokens=10**9,
     )
     engine = SimulatedEngine(speed=speed, say=lambda request: str(request.seed % 20 + 1))
     lost = 0

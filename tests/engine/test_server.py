@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -296,3 +297,23 @@ def test_a_chat_shows_the_model_calls_and_replies_of_tools(
         asked = tokenizer.decode(request.prompt_ids)
         assert '<tool_call>\n{"name": "run", "arguments": {"n": 1}}\n</tool_call>' in asked
         assert "<tool_response>\ndone\n</tool_response>" in asked
+
+
+def test_answers_of_several_writes_are_sent_at_once() -> None:
+    """A listener without a named protocol leaves the second write waiting for an acknowledgement, 40 ms."""
+    found: list[int] = []
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(serve, sock=listen()) as server:
+            place = server.sockets[0].getsockname()
+            reader, writer = await asyncio.open_connection(*place)
+            await reader.read()
+            writer.close()
+
+    asyncio.run(main())
+    assert found == [1]
