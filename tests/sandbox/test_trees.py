@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox import Guard, Limits, Sandbox, SandboxSpec, make_backend
+from strop.sandbox import Guard, Limits, Mount, Sandbox, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
+from strop.sandbox.linux import detach_mount, mount_tmpfs
+from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import IS_ROOT, in_sandbox, on_every_backend, say, spec_of
 
 
@@ -166,3 +168,39 @@ def test_an_image_is_refused_where_there_are_none(backend: str) -> None:
     with pytest.raises(SandboxRefused, match=said) as caught:
         asyncio.run(make_backend(backend).create(replace(spec_of(), image="debian:12")))
     assert caught.value.kind == "image"
+
+
+@on_every_backend
+def test_what_the_host_mounts_later_is_seen(backend: str, tmp_path: Path) -> None:
+    """The daemon has mounts of its own, where those that the host makes later do not arrive by themselves."""
+    late, host = tmp_path / "late", str(tmp_path / "late")
+    late.mkdir()
+    in_sandbox(backend, lambda sandbox: say(sandbox, ":"))
+    try:
+        mount_tmpfs(host, "mode=755")
+    except OSError as error:
+        pytest.skip(f"no mount can be made here: {error}")
+    try:
+        (late / "file").write_text("of today")
+        mounts = (Mount(host_path=host, inside_path=host),)
+
+        async def read(sandbox: Sandbox) -> str:
+            assert isinstance(sandbox, LocalSandbox)
+            return await say(sandbox, f"cat {sandbox.find_mount(host)}/file")
+
+        assert in_sandbox(backend, read, mounts=mounts) == "of today"
+        if backend == "podman":
+            for path in ("bin", "lib", "lib64"):
+                (late / path).symlink_to(f"usr/{path}")
+            (late / "usr").mkdir()
+
+            async def read_image(sandbox: Sandbox) -> None:
+                assert await say(sandbox, "cat /file") == "of today"
+
+            with_spec(
+                backend,
+                replace(spec_of(mounts=(Mount(host_path="/usr", inside_path="/usr"),)), image=host),
+                read_image,
+            )
+    finally:
+        detach_mount(host)

@@ -52,8 +52,9 @@ from strop.sandbox.linux import (
     own_mounts,
     remove_ipc,
     sandbox_uid,
+    show_of,
 )
-from strop.sandbox.place import Ground, LoadedPython, Order, Place
+from strop.sandbox.place import Ground, LoadedPython, Order, Place, identify
 from strop.sandbox.podman import PodmanPlace
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
@@ -88,6 +89,7 @@ class _Daemon:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
         self._parent = parent
+        self._host_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._ground = _prepare_ground()
         # Held open while this process runs; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
@@ -137,7 +139,7 @@ class _Daemon:
             python = self._load(order.python_number, order.python_source)
             try:
                 for host_path, _, _ in order.binds:
-                    self._stage(host_path)
+                    self._stage(host_path, order.seen[host_path])
                 pid = os.fork() if self._find_image(order, connection) else None
             except OSError as error:
                 _refuse(connection, "host", str(error))
@@ -146,6 +148,7 @@ class _Daemon:
                 return True
             if pid == 0:
                 os.close(self._alive_w)
+                os.close(self._host_mounts)
                 self._control.close()
                 _become_supervisor(order, python, self._ground, connection, self._alive_r)
             self._supervisors.add(pid)
@@ -181,7 +184,9 @@ class _Daemon:
             if order.image and not os.path.isabs(order.image) and order.image not in images:
                 find_image = _CONTAINERS[order.backend].find_image
                 images[order.image] = find_image(engine, order.image, self._ground.runtime_dir)
-            order.image_root = images.get(order.image, order.image)
+            if os.path.isabs(order.image):
+                self._stage(order.image, order.seen[order.image], is_for_programs=False)
+            order.image_root = {**self._ground.staged, **images}.get(order.image, order.image)
             if order.image:
                 # A lower tree that is missing would be told in the words of mount.
                 os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
@@ -191,22 +196,32 @@ class _Daemon:
             return False
         return True
 
-    def _stage(self, host_path: str) -> None:
-        """Show a path that other users cannot reach where they can, until this process ends."""
+    def _stage(self, host_path: str, seen: list[int] | None, *, is_for_programs: bool = True) -> None:
+        """Show a path that programs' users or this process cannot reach where they can, until it ends.
+
+        `seen`: `identify` of it by the client. What the host has mounted since this process began may not
+        have arrived here.
+        """
         staged = self._ground.staged
-        if not self._ground.can_mount or can_reach(host_path) or not os.path.exists(host_path):
+        if not self._ground.can_mount or seen is None:
             return
         if host_path in staged:
-            if os.path.samefile(host_path, staged[host_path]):
+            if identify(staged[host_path]) == seen:
                 return
             # Another directory has its name now.
             detach_mount(staged.pop(host_path))
+        is_here = identify(host_path) == seen
+        if is_here and (can_reach(host_path) or not is_for_programs):
+            return
         target = Path(self._ground.runtime_dir, f"stage-{next(self._numbers)}")
-        if os.path.isdir(host_path):
+        if stat.S_ISDIR(seen[-1]):
             target.mkdir()
         else:
             target.touch()
-        bind(host_path, str(target))
+        if is_here:
+            bind(host_path, str(target))
+        else:
+            show_of(self._host_mounts, host_path, str(target), is_whole=True)
         staged[host_path] = str(target)
 
     def _reap(self) -> None:

@@ -35,7 +35,7 @@ from strop.sandbox.linux import (
     enter_namespaces,
     read_file,
     replace_root,
-    show_root,
+    show_of,
 )
 from strop.sandbox.podman import ARCHITECTURES, INIT, PodmanPlace, make_init, require_architecture
 
@@ -63,7 +63,11 @@ class DockerPlace(PodmanPlace):
             engine.run("create", *words, *_OWN_WORDS, "--entrypoint", INIT, image)
             _give(engine, {INIT: make_init(platform.machine())}, "cp", "-", f"{holder}:/")
             engine.run("start", holder)
-            show_root(_find_process(engine, holder), str(folder))
+            mounts = os.open(f"/proc/{_find_process(engine, holder)}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                show_of(mounts, "/", str(folder), is_whole=False)
+            finally:
+                os.close(mounts)
         except OSError:
             engine.remove(holder)
             folder.rmdir()

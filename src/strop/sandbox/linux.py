@@ -109,18 +109,21 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
     _do_apart("limit of files", remount)
 
 
-def show_root(pid: int, target: str) -> None:
-    """Show the root of a process that has other mounts, without what is mounted below it. Raises: OSError."""
+def show_of(mounts: int, source: str, target: str, *, is_whole: bool) -> None:
+    """Show what others see at a path, who have the mounts of a namespace (its descriptor).
+
+    `is_whole`: with what is mounted below it. Raises: OSError.
+    """
 
     def show() -> None:
-        where = os.open(target, os.O_PATH | os.O_DIRECTORY)
-        its, own = (os.open(f"/proc/{one}/ns/mnt", os.O_RDONLY) for one in (pid, "self"))
-        enter_namespaces(its, CLONE_NEWNS)
-        tree = _clone_tree("/")
+        where = os.open(target, os.O_PATH)
+        own = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+        enter_namespaces(mounts, CLONE_NEWNS)
+        tree = _clone_tree(source, is_whole=is_whole)
         enter_namespaces(own, CLONE_NEWNS)
         _attach(tree, where)
 
-    _do_apart(f"root of process {pid}", show)
+    _do_apart(f"{source} of other mounts", show)
 
 
 def replace_root(

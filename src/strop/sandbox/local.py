@@ -24,6 +24,7 @@ from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
+from strop.sandbox.place import identify
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
 from strop.sandbox.served_job import as_result
 
@@ -180,12 +181,14 @@ async def _start(
     backend: str, spec: SandboxSpec, program: str, main_source: str, python_argv: tuple[str, ...]
 ) -> LocalSandbox:
     snapshot = require_snapshot(spec, backend)
+    binds = _binds(spec, has_python=bool(program))
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
         "min_level": int(spec.min_level),
         "network": str(parse_network(spec.network) or spec.network),
-        "binds": _binds(spec, has_python=bool(program)),
+        "binds": binds,
+        "seen": {path: identify(path) for path in (*(one[0] for one in binds), spec.image or "")},
         "program": program,
         "image": spec.image or "",
         "user": spec.user,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from strop.sandbox.cgroup import Cgroup, Controller
 from strop.sandbox.contract import Guard, Isolation, Limits
+
+
+def identify(path: str) -> list[int] | None:
+    """Return device, inode and type of what is at a path; None if nothing is."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return [found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,6 +30,8 @@ class Order:
     min_level: int
     binds: list[tuple[str, str, bool]]
     """Host path, path inside, read-only."""
+    seen: dict[str, list[int] | None] = field(default_factory=dict)
+    """`identify` of these, and of an image's path, by its client, which has this host's own mounts."""
     program: str = ""
     """Where the program is that makes the place: bwrap, podman or docker."""
     engine_env: dict[str, str] = field(default_factory=dict)
@@ -63,7 +76,7 @@ class Ground:
     first: str = ""
     """A copy of cat that programs may run and not read; empty where it would be readable all the same."""
     staged: dict[str, str] = field(default_factory=dict)
-    """Host paths that a program's user cannot reach, and where they can be reached."""
+    """Host paths that a program's user or the daemon cannot reach, and where they can be reached."""
     controllers: list[Controller] = field(default_factory=list)
 
 
