@@ -24,7 +24,11 @@ from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
 
 RESERVED = frozenset(
-    {"examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"}
+    {
+        *("examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"),
+        # TRL's name of `score`.
+        "get_reward",
+    }
 )
 """Methods of an environment that are no tools."""
 

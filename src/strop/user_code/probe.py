@@ -13,6 +13,7 @@ import resource
 import sys
 import typing
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
 from strop.errors import ConfigError
@@ -23,6 +24,18 @@ MAX_BYTES = 1 << 34
 """Memory that looking at code, and making examples, may take. Of data: libraries reserve addresses freely."""
 TASK_METHODS = ("examples", "render", "verify")
 ENVIRONMENT_METHODS = ("examples", "reset", "score")
+
+
+class Shape(StrEnum):
+    """What a class was written for."""
+
+    TASK = "task"
+    ENVIRONMENT = "environment"
+    """strop's own form: `examples`, `reset(example, seed)`, `step` or tools, `score`."""
+    GYMNASIUM = "gymnasium"
+    """`reset(seed=...)` and `step(action)`, which returns five things."""
+    TRL = "trl"
+    """`reset(**row)`, tools, and `get_reward`: what TRL takes as `environment_factory`."""
 
 
 def main(descriptor: int) -> None:
@@ -70,13 +83,12 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if not inspect.isclass(found):
         return {"fault": f"is {_kind_of(found)}, not a class"}
     line = _line_of(found)
-    is_environment = callable(getattr(found, "reset", None))
-    wanted = ENVIRONMENT_METHODS if is_environment else TASK_METHODS
-    missing = [name for name in wanted if not callable(getattr(found, name, None))]
+    shape = shape_of(found)
+    missing = [name for name in _WANTED[shape] if not callable(getattr(found, name, None))]
     if missing:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
     answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
-    answer |= {"path": inspect.getfile(found), "is_environment": is_environment}
+    answer |= {"path": inspect.getfile(found), "is_environment": shape is not Shape.TASK}
     kind = settings_class(found)
     if kind is None:
         return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}
@@ -95,8 +107,37 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**answer, "values": adapter.dump_python(value, mode="json"), "mistakes": mistakes}
 
 
+_WANTED = {
+    Shape.TASK: TASK_METHODS,
+    Shape.ENVIRONMENT: ENVIRONMENT_METHODS,
+    Shape.GYMNASIUM: (),
+    Shape.TRL: (),
+}
+
+
+def shape_of(found: type) -> Shape:
+    """Return what a class was written for, as its methods say."""
+    reset = getattr(found, "reset", None)
+    if not callable(reset):
+        return Shape.TASK
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    names = {one.name for one in parameters}
+    if "example" in names:
+        return Shape.ENVIRONMENT
+    is_row_whole = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    if {"seed"} <= names <= {"seed", "options"} and callable(getattr(found, "step", None)):
+        return Shape.GYMNASIUM
+    is_trl = is_row_whole or callable(getattr(found, "get_reward", None))
+    return Shape.TRL if is_trl else Shape.ENVIRONMENT
+
+
 def settings_class(found: type) -> type | None:
-    """Return the class of the settings that a task's `__init__` takes; None where it takes none."""
+    """Return the class of the settings that a task's `__init__` takes; None where it takes none.
+
+    A class that was written for others is made without arguments.
+    """
+    if shape_of(found) in (Shape.GYMNASIUM, Shape.TRL):
+        return None
     parameters = list(inspect.signature(found).parameters)
     if not parameters:
         return None

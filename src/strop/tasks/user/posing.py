@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from strop.errors import ConfigError, DataError
@@ -16,7 +17,7 @@ from strop.rollout import Example, Message, Split, make_example
 from strop.tasks.contract import TURN, TaskLimits
 from strop.tasks.user.rewards import await_if_needed
 from strop.user_code import CodeRef, blaming
-from strop.user_code.probe import answer_order, settings_class
+from strop.user_code.probe import Shape, answer_order, settings_class, shape_of
 
 OPENING_SEED = 0
 """Of the openings that a plan and the gate measure; rollouts have seeds of their own."""
@@ -24,7 +25,11 @@ _LIMITS = frozenset(field.name for field in dataclasses.fields(TaskLimits)) - {"
 
 
 def make_task(found: Any, values: Mapping[str, Any]) -> Any:
-    """Return the user's object, made with its settings."""
+    """Return the user's object, made with its settings; one that was written for others in strop's form."""
+    if shape_of(found) in (Shape.GYMNASIUM, Shape.TRL):
+        # A room above this one.
+        found = import_module("strop.environments.shapes").adapt(found)
+        return found()
     kind = settings_class(found)
     if kind is None:
         return found()
