@@ -17,14 +17,16 @@ those of a task.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from strop.environments.contract import Action, Done, StepResult
-from strop.environments.tools import CallRefused, Tool, ToolError, call_tool, cut_text, find_tools, to_text
+from strop.environments import looking
+from strop.environments.contract import Action, StepResult
+from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
+from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, ToolCall, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
@@ -62,12 +64,23 @@ class WorldTask:
         """Where its examples are attempted; see `tasks.traits`."""
         return World(self)
 
+    def make_object(self) -> WorldObject:
+        """Return what one attempt is made on."""
+        limits = ObjectLimits(
+            tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
+        )
+        return ObjectHere(self.make_own, self.to_outcome, limits)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the class shows of itself; see `read_facts`. Raises: ConfigError like it."""
+        raise NotImplementedError
+
     @cached_property
-    def tools(self) -> Mapping[str, Tool]:
-        """Its tools, by name. Raises: ConfigError like `find_tools`; if it has neither `step` nor a tool."""
-        kind = type(self._specimen)
-        tools = find_tools(kind)
-        if not tools and not callable(getattr(kind, "step", None)):
+    def tools(self) -> Mapping[str, str]:
+        """The schemas of its tools, by name. Raises: ConfigError if it has neither `step` nor a tool."""
+        tools: Mapping[str, str] = self.facts["tools"]
+        if not tools and not self.facts["has_step"]:
             raise ConfigError(
                 f"the environment {self.name} has neither step nor a tool: the policy could do nothing",
                 allowed="a method step(text), or public methods with types, which are tools",
@@ -78,7 +91,7 @@ class WorldTask:
     @cached_property
     def max_turns(self) -> int:
         """Replies of an attempt. Raises: ConfigError if neither the run file nor the class says."""
-        own = getattr(self._specimen, "max_turns", None)
+        own = self.facts["max_turns"]
         found = own if self.section.max_turns is None else self.section.max_turns
         if not isinstance(found, int) or found < 1:
             raise ConfigError(
@@ -88,15 +101,9 @@ class WorldTask:
             )
         return found
 
-    @cached_property
-    def _specimen(self) -> Any:
-        """An object to look at; no attempt is made on it."""
-        return self.make_own()
-
-    def pose(self, asked: Any, example: Example) -> tuple[Message, ...]:
-        """Return an opening as messages: with the run's system message, its tools, and whether to think."""
-        schemas = tuple(tool.schema for tool in self.tools.values())
-        posed = pose_messages(_to_messages(asked), self.section.thinking, schemas)
+    def pose(self, asked: Sequence[Message], example: Example) -> tuple[Message, ...]:
+        """Return an opening with the run's system message, its tools, and whether to think."""
+        posed = pose_messages(asked, self.section.thinking, tuple(self.tools.values()))
         return with_system(posed, self.section.system_prompt, example)
 
     def verify(self, example: Example, text: str) -> Outcome:
@@ -150,7 +157,7 @@ class PlayedWorld:
         self.base_stop_strings = task.limits.base_stop_strings
         self.max_attempt_tokens = task.section.max_attempt_tokens
         self.max_attempt_s = task.section.max_attempt_s
-        self._own: Any = None
+        self._object: WorldObject | None = None
         self._num_turns = 0
         self._is_over = False
         """Whether the world ended the attempt by itself."""
@@ -161,27 +168,28 @@ class PlayedWorld:
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make a new object, and have it open the attempt. Raises: DataError if the example is not whole."""
         require_whole(self._task.name, example)
-        self._own = self._task.make_own()
+        await self.close()
+        self._object = self._task.make_object()
         self._num_turns, self._is_over = 0, False
-        return self._task.pose(await _finished(self._own.reset(example, seed)), example)
+        return self._task.pose(await self._object.reset(example, seed), example)
 
     async def step(self, action: Action) -> StepResult:
         """Give the reply to the object, or to the tools that it calls."""
-        if self._own is None or self._is_over or self._num_turns == self.max_turns:
+        if self._object is None or self._is_over or self._num_turns == self.max_turns:
             raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
         self._num_turns += 1
         if self._task.tools:
-            messages = await self._act(action)
+            messages = await self._act(self._object, action)
         else:
-            messages = await self._say(action.text)
+            messages, self._is_over = await self._object.step(action.text)
         is_done = self._is_over or self._num_turns == self.max_turns
         return StepResult(messages=() if is_done else messages, done=is_done)
 
     async def score(self) -> Outcome:
         """Have the object score the attempt. Raises: DataError before `reset`."""
-        if self._own is None:
+        if self._object is None:
             raise DataError(f"{self._task.name}: score before reset")
-        outcome = self._task.to_outcome(await _finished(self._own.score()))
+        outcome = await self._object.score()
         metrics = dict(outcome.metrics)
         if self._task.tools:
             metrics |= self._counts
@@ -192,26 +200,18 @@ class PlayedWorld:
         return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
 
     async def close(self) -> None:
-        """Close the object, where it has `close`."""
-        own, self._own = self._own, None
-        if own is not None and callable(getattr(own, "close", None)):
-            await _finished(own.close())
+        """Close the object."""
+        made, self._object = self._object, None
+        if made is not None:
+            await made.close()
 
-    async def _say(self, text: str) -> tuple[Message, ...]:
-        returned = await _finished(self._own.step(text))
-        self._is_over = isinstance(returned, Done)
-        if isinstance(returned, Message | list | tuple):
-            return _to_messages(returned)
-        shown = returned.text if isinstance(returned, Done) else to_text(returned, "step")
-        return (Message(role="user", content=cut_text(shown, self._section.max_observation_chars)),)
-
-    async def _act(self, action: Action) -> tuple[Message, ...]:
+    async def _act(self, made: WorldObject, action: Action) -> tuple[Message, ...]:
         """Make the calls of a reply, and tell of those that were written wrongly."""
         spoken = action.spoken or self._read(action.text)
         messages, num_wrong = [], len(spoken.mistakes)
         for call in spoken.calls:
             if not self._is_over:
-                text, is_wrong = await self._call(call)
+                text, is_wrong = await self._call(made, call)
                 num_wrong += is_wrong
                 messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
         messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
@@ -221,20 +221,18 @@ class PlayedWorld:
             self._is_over = True
         if spoken.calls or spoken.mistakes or self._is_over:
             return tuple(messages)
-        if not callable(getattr(self._own, "step", None)):
+        if not self._task.facts["has_step"]:
             self._is_over = True
             return ()
-        return await self._say(spoken.content)
+        told, self._is_over = await made.step(spoken.content)
+        return told
 
-    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+    async def _call(self, made: WorldObject, call: ToolCall) -> tuple[str, bool]:
         """Make one call; return what the model is told, and whether the call was written wrongly."""
         self._counts["num_tool_calls"] += 1
-        section = self._section
-        max_chars = section.max_observation_chars
+        max_chars = self._section.max_observation_chars
         try:
-            text, self._is_over = await call_tool(
-                self._own, self._task.tools, call, limit_s=section.tool_limit_s, max_chars=max_chars
-            )
+            text, self._is_over = await made.call(call)
         except CallRefused as error:
             return cut_text(f"error: {error}", max_chars), True
         except ToolError as error:
@@ -243,7 +241,7 @@ class PlayedWorld:
         return text, False
 
     def _read(self, text: str) -> Spoken:
-        schemas = {name: tool.parameters for name, tool in self._task.tools.items()}
+        schemas = {name: json.loads(one)["function"]["parameters"] for name, one in self._task.tools.items()}
         return read_reply(text, CallFormat.FENCE, schemas)
 
 
@@ -253,7 +251,7 @@ class BuiltInWorld(WorldTask):
     def __init__(self, section: EnvironmentSection, kind: Any) -> None:
         self.section = section
         self._kind = kind
-        own = self._specimen
+        self._specimen = own = self.make_own()
         self.name: str = own.name
         limits = fit_limits(own.limits, section)
         self._limits = with_stops(limits, section.stop)
@@ -270,6 +268,11 @@ class BuiltInWorld(WorldTask):
         """Make an object of the class."""
         return self._kind(self.section)
 
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """What the class shows of itself."""
+        return read_facts(self._specimen)
+
     def examples(self, split: Split) -> Sequence[Example]:
         """Return what the class makes for a split."""
         if split not in self._examples:
@@ -279,7 +282,7 @@ class BuiltInWorld(WorldTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the opening of an example."""
-        return self.pose(self.make_own().reset(example, OPENING_SEED), example)
+        return self.pose(to_messages(self.make_own().reset(example, OPENING_SEED)), example)
 
     def problem_of(self, example: Example) -> str:
         """Return the example's id: an opening seldom says all of a problem."""
@@ -296,6 +299,8 @@ class BuiltInWorld(WorldTask):
 
 class OwnWorld(WorldTask, OwnTask):
     """An environment of the user's."""
+
+    poser = looking.__name__
 
     def __init__(self, spec: UserEnvironmentSpec) -> None:
         """Inspect the class; it is not loaded. Raises: ConfigError like `OwnTask`."""
@@ -317,33 +322,15 @@ class OwnWorld(WorldTask, OwnTask):
         """Return the class's name for the problem, or the example's id: an opening seldom says all of it."""
         return OwnTask.problem_of(self, example) or example.example_id
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the class shows of itself, as a process of its own saw it."""
+        found: Mapping[str, Any] = self._posed["facts"]
+        return found
+
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return how the class opened an example when it was asked for its examples."""
         return self.pose(OwnTask.render(self, example), example)
-
-
-async def _finished(returned: Any) -> Any:
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-def _to_messages(asked: Any) -> tuple[Message, ...]:
-    """Return an author's words as messages. Raises: DataError for another form."""
-    parts = [asked] if isinstance(asked, str | Message) else [*(asked or ())]
-    found = [
-        Message(role="user", content=one)
-        if isinstance(one, str)
-        else one
-        if isinstance(one, Message)
-        else Message.from_json(one)
-        for one in parts
-    ]
-    if not found:
-        raise DataError(
-            f"an environment says {asked!r:.80}",
-            allowed="a text, or messages with role and content",
-            next_step="correct its reset or step",
-        )
-    return tuple(found)

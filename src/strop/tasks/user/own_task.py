@@ -60,6 +60,9 @@ class OwnTask:
     None, or a table of them.
     """
 
+    poser = posing.__name__
+    """The module in whose process the class is asked for its examples."""
+
     def __init__(self, spec: UserCodeSection) -> None:
         """Inspect the class; it is not loaded, and no example is made.
 
@@ -158,7 +161,7 @@ class OwnTask:
         order = {"values": dict(self._inspected.values)}
         doing = "asked for its examples"
         return run_apart(
-            posing.__name__,
+            self.poser,
             self._spec.ref,
             order,
             limit_s=POSE_LIMIT_S,

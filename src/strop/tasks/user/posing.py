@@ -40,10 +40,14 @@ def make_task(found: Any, values: Mapping[str, Any]) -> Any:
 
 def main(descriptor: int) -> None:
     """Answer one order: the settings, as the class completed them."""
-    answer_order(descriptor, _pose)
+    answer_order(descriptor, pose)
 
 
-def _pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+def pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of a class and its examples with prompts, as JSON values.
+
+    Raises: ConfigError naming file and line if it cannot give them.
+    """
     ref = CodeRef(**order["ref"])
     with blaming(ref, "be made with its settings"):
         task = make_task(found, order["values"])
