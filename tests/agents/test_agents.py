@@ -170,14 +170,15 @@ def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "n=2; allowed: 1"),
+        ({"n": 129}, "n is 129; allowed: 1 to 128"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2; allowed: 0"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [LOOK], "tool_choice": "required"}, 'tool_choice="required"'),
         ({"max_tokens": 0}, "max_tokens is no number"),
         ({"messages": []}, "there is no message"),
-        ({"messages": [{"content": "x"}]}, "no chat request"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no chat request"),
+        ({"messages": [{"content": "x"}]}, "cannot be read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "cannot be read"),
     ],
 )
 def test_what_the_policy_cannot_say_is_refused_and_nothing_sampled(
@@ -192,6 +193,49 @@ def test_what_the_policy_cannot_say_is_refused_and_nothing_sampled(
     asked.let(work)
     assert asked.engine.requests == []
     assert asked.turns == ()
+
+
+def test_several_choices_are_samples_of_their_own(tmp_path: Path) -> None:
+    asked = Asked(tokenizer_of(tmp_path), ["a", "b", "cc"])
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        answer = await chat(client, user("x"), n=2, logprobs=True)
+        assert [one.message.content for one in answer.choices] == ["a", "b"]
+        assert [one.index for one in answer.choices] == [0, 1]
+        assert answer.usage.completion_tokens == 4
+        assert [one.token for one in answer.choices[0].logprobs.content] == ["a", "<|end|>"]
+        said = {"role": "assistant", "content": "b"}
+        stream = await chat(client, user("x"), said, user("y"), stream=True, logprobs=True)
+        chunks = [chunk async for chunk in stream]
+        found = [token for one in chunks if (known := one.choices[0].logprobs) for token in known.content]
+        assert [bytes(token.bytes) for token in found] == [b"c", b"c", b"<|end|>"]
+
+    asked.let(work)
+    first, second, _ = asked.engine.requests
+    assert first.seed != second.seed
+    assert [turn.role for turn in asked.turns] == [
+        *("prompt", "assistant"),
+        *(RESTART, "assistant"),
+        *("prompt", "assistant"),
+    ]
+    asked.check()
+
+
+def test_of_calls_at_once_a_program_may_get_one(tmp_path: Path) -> None:
+    form = "hermes"
+    asked = Asked(tokenizer_of(tmp_path, form), [call("look", form, place="a") * 2, "b"])
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        given = {"tools": [LOOK], "parallel_tool_calls": False}
+        message = (await chat(client, user("x"), **given)).choices[0].message
+        (one,) = message.tool_calls
+        told = {"role": "tool", "tool_call_id": one.id, "content": "seen"}
+        await chat(client, user("x"), message.model_dump(exclude_none=True), told, **given)
+
+    asked.let(work)
+    assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 2
+    assert asked.turns[1].text.count("look") == 2
+    asked.check()
 
 
 def test_content_may_be_absent_null_or_in_parts(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ import numpy as np
 
 from strop.engine import Completion
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
+from strop.errors import ConfigError
 from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import call_format_of, pose_messages
+from strop.tokenizer import Tokenizer
 from strop.tool_calls import CallFormat, Spoken
 
 _SEED_BITS = 31
@@ -39,7 +41,7 @@ class Call:
     """One call, answered."""
 
     messages: tuple[Message, ...]
-    """All that the program sent, but for the tools."""
+    """All that the program sent, but for the tools and what the model thought."""
     said: Message
     """The reply, as history."""
     spoken: Spoken
@@ -91,16 +93,28 @@ class Recorder:
         """Calls that were answered."""
         return len(self._calls)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._prompts.tokenizer
+
     async def ask(
-        self, messages: Sequence[Message], tools: tuple[str, ...] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: tuple[str, ...] = (),
+        max_tokens: int | None = None,
+        *,
+        is_one_call: bool = False,
     ) -> Call:
         """Sample a reply to a conversation.
 
-        `tools` are functions in the form of OpenAI's chat API, as JSON.
+        `tools` are functions in the form of OpenAI's chat API, as JSON. `is_one_call`: of the calls of tools
+        in a reply the program gets the first alone; the ids stay as they are.
         Raises: CallTooLong, CallsUsedUp; ConfigError if the model cannot be asked so; EngineError.
         """
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
+        posed = _without_reasoning(posed)
         wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens, self._left_tokens())
         if self._max_positions is not None and len(prompt_ids) + wanted > self._max_positions:
             wanted = self._max_positions - len(prompt_ids)
@@ -120,6 +134,8 @@ class Recorder:
         if completion.finish_reason is FinishReason.LENGTH:
             # A reply that was cut has no calls: what looks whole may have gone on.
             spoken = replace(spoken, calls=())
+        if is_one_call:
+            spoken = replace(spoken, calls=spoken.calls[:1])
         said = Message(role="assistant", content=spoken.content, tool_calls=spoken.calls)
         call = Call(
             messages=posed,
@@ -166,14 +182,18 @@ class Recorder:
         self, messages: tuple[Message, ...], tools: tuple[str, ...]
     ) -> tuple[Call | None, Turn, IntArray]:
         """Return the call that this one goes on from, what is new, and the ids of everything."""
-        keys = tuple(map(_key, messages))
+        keys, bare = tuple(map(_key, messages)), _without_reasoning(messages)
         for length in range(len(keys) - 1, 0, -1):
             parent = self._by_history.get((tools, *keys[:length]))
-            if parent is not None and (new := self._extend(parent, messages[length:])) is not None:
+            if parent is not None and (new := self._extend(parent, bare[length:])) is not None:
                 text, new_ids = new
                 whole = np.concatenate([parent.prompt_ids, parent.reply.token_ids, new_ids])
                 return parent, Turn(role="prompt", text=text, token_ids=new_ids), whole
-        text, ids = self._prompts.render(messages)
+        try:
+            text, ids = self._prompts.render(messages)
+        except ConfigError:
+            # Clients send back what the model thought; many templates have no place for it.
+            text, ids = self._prompts.render(bare)
         return None, Turn(role=RESTART, text=text, token_ids=ids), ids
 
     def _extend(self, parent: Call, new_messages: tuple[Message, ...]) -> tuple[str, IntArray] | None:
@@ -198,6 +218,10 @@ def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message,
         *pose_messages([messages[place]], "model_default", tools),
         *messages[place + 1 :],
     )
+
+
+def _without_reasoning(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(message, reasoning=None) for message in messages)
 
 
 def _key(message: Message) -> tuple[Any, ...]:

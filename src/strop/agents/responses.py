@@ -1,0 +1,268 @@
+"""`POST responses`: items in, items out. Shapes: openai 2.54's types.
+
+A response is kept as long as its rollout is open, so that `previous_response_id` goes on from it; as with
+OpenAI, instructions and tools are those of each request. Tools are functions alone: what OpenAI runs on its
+own servers is nothing that a policy can call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from strop.agents.dialect import Asked, Refused, list_logprobs, read_limit, require_fine
+from strop.environments.recording import Call
+from strop.rollout import REASONING, FinishReason, Message
+from strop.tokenizer import Tokenizer
+
+_FINE: dict[str, tuple[Any, ...]] = {
+    "tool_choice": (None, "auto", "none"),
+    "top_logprobs": (None, 0),
+    "background": (None, False),
+    "truncation": (None, "disabled"),
+    "conversation": (None,),
+    "prompt": (None,),
+    "context_management": (None, []),
+}
+"""Values of what would sample other replies, or ask for a service that keeps things beyond the rollout."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+_numbers = itertools.count()
+
+
+class Responses:
+    """The dialect of items."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kept: dict[str, tuple[Message, ...]] = {}
+        """Each response's conversation with the reply, without instructions, by its id."""
+
+    def read(self, body: Any) -> Asked:
+        """Read a request. Raises: Refused; LookupError, TypeError, ValueError, AttributeError, DataError."""
+        require_fine(body, _FINE)
+        require_fine(body.get("text") or {}, {"format": (None, {"type": "text"})})
+        earlier: tuple[Message, ...] = ()
+        if (previous := body.get("previous_response_id")) is not None:
+            if previous not in self._kept:
+                raise Refused(
+                    400,
+                    f"there is no response {previous!r:.80} in this attempt; send the conversation as input",
+                    "previous_response_not_found",
+                )
+            earlier = self._kept[previous]
+        given = body["input"]
+        new = (
+            (Message(role="user", content=given),) if isinstance(given, str) else _read_items(earlier, given)
+        )
+        if not new:
+            raise ValueError("there is no input")
+        tools = [] if body.get("tool_choice") == "none" else [*(body.get("tools") or ())]
+        return Asked(
+            body=body,
+            messages=(*_read_instructions(body), *earlier, *new),
+            tools=tuple(map(_read_tool, tools)),
+            max_tokens=read_limit(body, "max_output_tokens"),
+        )
+
+    def answer(self, asked: Asked, calls: Sequence[Call]) -> dict[str, Any]:
+        """Return a `response`, and keep what it says."""
+        (call,) = calls
+        name = f"resp_{next(_numbers):08d}"
+        said = replace(call.said, reasoning=call.spoken.reasoning)
+        self._kept[name] = (*asked.messages[len(_read_instructions(asked.body)) :], said)
+        is_cut = call.reply.finish_reason is FinishReason.LENGTH
+        return {
+            **_head(asked, name),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._to_items(asked, call, name),
+            "usage": _usage_of(call),
+        }
+
+    def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
+        """Return the events of a response: its beginning, each item in pieces, and its end."""
+        response = self.answer(asked, calls)
+        begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(response["output"]):
+            where = {"output_index": index}
+            empty = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
+            events.append({"type": "response.output_item.added", "item": empty, **where})
+            events += _PIECES[item["type"]](item, {**where, "item_id": item["id"]})
+            events.append({"type": "response.output_item.done", "item": item, **where})
+        events.append({"type": f"response.{response['status']}", "response": response})
+        return "".join(
+            f"event: {event['type']}\n"
+            f"data: {json.dumps({**event, 'sequence_number': number}, ensure_ascii=False)}\n\n"
+            for number, event in enumerate(events)
+        )
+
+    def _to_items(self, asked: Asked, call: Call, name: str) -> list[dict[str, Any]]:
+        """Return a reply as items: thinking, prose, calls."""
+        spoken, number = call.spoken, name.removeprefix("resp_")
+        is_cut = call.reply.finish_reason is FinishReason.LENGTH
+        items: list[dict[str, Any]] = []
+        if spoken.reasoning is not None:
+            thought = [{"type": "reasoning_text", "text": spoken.reasoning}]
+            items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": thought})
+        if spoken.content or not spoken.calls:
+            part: dict[str, Any] = {"type": "output_text", "text": spoken.content, "annotations": []}
+            if _LOGPROBS in (asked.body.get("include") or ()):
+                part["logprobs"] = list_logprobs(self._tokenizer, call)
+            items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})
+        items += [
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{index}",
+                "call_id": one.call_id,
+                "name": one.name,
+                "arguments": one.arguments,
+            }
+            for index, one in enumerate(spoken.calls)
+        ]
+        return [{**item, "status": "incomplete" if is_cut else "completed"} for item in items]
+
+
+def _read_instructions(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    instructions = body.get("instructions")
+    return () if instructions is None else (Message.from_json({"role": "system", "content": instructions}),)
+
+
+def _read_tool(tool: Mapping[str, Any]) -> str:
+    """Return a function as the chat API has it. Raises: Refused for another kind of tool."""
+    require_fine(tool, {"type": ("function",)})
+    if not isinstance(tool["name"], str):
+        raise TypeError("a tool has no name")
+    keys = ("name", "description", "parameters", "strict")
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
+    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+def _read_items(earlier: Sequence[Message], items: Sequence[Any]) -> tuple[Message, ...]:
+    """Return messages: thinking, prose and calls that follow each other are one reply."""
+    names = {call.call_id: call.name for message in earlier for call in message.tool_calls}
+    found: list[dict[str, Any]] = []
+    ranks = (REASONING, "content", "tool_calls")
+    for item in items:
+        said = _read_item(item, names)
+        last = found[-1] if found else {"role": ""}
+        part = next((key for key in ranks if key in said), "")
+        is_later = all(ranks.index(part) > ranks.index(key) for key in ranks if key in last)
+        if said["role"] == last["role"] == "assistant" and (is_later or "tool_calls" in said):
+            calls = [*last.get("tool_calls", ()), *said.get("tool_calls", ())]
+            last |= said | ({"tool_calls": calls} if calls else {})
+        else:
+            found.append(said)
+    return tuple(map(Message.from_json, found))
+
+
+def _read_item(item: Mapping[str, Any], names: dict[str | None, str]) -> dict[str, Any]:
+    """Return an item as a message of the chat API, or the part of one. Raises: Refused for another kind."""
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = "system" if item["role"] == "developer" else item["role"]
+        return {"role": role, "content": _read_text(item["content"])}
+    if kind == "reasoning":
+        thought = item.get("content") or item.get("summary") or ()
+        return {"role": "assistant", REASONING: "".join(part["text"] for part in thought)}
+    if kind == "function_call":
+        names[item["call_id"]] = item["name"]
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"type": "function", "id": item["call_id"], "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
+        content = _read_text(item["output"])
+        told = {"role": "tool", "content": content, "tool_call_id": item["call_id"]}
+        return told | ({"name": names[item["call_id"]]} if item["call_id"] in names else {})
+    raise Refused(
+        400,
+        f"an item of the type {kind!r:.60}; allowed: message, reasoning, function_call, function_call_output",
+        "unsupported_value",
+    )
+
+
+def _read_text(content: Any) -> str:
+    """Return a text, or the texts of parts. Raises: ValueError for a part of another kind."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part["type"] not in _TEXT_PARTS:
+            raise ValueError(f"a part of the type {part['type']!r:.60}; allowed: {', '.join(_TEXT_PARTS)}")
+    return "".join(part["text"] for part in content)
+
+
+def _head(asked: Asked, name: str) -> dict[str, Any]:
+    body = asked.body
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": time.time(),
+        "model": str(body.get("model", "policy")),
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "max_output_tokens": asked.max_tokens,
+        "parallel_tool_calls": not asked.is_one_call,
+        "previous_response_id": body.get("previous_response_id"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [*(body.get("tools") or ())],
+        "truncation": "disabled",
+    }
+
+
+def _usage_of(call: Call) -> dict[str, Any]:
+    num_prompt, num_said = len(call.prompt_ids), len(call.reply.token_ids)
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": num_said,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_prompt + num_said,
+    }
+
+
+def _message_pieces(item: Mapping[str, Any], where: Mapping[str, Any]) -> list[dict[str, Any]]:
+    (part,) = item["content"]
+    at = {**where, "content_index": 0}
+    logprobs = part.get("logprobs", [])
+    empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
+    text = {"type": "response.output_text.delta", "delta": part["text"], "logprobs": logprobs, **at}
+    return [
+        {"type": "response.content_part.added", "part": empty, **at},
+        *([text] if part["text"] else []),
+        {"type": "response.output_text.done", "text": part["text"], "logprobs": logprobs, **at},
+        {"type": "response.content_part.done", "part": part, **at},
+    ]
+
+
+def _reasoning_pieces(item: Mapping[str, Any], where: Mapping[str, Any]) -> list[dict[str, Any]]:
+    (part,) = item["content"]
+    at = {**where, "content_index": 0}
+    return [
+        {"type": "response.reasoning_text.delta", "delta": part["text"], **at},
+        {"type": "response.reasoning_text.done", "text": part["text"], **at},
+    ]
+
+
+def _call_pieces(item: Mapping[str, Any], where: Mapping[str, Any]) -> list[dict[str, Any]]:
+    name, arguments = item["name"], item["arguments"]
+    return [
+        {"type": "response.function_call_arguments.delta", "delta": arguments, **where},
+        {"type": "response.function_call_arguments.done", "name": name, "arguments": arguments, **where},
+    ]
+
+
+_PIECES = {"message": _message_pieces, "reasoning": _reasoning_pieces, "function_call": _call_pieces}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "reasoning": {"content": []},
+    "function_call": {"arguments": ""},
+}
