@@ -11,7 +11,7 @@ from tests.fixtures.commands import Run
 
 
 def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path) -> None:
-    ended = run("audit", "arithmetic", "max_value=50", "--num", "8", "--out", str(tmp_path / "audit.json"))
+    ended = run("audit", "arithmetic", "max_value=50", "num=8", "--out", str(tmp_path / "audit.json"))
     assert (ended.code, ended.err) == (0, "")
     assert "arithmetic green in " in ended.out
     report = json.loads((tmp_path / "audit.json").read_text())
@@ -27,7 +27,7 @@ def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
 
 def test_the_seed_picks_the_examples(run: Run) -> None:
     seeds = [
-        json.loads(run("audit", "arithmetic", *words, "--num", "2", "--json").out)["seed"]
+        json.loads(run("audit", "arithmetic", *words, "num=2", "--json").out)["seed"]
         for words in ((), ("seed=3",))
     ]
     assert seeds == [0, 3]
@@ -58,7 +58,7 @@ def test_a_task_with_files_is_audited_with_its_files(run: Run, tmp_path: Path) -
             for n in numbers
         ]
         (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    ended = run("audit", "mbpp", f"source={tmp_path}", "--num", "2", "--json")
+    ended = run("audit", "mbpp", f"source={tmp_path}", "num=2", "--json")
     report = json.loads(ended.out)
     assert (ended.code, report["task"], report["num_examples"]) == (0, "mbpp", 2)
     broken = [probe["probe"] for probe in report["probes"] if probe["status"] in {"fail", "error"}]

@@ -122,7 +122,7 @@ def test_help_names_every_command(run: Run) -> None:
     assert [line.split()[0] for line in listed if line.strip()] == [
         "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status",
         "logs", "cancel", "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model",
-        "tasks", "store", "import", "sandbox", "runtime", "slurm", "sagemaker",
+        "tasks", "envs", "store", "import", "sandbox", "runtime", "slurm", "sagemaker",
     ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_an_audit_of_a_broken_verifier_says_why(
     run: Run, folder: Path, break_part: Callable[..., None]
 ) -> None:
     break_part("verifier")
-    ended = run("audit", "arithmetic", "--num", "4")
+    ended = run("audit", "arithmetic", "num=4")
     assert ended.code == 76
     assert ended.err.splitlines()[-1].startswith(f"strop: {CAUSES['verifier']}; task arithmetic is red: ")
     assert f"reward None, reply ''; {CAUSES['verifier']}" in ended.out

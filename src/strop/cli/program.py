@@ -22,7 +22,7 @@ from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, view
 from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
-from strop.cli.tasks import audit, task_commands
+from strop.cli.tasks import audit, environment_commands, task_commands
 from strop.cli.train import sft, train
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 
@@ -65,6 +65,7 @@ for _name, _command in (
     app.command(_name, cls=_CLASSES.get(_name))(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
+app.add_typer(environment_commands, name="envs")
 app.add_typer(store_commands, name="store")
 app.add_typer(import_commands, name="import")
 app.add_typer(sandbox_commands, name="sandbox")

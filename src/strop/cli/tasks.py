@@ -1,7 +1,8 @@
-"""`strop tasks ls|new|check|check-judge|order convert` and `strop audit TASK [key=value ...]`."""
+"""`strop tasks ls|new|check|check-judge|order convert`, `strop envs ls|run|audit` and `strop audit TASK`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile, takes
+from strop.cli.arguments import Json, Overrides, RunFile, alias, takes
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -25,18 +26,24 @@ def _group() -> None:
 
 @task_commands.command("ls")
 def list_tasks(context: typer.Context, json: Json = False) -> None:
-    """List the tasks that a run file can name."""
-    from strop.tasks import task_summaries
+    """List the tasks that a run file can name; `strop envs ls` those whose attempts have several turns."""
+    from strop.tasks import environment_names, task_summaries
     from strop.user_code import TASKS_GROUP, announced
 
     output: Output = context.obj
-    installed = {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
-    own = {"FILE.py:CLASS": "A task class of your own; `strop tasks new` writes a task to start from."}
-    known = {**task_summaries(), **installed, **own}
+    known = dict(task_summaries())
+    what = "task"
+    if context.parent is not None and context.parent.info_name == "envs":
+        what = "environment"
+        known = {name: known[name] for name in environment_names()}
+    known |= {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
+    known["FILE.py:CLASS"] = f"A class of your own; `strop explain {what}` names its settings."
+    if what == "task":
+        known["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
     if json:
         output.give_json(known)
         return
-    output.give_table(("task", "what it asks"), list(known.items()))
+    output.give_table((what, "what it asks"), list(known.items()))
 
 
 @task_commands.command("new")
@@ -59,19 +66,23 @@ def check_task(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or the name of a task.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="Settings of the task.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="Settings of the task; and num=32, how many examples are tested and attacked.",
+        ),
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="Number of examples to test and attack.")] = 32,
     json: Json = False,
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
-    from strop.audit import AuditSettings, Verdict
+    from strop.audit import Verdict
     from strop.errors import CheckRefused
-    from strop.run.tasks import check_task_here, find_task_section
+    from strop.run.tasks import check_task_here, find_task_section, read_audit
     from strop.view import make_harmless
 
     output: Output = context.obj
-    found = check_task_here(find_task_section(target, settings or ()), AuditSettings(num_examples=num))
+    wanted, words = read_audit(settings or ())
+    found = check_task_here(find_task_section(target, words), wanted)
     faults = [finding.describe() for finding in found.findings]
     red = found.report.broken() if found.report.verdict is Verdict.RED else []
     faults += [f"audit: {result.probe}: {result.detail}" for result in red]
@@ -178,24 +189,21 @@ def audit(
         typer.Argument(
             metavar="[key=value ...]",
             help="Settings of the task, max_value=50; for all after its name, gsm8k.source=folder; and"
-            " seed=1, which picks the examples.",
+            " seed=1, which picks the examples, num=32, how many.",
         ),
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="Number of examples to attack.")] = 32,
     out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Attack a task before training on it. Exits with 76 if it is red: training refuses it too."""
     if task == "all" and out is not None:
         raise typer.BadParameter("--out takes the report of one task, not of all")
-    from strop.audit import AuditSettings, Verdict
+    from strop.audit import Verdict
     from strop.errors import CheckRefused
-    from strop.run.tasks import audit_here, read_seed, read_task
+    from strop.run.tasks import audit_here, read_audit, read_task
 
     output: Output = context.obj
-    words = [word for word in settings or () if not word.startswith("seed=")]
-    seed = read_seed([word for word in settings or () if word not in words])
-    wanted = AuditSettings(num_examples=num, seed=seed)
+    wanted, words = read_audit(settings or ())
     if task == "all":
         _audit_all(output, wanted, words, is_json=json)
         return
@@ -265,3 +273,60 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
         output.give_json(reports)
     else:
         output.give_table(("task", "verdict", "what"), rows)
+
+
+environment_commands = typer.Typer(
+    help="Environments: tasks whose attempts have several turns.", no_args_is_help=True
+)
+
+
+@environment_commands.callback()
+def _environment_group() -> None:
+    """Environments: tasks whose attempts have several turns."""
+
+
+@environment_commands.command("run")
+def play(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or a name; see `strop envs ls`.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="Settings of the environment; and seed=1, which picks the example.",
+        ),
+    ] = None,
+) -> None:
+    """Play an environment in the model's place: a line is a reply, /TOOL key=value a call."""
+    from strop.run.playing import play_here
+    from strop.run.tasks import find_task_section, read_audit
+    from strop.view import make_harmless
+
+    output: Output = context.obj
+    wanted, words = read_audit(settings or ())
+
+    def read() -> str | None:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    outcome = play_here(
+        find_task_section(target, words), wanted.seed, read, lambda text: output.give(make_harmless(text))
+    )
+    if outcome.failure is not None:
+        output.give(f"no score: {outcome.failure.kind}: {make_harmless(outcome.failure.detail)}")
+    reward = "-" if outcome.reward is None else f"{outcome.reward:.4g}"
+    right = {None: "", True: ", right", False: ", not right"}[outcome.is_correct]
+    metrics = "".join(f", {name} {value:g}" for name, value in outcome.metrics.items())
+    output.give(f"score: {reward}{right}{metrics}")
+
+
+@environment_commands.command("ls", cls=alias(list_tasks))
+def list_environments() -> None:
+    """List the environments that a run file can name."""
+
+
+@environment_commands.command("audit", cls=alias(audit))
+def audit_environment() -> None:
+    """Attack an environment before training on it: `strop audit`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.audit import (
@@ -47,6 +47,27 @@ def read_task(name: str, words: Sequence[str]) -> TaskSpec:
 def read_seed(words: Sequence[str]) -> int:
     """Return what `seed=N` says, or the default. Raises: ConfigError as for a run file."""
     return read_asking("arithmetic", words, Split.TRAIN).spec.seed
+
+
+def read_audit(words: Sequence[str]) -> tuple[AuditSettings, list[str]]:
+    """Return what `seed=N` and `num=N`, the number of examples, say of an audit; and the other words.
+
+    Raises: ConfigError for a number that is none.
+    """
+    own = [word for word in words if word.startswith(("seed=", "num="))]
+    settings = AuditSettings(seed=read_seed([word for word in own if word.startswith("seed=")]))
+    for word in own:
+        value = word.removeprefix("num=")
+        if value == word:
+            continue
+        if not value.isdecimal() or not int(value):
+            raise ConfigError(
+                f"{word!r} is no number of examples",
+                allowed="1 or more",
+                next_step="write for example num=32",
+            )
+        settings = replace(settings, num_examples=int(value))
+    return settings, [word for word in words if word not in own]
 
 
 def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:

@@ -8,7 +8,14 @@ Not here: worlds with more than one turn (`environments`), and who generates (`e
 
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.registry import build_task, build_warm_task, built_in, task_builder, task_summaries
+from strop.tasks.registry import (
+    build_task,
+    build_warm_task,
+    built_in,
+    environment_names,
+    task_builder,
+    task_summaries,
+)
 from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
 from strop.tasks.traits import (
     choices_of,
@@ -31,6 +38,7 @@ __all__ = [
     "choices_of",
     "describe_counts",
     "describe_findings",
+    "environment_names",
     "epoch_order_of",
     "limits_of",
     "part_of",

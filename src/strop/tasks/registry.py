@@ -102,6 +102,11 @@ def task_summaries() -> Mapping[str, str]:
     return {name: found.summary for name, found in _find_all().items()}
 
 
+def environment_names() -> Sequence[str]:
+    """Return the built-in tasks whose attempts have several turns. Imports no task."""
+    return [name for name, found in _find_all().items() if found.module.startswith(_ENVIRONMENTS)]
+
+
 def build_task(spec: TaskSection) -> Task:
     """Build the task that a spec names; no data is read yet.
 
