@@ -3,7 +3,7 @@
 `run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A single-turn
 task is an environment with one step (`SingleTurn`); `choose_environment` alone decides which one a run has.
 An author writes a plain class with `reset`, `step` or tools, and `score` (`worlds`): `Done` ends an attempt,
-`ToolError` tells the model what cannot be done.
+`ToolError` tells the model what cannot be done; attempts of a `Workspace` have a sandbox.
 Engine ids are extended, never rendered again; where that fails, a new sample begins. Failures become outcomes
 without a score, and an environment can say who owns one (`AttemptFailed`).
 Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
@@ -19,6 +19,7 @@ from strop.environments.rollout import (
 )
 from strop.environments.single_turn import SingleTurn, choose_environment
 from strop.environments.tools import ToolError
+from strop.environments.workspace import Workspace
 from strop.tasks.failures import AttemptFailed
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "SingleTurn",
     "StepResult",
     "ToolError",
+    "Workspace",
     "choose_environment",
     "encode_next_messages",
     "reads_as",

@@ -82,7 +82,8 @@ class ObjectHere:
             self._own,
             _tools_of(type(self._own)),
             call,
-            limit_s=limits.tool_limit_s,
+            # A workspace ends by itself what takes too long.
+            limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
             max_chars=limits.max_observation_chars,
         )
 

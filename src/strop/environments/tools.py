@@ -28,6 +28,8 @@ RESERVED = frozenset(
         *("examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"),
         # TRL's name of `score`.
         "get_reward",
+        # Of a `Workspace`.
+        *("opening", "sandbox_for", "grader_for", "prepare", "grade"),
     }
 )
 """Methods of an environment that are no tools."""

@@ -27,6 +27,7 @@ from strop.environments import looking
 from strop.environments.contract import Action, StepResult
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
 from strop.environments.tools import CallRefused, ToolError, cut_text
+from strop.environments.workspace import Place, Workspace
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, ToolCall, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
@@ -35,7 +36,7 @@ from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
 from strop.tasks.prompting import hash_prompting, with_stops, with_system
 from strop.tasks.user.own_task import OwnTask, as_outcome, require_whole
-from strop.tasks.user.posing import OPENING_SEED
+from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.version import fit_limits, hash_version
 from strop.tool_calls import CallFormat, Spoken, read_reply
 
@@ -69,7 +70,13 @@ class WorldTask:
         limits = ObjectLimits(
             tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
         )
-        return ObjectHere(self.make_own, self.to_outcome, limits)
+        return ObjectHere(self._make_placed, self.to_outcome, limits)
+
+    def _make_placed(self) -> Any:
+        own = self.make_own()
+        if isinstance(own, Workspace):
+            own.place = Place.of(self.section, self.section.tool_limit_s)
+        return own
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -282,7 +289,7 @@ class BuiltInWorld(WorldTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the opening of an example."""
-        return self.pose(to_messages(self.make_own().reset(example, OPENING_SEED)), example)
+        return self.pose(to_messages(opening_of(self.make_own())(example, OPENING_SEED)), example)
 
     def problem_of(self, example: Example) -> str:
         """Return the example's id: an opening seldom says all of a problem."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict, check_free_table
-from strop.spec.task import CodeTaskSection, EnvironmentSection, TaskSection, TaskSpec, UserCodeSection
+from strop.spec.sandboxing import SandboxSettings
+from strop.spec.task import EnvironmentSection, TaskSection, TaskSpec, UserCodeSection
 from strop.user_code import CodeRef
 
 
@@ -83,9 +84,9 @@ def plain_sections(task: TaskSection) -> list[TaskSection]:
 
 
 def needs_service(task: TaskSection) -> bool:
-    """Whether code that a task judges runs in sandboxes of the run's service."""
-    sections = [one for one in plain_sections(task) if isinstance(one, CodeTaskSection)]
-    return any(one.sandbox == "remote" for one in sections)
+    """Whether code of the model runs in sandboxes of the run's service."""
+    sections: Sequence[object] = plain_sections(task)
+    return any(isinstance(one, SandboxSettings) and one.sandbox == "remote" for one in sections)
 
 
 def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:

@@ -24,6 +24,7 @@ from pydantic_core import PydanticKnownError
 
 from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.display import NULL_WORD
+from strop.spec.sandboxing import SandboxSettings
 from strop.spec.template import list_names, refuse_malformed
 from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task, is_code
 
@@ -269,25 +270,8 @@ class EvaluationRows(HeldOutRows):
         return None
 
 
-class CodeTaskSection(HeldOutRows):
+class CodeTaskSection(SandboxSettings, HeldOutRows):
     """What the tasks that run code of the model share."""
-
-    min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
-        default="namespace",
-        description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
-        " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
-        " and network.",
-        json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
-    )
-    sandbox: Literal["auto", "bubblewrap", "podman", "docker", "process", "remote"] = Field(
-        default="auto",
-        description="What makes the sandboxes that code of the model runs in. 'auto': the first of this"
-        " machine's that is isolated enough. 'remote': the run's sandbox service, `[runtime]`, on whichever"
-        " node it has room; there code has the standard library only.",
-        json_schema_extra=expert(
-            "a machine with accelerators may have few processors, or allow no sandboxes"
-        ),
-    )
 
 
 class EnvironmentSection(TaskSection):
@@ -429,11 +413,24 @@ class UserTaskSpec(UserCodeSection):
     )
 
 
-class UserEnvironmentSpec(UserCodeSection, EnvironmentSection):
+class UserEnvironmentSpec(UserCodeSection, SandboxSettings, EnvironmentSection):
     """An environment of the user's: a class with `reset`, and `step` or tools."""
 
     # The second base has the usual one.
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _check_sandbox(self) -> Self:
+        given = {f"task.{name}": getattr(self, name) for name in SandboxSettings.model_fields}
+        usual = [field.default for field in SandboxSettings.model_fields.values()]
+        if [*given.values()] != usual and self.ref.is_here and not self.inspect().has_sandbox:
+            raise SpecConflict(
+                given,
+                f"attempts at {self.ref} have no sandbox",
+                allowed="these settings with a subclass of strop.environments.Workspace",
+                next_step="remove them",
+            )
+        return self
 
 
 USER_SECTIONS: Mapping[str, type[UserCodeSection]] = MappingProxyType(

@@ -58,6 +58,8 @@ class InspectedTask:
     """The file that the class is in."""
     is_environment: bool
     """Whether its attempts may have several turns: it has `reset`."""
+    has_sandbox: bool
+    """Whether each attempt has a sandbox: it has `sandbox_for`."""
 
 
 def inspect_function(ref: CodeRef) -> InspectedFunction:
@@ -95,6 +97,7 @@ def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
         line=found["line"],
         path=Path(found["path"]),
         is_environment=found["is_environment"],
+        has_sandbox=found["has_sandbox"],
     )
 
 

@@ -89,6 +89,7 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
     answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
     answer |= {"path": inspect.getfile(found), "is_environment": shape is not Shape.TASK}
+    answer["has_sandbox"] = callable(getattr(found, "sandbox_for", None))
     kind = settings_class(found)
     if kind is None:
         return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}

@@ -61,9 +61,8 @@ def pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open(found: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) -> Any:
     """Return how an environment opens an example. Raises: ConfigError if equal seeds open it in two ways."""
-    first, second = [
-        await_if_needed(make_task(found, order["values"]).reset(example, OPENING_SEED)) for _ in range(2)
-    ]
+    opened = [make_task(found, order["values"]) for _ in range(2)]
+    first, second = [await_if_needed(opening_of(one)(example, OPENING_SEED)) for one in opened]
     if first != second:
         raise _refuse(
             ref,
@@ -71,6 +70,12 @@ def _open(found: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) 
             "a reset that draws from its seed alone",
         )
     return first
+
+
+def opening_of(world: Any) -> Callable[[Example, int], Any]:
+    """Return the method that says how an attempt opens, and no more than that where there is one."""
+    method: Callable[[Example, int], Any] = getattr(world, "opening", world.reset)
+    return method
 
 
 def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:

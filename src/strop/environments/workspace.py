@@ -1,0 +1,322 @@
+"""Attempts that have a sandbox: a shell and files for the model, and another sandbox in which it is graded.
+
+    class Repair(Workspace):
+        max_turns = 10
+        carried = ("total.py",)                          # all that the grader gets to see
+
+        def examples(self, split): ...
+        def opening(self, example, seed): ...            # a text, or messages
+        async def prepare(self, example, seed):
+            await self.sandbox.upload(STARTER, ".")      # or write, exec, ...
+        async def grade(self, sandbox):                  # a fresh one, with what is carried
+            result = await sandbox.exec(["python3", "-c", TESTS], wall_limit_s=10)
+            return result.exit_code == 0
+
+Its tools are `bash`, `view`, `create`, `str_replace` and `submit`; a subclass adds methods, or takes one away
+by `view = None`. Relative paths start in `folder`. Which sandboxes are made, and how long a command may take,
+the run file says: task.sandbox, task.min_isolation, task.tool_limit_s.
+
+What a program does is told to the model. What the sandbox fails at is the machine's failure, and gives no
+score; but where a program ended its own sandbox nothing is left to be graded, and the attempt earns `floor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import tempfile
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from strop.environments.contract import Done
+from strop.environments.tools import ToolError
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.rollout import Example, FailureOwner, Outcome
+from strop.sandbox.contract import MIB, ExecKind, IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.following import Shell, ShellResult
+from strop.sandbox.served import ServedSandbox
+from strop.spec.sandboxing import SandboxSettings
+from strop.tasks.contract import TaskLimits
+from strop.tasks.failures import AttemptFailed
+from strop.tasks.user.own_task import as_outcome
+
+GRACE_S = 30.0
+"""A sandbox that says nothing for so long behind the limit of a command is lost."""
+_TOOL_LIMITS = Limits(
+    memory_bytes=1024 * MIB,
+    has_address_limit=False,
+    max_processes=256,
+    file_bytes=256 * MIB,
+    scratch_bytes=256 * MIB,
+    max_open_files=512,
+)
+_WHY = {
+    "missing": "no such file or directory",
+    "directory": "it is a directory",
+    "not_regular": "it is no regular file",
+    "denied": "permission denied",
+    "too_large": "it is too large",
+    "no_space": "no space is left",
+}
+"""What is said of a file, by the kind of the sandbox's error."""
+_ENDS = {
+    ExecKind.OOM: "a process was killed: out of memory",
+    ExecKind.OUTPUT_FLOOD: "it was killed: too much output",
+    ExecKind.OVER_LIMIT: "it was killed: too many processes, or too much on the disk",
+}
+_MAX_SHOWN_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What the run file says of an attempt's sandboxes."""
+
+    backend: str = "auto"
+    min_level: IsolationLevel = IsolationLevel.NAMESPACE
+    command_limit_s: float = 60.0
+    """Wall time of one command of the model's."""
+
+    @classmethod
+    def of(cls, section: object, command_limit_s: float) -> Place:
+        """Read a section, which may say nothing of sandboxes."""
+        if not isinstance(section, SandboxSettings):
+            return cls(command_limit_s=command_limit_s)
+        level = IsolationLevel[section.min_isolation.upper()]
+        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s)
+
+
+class Workspace:
+    """One attempt in a sandbox; see the module. Subclasses give examples, `opening` and `grade`."""
+
+    place = Place()
+    spare_limit_s = 2 * GRACE_S
+    """What a tool may take beyond the limit of a command."""
+    floor: float = 0.0
+    """What an attempt earns that ended its own sandbox."""
+    carried: tuple[str, ...] = ()
+    """Files and directories of the workspace that are copied into the grader; those that are there."""
+    folder: str | None = None
+    """The workspace as programs see it. None: the sandbox's private directory, where relative paths begin."""
+    sandbox: ServedSandbox
+    """Since `prepare`."""
+    example: Example
+    """Since `prepare`."""
+    _shell: Shell | None = None
+    _head_bytes = 0
+    _is_open: bool = False
+    _is_ruined: bool = False
+
+    def opening(self, example: Example, seed: int) -> Any:
+        """Return what the model is told first: a text, or messages. No sandbox is there yet."""
+        raise NotImplementedError(f"{type(self).__name__} has no opening")
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        """Return what the attempt's sandbox is like; its level is the run file's."""
+        return SandboxSpec(limits=_TOOL_LIMITS)
+
+    def grader_for(self, example: Example) -> SandboxSpec:
+        """Return what the grader's sandbox is like."""
+        return self.sandbox_for(example)
+
+    async def prepare(self, example: Example, seed: int) -> None:
+        """Put into the sandbox what the model begins with."""
+
+    async def grade(self, sandbox: ServedSandbox) -> Any:
+        """Judge what was carried into a fresh sandbox; return what `score` of an environment may."""
+        raise NotImplementedError(f"{type(self).__name__} has no grade")
+
+    async def reset(self, example: Example, seed: int) -> Any:
+        """Make the sandbox, have it prepared, and open the attempt. Raises: SandboxRefused, SandboxLost."""
+        self.example, spec = example, self.sandbox_for(example)
+        self.sandbox, self._is_open = await self._create(spec), True
+        self._head_bytes = spec.limits.output_head_bytes
+        await self.prepare(example, seed)
+        self._shell = await self._open_shell()
+        return self.opening(example, seed)
+
+    async def bash(self, command: str) -> str | Done:
+        """Run a command in a shell that stays: its directory, variables and functions are kept."""
+        return await self._tell(self._run(command))
+
+    async def view(self, path: str, first_line: int = 1, last_line: int | None = None) -> str | Done:
+        """Show a text file with line numbers, or what is in a directory."""
+        return await self._tell(self._view(path, first_line, last_line))
+
+    async def create(self, path: str, text: str) -> str | Done:
+        """Write a file, in place of one that is there."""
+        return await self._tell(self._create_file(path, text))
+
+    async def str_replace(self, path: str, old: str, new: str) -> str | Done:
+        """Replace a text that stands exactly once in a file."""
+        return await self._tell(self._replace(path, old, new))
+
+    def submit(self) -> Done:
+        """End the attempt: the work is done, and is graded as it is."""
+        return Done("submitted")
+
+    async def score(self) -> Outcome:
+        """Have what is carried graded; what programs left running is killed before."""
+        found: Any = self.floor
+        if not self._is_ruined:
+            try:
+                await self._close_shell()
+                async with self._open_grader(*self.carried) as sandbox:
+                    found = await self.grade(sandbox)
+            except SandboxLost as error:
+                self._require_own_end(error)
+        limits = getattr(self, "limits", None)
+        full_marks = limits.max_reward if isinstance(limits, TaskLimits) else 1.0
+        outcome = as_outcome(found, type(self).__name__, full_marks)
+        metrics = {**outcome.metrics, "ended_sandbox": 1.0} if self._is_ruined else outcome.metrics
+        return replace(outcome, isolation=self.sandbox.isolation.level.word, metrics=metrics)
+
+    async def close(self) -> None:
+        """Stop the sandbox."""
+        if self._is_open:
+            await self.sandbox.stop()
+
+    @asynccontextmanager
+    async def _open_grader(self, *paths: str) -> AsyncIterator[ServedSandbox]:
+        """Make a fresh sandbox with copies of the workspace's files; the model never sees it.
+
+        What is missing, too large or no file is not carried. Raises: SandboxRefused, SandboxLost.
+        """
+        async with await self._create(self.grader_for(self.example)) as grader:
+            with tempfile.TemporaryDirectory(prefix="strop-carried-") as folder:
+                for number, path in enumerate(paths):
+                    await self._carry(path, Path(folder, str(number)), grader)
+            yield grader
+
+    async def _carry(self, path: str, copy: Path, grader: ServedSandbox) -> None:
+        place = self._place_of(path)
+        try:
+            left_out = await self.sandbox.download(place, copy)
+        except SandboxError as error:
+            if error.kind not in _WHY:
+                raise
+            return
+        # Not a link, of which nothing came.
+        if "" not in left_out:
+            await grader.upload(copy, place)
+
+    async def _create(self, spec: SandboxSpec) -> ServedSandbox:
+        # Here: most environments have no sandbox.
+        from strop.sandbox.choose import choose_backend
+
+        backend = await choose_backend(self.place.backend, self.place.min_level)
+        return await backend.create(replace(spec, min_level=self.place.min_level))
+
+    async def _open_shell(self) -> Shell:
+        shell = await self.sandbox.open_shell(cwd=self.folder)
+        # In the order in which they were written.
+        await shell.run("exec 2>&1", wall_limit_s=GRACE_S)
+        return shell
+
+    async def _close_shell(self) -> None:
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            await shell.close()
+
+    def _place_of(self, path: str) -> str:
+        if "\0" in path or not path:
+            raise ToolError(f"{path!r} is no path")
+        return posixpath.join(self.folder or "", path)
+
+    async def _tell(self, doing: Awaitable[str]) -> str | Done:
+        """Return what the model is told; what goes wrong with the sandbox is the machine's.
+
+        Raises: ToolError; SandboxLost; AttemptFailed if there is no answer.
+        """
+        try:
+            async with asyncio.timeout(self.place.command_limit_s + GRACE_S):
+                return await doing
+        except TimeoutError as error:
+            detail = f"the sandbox has not answered for {GRACE_S:g} s"
+            raise AttemptFailed(FailureOwner.INFRA, "sandbox_silent", detail) from error
+        except SandboxLost as error:
+            self._require_own_end(error)
+            return Done("a program ended the sandbox")
+        except SandboxRefused:
+            raise
+        except SandboxError as error:
+            raise ToolError(_WHY.get(error.kind, f"it failed ({error.kind})")) from error
+
+    def _require_own_end(self, error: SandboxLost) -> None:
+        """Note that a program of the model's ended the sandbox. Raises: the error if it was nothing of it."""
+        if error.kind != ExecKind.FROM_INSIDE:
+            raise error
+        self._is_ruined = True
+
+    async def _run(self, command: str) -> str:
+        if "\0" in command:
+            raise ToolError("a command has no NUL")
+        self._shell = self._shell or await self._open_shell()
+        limit_s = self.place.command_limit_s
+        result = await self._shell.run(command, wall_limit_s=limit_s)
+        notes = [_ENDS[result.kind]] if result.kind in _ENDS else []
+        if result.timed_out:
+            notes.append(f"it was ended after {limit_s:g} s")
+        elif result.exit_code:
+            notes.append(f"exit code {result.exit_code}")
+        if not result.has_shell:
+            notes.append("the shell has ended; the next command begins in a new one")
+            await self._close_shell()
+        return _join(_read_output(result, self._head_bytes), notes)
+
+    async def _view(self, path: str, first_line: int, last_line: int | None) -> str:
+        place = self._place_of(path)
+        try:
+            data = await self.sandbox.read(place, max_bytes=_MAX_SHOWN_BYTES)
+        except SandboxError as error:
+            if error.kind != "directory":
+                raise
+            return await self._list(place)
+        lines = data.decode(errors="replace").splitlines()
+        shown = enumerate(lines[max(0, first_line - 1) : last_line], max(1, first_line))
+        return "\n".join(f"{number:6}\t{line}" for number, line in shown)
+
+    async def _list(self, place: str) -> str:
+        # `--`: a name may begin with a dash.
+        argv = ["ls", "-1Ap", "--", place]
+        result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
+        return result.stdout.decode(errors="replace") or result.stderr.decode(errors="replace")
+
+    async def _create_file(self, path: str, text: str) -> str:
+        data = text.encode()
+        await self.sandbox.write(self._place_of(path), data)
+        return f"{path} is written: {len(data)} bytes."
+
+    async def _replace(self, path: str, old: str, new: str) -> str:
+        place = self._place_of(path)
+        wanted, data = old.encode(), await self.sandbox.read(place)
+        number = data.count(wanted) if wanted else 0
+        if number != 1:
+            raise ToolError(f"the old text stands {number} times in {path}; it must stand there once")
+        line = data[: data.index(wanted)].count(b"\n") + 1
+        # Not `write`: the file keeps its mode.
+        result = await self.sandbox.exec(
+            ["sh", "-c", 'cat > "$1"', "sh", place],
+            stdin=data.replace(wanted, new.encode()),
+            wall_limit_s=self.place.command_limit_s,
+        )
+        if result.exit_code:
+            raise ToolError(result.stderr.decode(errors="replace"))
+        return f"{path} is changed at line {line}."
+
+
+def _read_output(result: ShellResult, head_bytes: int) -> str:
+    """Return both streams, with a note where the middle was left out."""
+    text = result.stdout.decode(errors="replace")
+    if result.stdout_omitted:
+        head, tail = result.stdout[:head_bytes], result.stdout[head_bytes:]
+        note = f"\n[... {result.stdout_omitted} bytes left out ...]\n"
+        text = head.decode(errors="replace") + note + tail.decode(errors="replace")
+    return text + result.stderr.decode(errors="replace")
+
+
+def _join(text: str, notes: list[str]) -> str:
+    said = [text.rstrip("\n")] if text.strip() else []
+    return "\n".join([*said, *(f"[{note}]" for note in notes)])

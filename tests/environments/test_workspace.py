@@ -1,0 +1,352 @@
+"""Attempts that have a sandbox: their tools, the grader that sees what is carried alone, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.environments import Workspace, choose_environment
+from strop.environments.worlds import BuiltInWorld
+from strop.errors import ConfigError, SandboxLost
+from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
+from strop.rollout import Example, FailureOwner, Rollout, Split
+from strop.sandbox import Limits, SandboxSpec
+from strop.sandbox.served import ServedSandbox
+from strop.spec.sandboxing import SandboxSettings
+from strop.spec.task import EnvironmentSection
+from strop.tasks import Task, self_test
+from strop.tasks.contract import TaskLimits
+from tests.environments.test_worlds import COUNTING, attempt, build, call, tokenizer_of
+from tests.fixtures.runtime_processes import service_of
+from tests.fixtures.sandboxes import needs_bubblewrap
+
+TESTS = "import sys; sys.path.insert(0, '.'); import total; assert total.total([2, 3]) == 5"
+EDIT = call("str_replace", path="total.py", old="max(", new="sum(")
+SUBMIT = call("submit")
+PROCESS = {"sandbox": "process", "min_isolation": "rlimit"}
+on_backends = pytest.mark.parametrize(
+    "settings",
+    [PROCESS, pytest.param({"sandbox": "bubblewrap", "min_isolation": "namespace"}, marks=needs_bubblewrap)],
+)
+
+
+class Section(SandboxSettings, EnvironmentSection):
+    name: str = "repair"
+    num_train: int = 1
+    num_held_out: int = 1
+
+
+class Repair(Workspace):
+    """Repair a function."""
+
+    name = "repair"
+    version = "repair-1"
+    max_turns = 8
+    limits = TaskLimits(max_reply_tokens=2000)
+    carried = ("total.py", "not/there.py")
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        return iter([{"name": split}])
+
+    def opening(self, example: Example, seed: int) -> str:
+        return "total.py should add up its numbers, and does not. Repair it."
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        limits = Limits(memory_bytes=128 << 20, max_processes=32, has_address_limit=False)
+        return SandboxSpec(limits=limits, env={"GREETING": "hello"})
+
+    async def prepare(self, example: Example, seed: int) -> None:
+        await self.sandbox.write("total.py", b"def total(numbers):\n    return max(numbers)\n", mode=0o755)
+        await self.sandbox.write("tests/test_total.py", b"raise SystemExit(0)")
+
+    async def grade(self, sandbox: ServedSandbox) -> bool:
+        result = await sandbox.exec([*sandbox.python_argv, "-c", TESTS], wall_limit_s=30)
+        return result.exit_code == 0
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        yield EDIT, SUBMIT
+
+
+def make(kind: type[Repair] = Repair, **settings: Any) -> Task:
+    task: Task = BuiltInWorld(Section(**{**PROCESS, **settings}), lambda _: kind())
+    return task
+
+
+def play(tmp_path: Path, *replies: str, task: Task | None = None) -> Rollout:
+    return attempt(task or make(), tokenizer_of(tmp_path), list(replies), max_reply_tokens=2000)
+
+
+def told(rollout: Rollout) -> list[str]:
+    """Return what the model was told after each of its turns."""
+    return [turn.text for turn in rollout.turns if not turn.is_sampled][1:]
+
+
+def ran(tmp_path: Path, *commands: str, task: Task | None = None) -> list[str]:
+    replies = [call("bash", command=one) for one in (*commands, ":")]
+    return told(play(tmp_path, *replies, task=task))[: len(commands)]
+
+
+@on_backends
+def test_a_tool_changes_the_file_and_the_reward_follows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    task = make(Repair, **settings)
+    rollout = play(tmp_path, EDIT, call("bash", command="cat total.py"), SUBMIT, task=task)
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert "total.py is changed at line 2." in told(rollout)[0]
+    assert "return sum(numbers)" in told(rollout)[1]
+    assert rollout.outcome.isolation == ("rlimit" if settings == PROCESS else "namespace")
+    assert rollout.outcome.metrics["stopped_by_done"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "It is repaired.",
+        call("str_replace", path="total.py", old="max(", new="min("),
+        call("create", path="tests/test_total.py", text="passed = True"),
+        call("bash", command="rm total.py"),
+        call("bash", command="ln -sf /etc/passwd total.py"),
+        call("bash", command="(sleep 0.5; sed -i s/max/sum/ total.py) &"),
+    ],
+)
+def test_nothing_else_earns_it(tmp_path: Path, reply: str) -> None:
+    assert play(tmp_path, reply, SUBMIT).outcome.reward == 0.0
+
+
+def test_its_gold_passes_the_self_test_and_nonsense_does_not() -> None:
+    task = make()
+    assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
+
+
+def test_a_shell_stays_and_its_ends_are_told(tmp_path: Path) -> None:
+    first, second, third, fourth, fifth, sixth = ran(
+        tmp_path,
+        "cd tests; number=3; echo $GREETING; echo oops >&2; echo after",
+        "pwd; echo $number",
+        "false",
+        "sleep 60",
+        "echo still $number; exit 4",
+        "pwd; echo [$number]",
+        task=make(tool_limit_s=1.0),
+    )
+    assert "hello\noops\nafter" in first
+    assert "/tests\n3" in second
+    assert "[exit code 1]" in third
+    assert "[it was ended after 1 s]" in fourth
+    assert "still 3" in fifth
+    assert "[exit code 4]\n[the shell has ended" in fifth
+    assert "/tests" not in sixth
+    assert "[]" in sixth
+
+
+def test_much_output_is_bounded_and_a_flood_ends_the_command(tmp_path: Path) -> None:
+    class Flooded(Repair):
+        def sandbox_for(self, example: Example) -> SandboxSpec:
+            return SandboxSpec(limits=Limits(flood_bytes=1 << 20))
+
+    much, flood = ran(tmp_path, "seq 1 100000", "yes", task=make(Flooded))
+    assert "characters left out" in much
+    assert "99999\n100000" in much
+    assert len(much) < 5000
+    assert "too much output" in flood
+
+
+def test_files_are_shown_written_and_edited(tmp_path: Path) -> None:
+    shown, part, listed, created, twice, edited, result = told(
+        play(
+            tmp_path,
+            call("view", path="total.py"),
+            call("view", path="total.py", first_line=2, last_line=2),
+            call("view", path="."),
+            call("create", path="new/file.txt", text="one\ntwo\none\n"),
+            call("str_replace", path="new/file.txt", old="one", new="three"),
+            call("str_replace", path="new/file.txt", old="two\none", new="2\nü"),
+            call("bash", command="cat new/*; stat -c %a total.py"),
+            SUBMIT,
+        )
+    )
+    assert "     1\tdef total(numbers):\n     2\t    return max(numbers)" in shown
+    assert "def" not in part
+    assert "     2\t" in part
+    assert "tests/\ntotal.py" in listed
+    assert "12 bytes" in created
+    assert "stands 2 times" in twice
+    assert "changed at line 2" in edited
+    assert "one\n2\nü\n755" in result
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (call("view", path="nowhere"), "no such file"),
+        (call("view", path=""), "is no path"),
+        (call("view", path="a\0b"), "is no path"),
+        (call("create", path="tests", text="x"), "is a directory"),
+        (call("create", path="/proc/new", text="x"), "error: "),
+        (call("str_replace", path="total.py", old="", new="x"), "stands 0 times"),
+        (call("bash", command="a\0b"), "has no NUL"),
+    ],
+)
+def test_what_cannot_be_done_is_told(tmp_path: Path, reply: str, said: str) -> None:
+    rollout = play(tmp_path, reply, SUBMIT)
+    assert said in told(rollout)[0]
+    assert rollout.outcome.reward == 0.0
+    assert rollout.outcome.metrics["num_tool_errors"] == 1.0
+
+
+def test_the_grader_is_out_of_the_models_reach(tmp_path: Path) -> None:
+    class Secret(Repair):
+        """Has something in the grader that must not be seen, and sees there what is carried alone."""
+
+        async def score(self) -> Any:
+            search = f"find {self.sandbox.scratch} /tmp -name secret-4711 2>/dev/null"
+            async with self._open_grader(*self.carried) as grader:
+                await grader.write("secret-4711", b"x")
+                seen = await self.sandbox.exec(["sh", "-c", search], wall_limit_s=30)
+                listed = await grader.exec(["find", ".", "-type", "f"], wall_limit_s=30)
+            assert seen.stdout == b""
+            return sorted(listed.stdout.split()) == [b"./secret-4711", b"./total.py"]
+
+    outcome = play(tmp_path, SUBMIT, task=make(Secret)).outcome
+    assert outcome.reward == 1.0, outcome
+
+
+class KilledInTurn(Repair):
+    async def kill(self) -> None:
+        os.kill(self.sandbox.supervisor_pid, signal.SIGKILL)
+
+
+class KilledGrader(Repair):
+    async def grade(self, sandbox: ServedSandbox) -> bool:
+        os.kill(sandbox.supervisor_pid, signal.SIGKILL)
+        return await super().grade(sandbox)
+
+
+@pytest.mark.parametrize("kind", [KilledInTurn, KilledGrader])
+def test_a_sandbox_that_the_machine_lost_is_no_reward(tmp_path: Path, kind: type[Repair]) -> None:
+    replies = [call("kill"), EDIT, SUBMIT] if kind is KilledInTurn else [EDIT, SUBMIT]
+    outcome = play(tmp_path, *replies, task=make(kind)).outcome
+    assert outcome.reward is None
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "SandboxLost")
+
+
+def test_a_sandbox_that_says_nothing_is_the_machines_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Repair):
+        async def _run(self, command: str) -> str:
+            await asyncio.sleep(60)
+            return ""
+
+    monkeypatch.setattr("strop.environments.workspace.GRACE_S", 0.2)
+    outcome = play(tmp_path, call("bash", command=":"), task=make(Silent, tool_limit_s=0.1)).outcome
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "sandbox_silent")
+
+
+class EndsItself(Repair):
+    async def _run(self, command: str) -> str:
+        raise SandboxLost("ended", kind="from_inside")
+
+
+class EndsGrader(Repair):
+    async def grade(self, sandbox: ServedSandbox) -> bool:
+        raise SandboxLost("ended", kind="from_inside")
+
+
+@pytest.mark.parametrize("kind", [EndsItself, EndsGrader])
+def test_a_program_that_ends_its_own_sandbox_earns_the_floor(tmp_path: Path, kind: type[Repair]) -> None:
+    """Else a policy could take back an attempt that goes badly."""
+    rollout = play(tmp_path, EDIT, call("bash", command=":"), SUBMIT, task=make(kind))
+    assert rollout.outcome.reward == 0.0
+    assert rollout.outcome.metrics["ended_sandbox"] == 1.0
+    assert rollout.outcome.metrics["num_turns"] == (2.0 if kind is EndsItself else 3.0)
+
+
+def test_less_isolation_than_asked_for_is_the_machines_failure(tmp_path: Path) -> None:
+    task = make(min_isolation="vm")
+    # No sandbox is made for examples and prompts.
+    assert "Repair it." in task.render(task.examples(Split.TRAIN)[0])[0].text
+    outcome = play(tmp_path, SUBMIT, task=task).outcome
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "SandboxRefused")
+
+
+def test_nothing_is_left_when_it_is_closed() -> None:
+    made: list[Repair] = []
+
+    class Kept(Repair):
+        async def prepare(self, example: Example, seed: int) -> None:
+            made.append(self)
+
+    task = make(Kept)
+
+    async def act() -> None:
+        environment = choose_environment(task)()
+        await environment.reset(task.examples(Split.TRAIN)[0], 0)
+        assert not made[0].sandbox.is_lost
+        await environment.close()
+        await environment.close()
+        with pytest.raises(SandboxLost, match="stopped"):
+            await made[0].sandbox.exec(["true"], wall_limit_s=10)
+
+    asyncio.run(act())
+
+
+OWN = '''
+from strop.environments import Workspace
+
+class Own(Workspace):
+    """Make a file."""
+
+    max_turns = 3
+    carried = ("made",)
+
+    def examples(self, split):
+        return [{"split": split}]
+
+    def opening(self, example, seed):
+        return "Make the file 'made'."
+
+    async def grade(self, sandbox):
+        return (await sandbox.exec(["test", "-f", "made"], wall_limit_s=10)).exit_code == 0
+'''
+
+
+def test_a_class_of_the_users_says_where_its_sandboxes_are_in_the_run_file(tmp_path: Path) -> None:
+    words = [f"environment.{name}={value}" for name, value in PROCESS.items()]
+    task = build(OWN, *words, name="Own")
+    rollout = play(tmp_path, call("bash", command="touch made"), SUBMIT, task=task)
+    assert (rollout.outcome.reward, rollout.outcome.isolation) == (1.0, "rlimit"), rollout.outcome
+    with pytest.raises(ConfigError, match="have no sandbox"):
+        build(COUNTING, *words)
+    with pytest.raises(ConfigError, match="no sandbox service"):
+        build(OWN, "environment.sandbox=remote", name="Own")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A sandbox service, handed to this process as a run hands it over."""
+    folder = tmp_path_factory.mktemp("service")
+    backend = "bubblewrap" if shutil.which("bwrap") else "process"
+    with service_of(folder, "--backend", backend) as running:
+        hand_over(folder / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
+        try:
+            yield
+        finally:
+            withdraw(folder / "servers", [RUNTIME])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("service")
+def test_it_is_the_same_at_a_node_of_a_service(tmp_path: Path) -> None:
+    task = make(sandbox="remote")
+    assert play(tmp_path, EDIT, SUBMIT, task=task).outcome.reward == 1.0
+    assert play(tmp_path, SUBMIT, task=task).outcome.reward == 0.0
