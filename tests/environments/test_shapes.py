@@ -197,7 +197,7 @@ def test_the_schema_of_a_tool_has_the_types_that_trl_reads() -> None:
     namespace: dict[str, type] = {}
     exec(WORDS, namespace)
     theirs = get_json_schema(namespace["Wordle"]().guess)["function"]
-    ours = json.loads(own.schema)["function"]
+    ours = json.loads(own)["function"]
     assert ours["name"] == theirs["name"]
     assert ours["parameters"]["required"] == theirs["parameters"]["required"]
     assert (
