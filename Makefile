@@ -19,7 +19,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps clean
+.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -31,6 +31,7 @@ help:
 	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
+	@echo "make agents-deps  make the environment of mini-swe-agent, which tests train as it is"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -145,6 +146,12 @@ openhands-deps: $(READY)
 	@$(IN_VENV) -c "from strop.runtime.openhands import OPENHANDS; \
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(OPENHANDS, say=print)"
+
+# mini-swe-agent, which tests train as it is: an environment of its own in the user's cache, 0.3 GB.
+agents-deps: $(READY)
+	@$(IN_VENV) -c "from tests.fixtures.real_agents import MINI_SWE_AGENT; \
+		from strop.store.python_environment import ensure_environment; \
+		ensure_environment(MINI_SWE_AGENT, say=print)"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -35,6 +35,7 @@ LOOK = {
     },
 }
 Script = list[str | ScriptedReply | Exception]
+ScriptOf = Script | Callable[[GenerationRequest], str | ScriptedReply]
 
 
 class Asked:
@@ -352,9 +353,9 @@ print(answer.choices[0].message.content, "as", problem["fields"]["a"])
 """
 
 
-def attempt(tmp_path: Path, agent: str, script: Script, *words: str) -> Rollout:
-    """Have a program solve the first sum."""
-    if not agent.startswith("/"):
+def attempt(tmp_path: Path, agent: str, script: ScriptOf, *words: str, form: str = "fence") -> Rollout:
+    """Have a program, or a function of `AGENT`, solve the first sum."""
+    if agent.isidentifier():
         path = tmp_path / "agent.py"
         path.write_text(textwrap.dedent(AGENT))
         agent = f"{path}:{agent}"
@@ -367,9 +368,9 @@ def attempt(tmp_path: Path, agent: str, script: Script, *words: str) -> Rollout:
         sample_index=0,
         run_seed=0,
         sampling=Sampling(),
-        max_reply_tokens=task.limits.max_reply_tokens,
+        max_reply_tokens=400,
     )
-    tokenizer = tokenizer_of(tmp_path)
+    tokenizer = tokenizer_of(tmp_path, form)
     engine = DummyEngine(tokenizer, script)
     return asyncio.run(run_rollout(choose_environment(task)(), engine, tokenizer, plan))
 

@@ -21,11 +21,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     function = load_code(CodeRef(place=order["place"], name=order["name"]))
-    messages = order["messages"]
     given: dict[str, Any] = {
         **order["fields"],
-        "prompt": "\n\n".join(one["content"] for one in messages if isinstance(one["content"], str)),
-        "messages": messages,
+        "prompt": order["prompt"],
+        "messages": order["messages"],
+        "folder": os.environ["TMPDIR"],
         "base_url": os.environ["OPENAI_BASE_URL"],
         "api_key": os.environ["OPENAI_API_KEY"],
         "model": os.environ["OPENAI_MODEL"],

@@ -2,9 +2,10 @@
 
 A command is started once for each attempt, with the problem as JSON on its standard input (`{"messages",
 "fields"}`) and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its answer is what it
-prints. A function, `FILE.py:NAME`, is called in a process of its own with those of `prompt`, `messages`,
-`base_url`, `api_key`, `model` and the example's fields that it names; its answer is what it returns. The task
-judges the answer as it judges a reply.
+prints. `{prompt}` and `{folder}` in it are the problem's text and an empty folder of the attempt's own, which
+is TMPDIR too and ends with it. A function, `FILE.py:NAME`, is called in a process of its own with those of
+`prompt`, `messages`, `folder`, `base_url`, `api_key`, `model` and the example's fields that it names; its
+answer is what it returns. The task judges the answer as it judges a reply.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,7 +41,7 @@ from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_TOLD_CHARS = 2000
 _MODEL = "policy"
-_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH")
 """What a program finds of this process's environment: no keys of the run's."""
 
 
@@ -138,7 +141,17 @@ class AgentEnvironment:
             access = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "OPENAI_MODEL": _MODEL}
             # An older name of the first, which litellm reads too.
             access["OPENAI_API_BASE"] = base_url
-            answer = await _run(self._task.agent, problem, access, self._task.limit_s)
+            folder = await stack.enter_async_context(_own_folder())
+            access["TMPDIR"] = folder
+            prompt = "\n\n".join(one.text for one in self._messages)
+            words = shlex.split(self._task.agent)
+            if is_code(self._task.agent):
+                ref = CodeRef.parse(self._task.agent)
+                words = [sys.executable, "-m", calling.__name__]
+                problem |= {"place": ref.place, "name": ref.name, "prompt": prompt}
+            else:
+                words = [word.replace("{folder}", folder).replace("{prompt}", prompt) for word in words]
+            answer = await _run(words, problem, access, self._task.limit_s)
         if answer is None:
             recorder.is_late = True
         else:
@@ -186,16 +199,23 @@ async def _lease() -> AsyncIterator[Face]:
                 await shared.stack.aclose()
 
 
-async def _run(agent: str, problem: dict[str, object], access: dict[str, str], limit_s: float) -> str | None:
+@asynccontextmanager
+async def _own_folder() -> AsyncIterator[str]:
+    """Make an empty folder, and remove it with whatever is in it."""
+    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="strop-agent-")
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _run(
+    words: list[str], problem: dict[str, object], access: dict[str, str], limit_s: float
+) -> str | None:
     """Run a program; return its answer, None where its time was up.
 
     Raises: AttemptFailed if it cannot be started, or fails.
     """
-    words, order = shlex.split(agent), problem
-    if is_code(agent):
-        ref = CodeRef.parse(agent)
-        words = [sys.executable, "-m", calling.__name__]
-        order = {**problem, "place": ref.place, "name": ref.name}
     environ = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | access
     try:
         process = await asyncio.create_subprocess_exec(
@@ -210,7 +230,7 @@ async def _run(agent: str, problem: dict[str, object], access: dict[str, str], l
     except OSError as error:
         detail = f"{words[0]} cannot be started: {error.strerror}"
         raise AttemptFailed(FailureOwner.TASK, "agent_missing", detail) from error
-    talking = asyncio.ensure_future(process.communicate(json.dumps(order).encode()))
+    talking = asyncio.ensure_future(process.communicate(json.dumps(problem).encode()))
     try:
         done, _ = await asyncio.wait([talking], timeout=limit_s)
     finally:
