@@ -32,7 +32,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "blend": ("task.data=a", "task.parts.a.name=gsm8k", "task.parts.a.weight=1.0"),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
-WITHOUT_DATA = frozenset({"arithmetic", "dummy", "reverse-text", "reasoning-gym", "guess-number"})
+WITHOUT_DATA = frozenset({"arithmetic", "dummy", "reverse-text", "reasoning-gym", "guess-number", "research"})
 PlanIt = Callable[..., Plan]
 
 

@@ -28,8 +28,8 @@ SYSTEM = "Be brief.\nNo jokes."
 PLAIN_CASES = [case for case in CASES if case not in {"mixture", "blend"}]
 NOT_TAKEN = {
     *(("sft-jsonl", "prompt_template"), ("rows", "prompt_template"), ("mmlu-choice", "stop")),
-    # It opens each attempt in its own words.
-    ("guess-number", "prompt_template"),
+    # They open each attempt in their own words.
+    *(("guess-number", "prompt_template"), ("research", "prompt_template")),
 }
 
 

@@ -11,6 +11,10 @@ from strop.tool_calls import Spoken
 if TYPE_CHECKING:
     from strop.environments.recording import Recorder
 
+PROFILE_AREA = "profile_area"
+"""Metric of an attempt at a suite of tasks whose best scores are known: what it adds, from 0 to 1, to the
+area under the suite's performance profile. Evaluations take the mean over tasks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:

@@ -26,6 +26,8 @@ from strop.tasks.failures import AttemptFailed
 RESERVED = frozenset(
     {
         *("examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"),
+        # Of a suite of tasks.
+        "part_of",
         # TRL's name of `score`.
         "get_reward",
         # Of a `Workspace`.

@@ -295,6 +295,11 @@ class BuiltInWorld(WorldTask):
         """Return the example's id: an opening seldom says all of a problem."""
         return example.example_id
 
+    def part_of(self, example: Example) -> str | None:
+        """Return the task of a suite that an example belongs to; None where there is one task."""
+        find = getattr(self._specimen, "part_of", None)
+        return None if find is None else str(find(example))
+
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return attempts that deserve full marks, their replies with `TURN` between them."""
         return tuple(TURN.join(replies) for replies in self._specimen.gold_replies(example))

@@ -113,6 +113,9 @@ class Summary(Record):
     """Share of answers in the asked form, among rollouts whose task can tell; apart from being right."""
     reply_tokens_mean: float | None
     reward_mean: float | None
+    profile_area: float | None = None
+    """Area under the performance profile (AUP), the mean over tasks; None where the task is no suite whose
+    best scores are known."""
 
 
 class Score(Summary):

@@ -113,7 +113,7 @@ class Instance:
 
     task: str
     statement: str
-    """What the model is asked."""
+    """What the model is asked, exactly; `README.md` of its workspace."""
     files: Mapping[str, bytes]
     """The workspace that an attempt begins with, the starter among them."""
     artefact: str

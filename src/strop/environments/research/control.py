@@ -142,7 +142,6 @@ def make_car(seed: int) -> Instance:
         cheats={
             **cheating_sources("act", starter),
             "does nothing": b"def act(state):\n    return 0\n",
-            "moves its copy": b"def act(state):\n    state[0] = 1.0\n    return 0\n",
         },
         function="act",
         play=lambda phase: car.drive(car.start(seed_stream("mcar", seed, phase), _NUM_CARS[phase])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from threading import Lock
 from types import MappingProxyType
 
 from strop.environments.research.blotto import make_blotto
@@ -32,9 +33,35 @@ TASKS: Mapping[str, Callable[[int], Instance]] = MappingProxyType(
     }
 )
 """What makes an instance from its seed; equal seeds, equal instances."""
+SUMMARIES: Mapping[str, str] = MappingProxyType(
+    {
+        "tab_class": "Predict from a table of people who of others survived: predictions.csv.",
+        "tab_reg": "Predict the prices of houses from a table of others: predictions.csv.",
+        "bos": "Play a matrix game well, again and again, with a partner that remembers little: player.py.",
+        "ipd": "Play a prisoner's dilemma well, again and again, with a partner of some habits: player.py.",
+        "blotto": "Spread an army over fields against a commander whose past allocations are known:"
+        " allocation.json.",
+        "sat3": "Choose where a solver of Boolean formulas branches, so that it tries little: branching.py.",
+        "glyphs": "Tell which small shape is somewhere on a noisy canvas: predictions.csv.",
+        "mcar": "Drive a weak car up a hill with little effort: controller.py.",
+        "cpole": "Balance a pole on a cart: controller.py.",
+        "charlm": "Predict the next symbol of a text of an unknown language: logprobs.json.",
+        "fixtrain": "Find what is broken in a program that trains a network, and repair it: train.py.",
+    }
+)
+"""What is asked in a sentence, and the artefact: the same for every instance."""
+
+
+_making = Lock()
+
+
+def make_instance(task: str, seed: int) -> Instance:
+    """Make an instance, or return it again: the attempts of a group share one. Raises: KeyError."""
+    # All attempts of a group ask at once, each in a thread.
+    with _making:
+        return _make_once(task, seed)
 
 
 @lru_cache(maxsize=64)
-def make_instance(task: str, seed: int) -> Instance:
-    """Make an instance, or return it again: the attempts of a group share one. Raises: KeyError."""
+def _make_once(task: str, seed: int) -> Instance:
     return TASKS[task](seed)

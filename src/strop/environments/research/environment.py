@@ -1,0 +1,228 @@
+"""The built-in environment `research`: an attempt at an instance of the suite, in a workspace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from strop.environments.contract import Done
+from strop.environments.research.contract import (
+    SUITE_VERSION,
+    ArtefactRefused,
+    Instance,
+    Phase,
+    profile_area,
+)
+from strop.environments.research.judging import judge_artefact
+from strop.environments.research.suite import SUMMARIES, make_instance
+from strop.environments.tools import ToolError
+from strop.environments.workspace import Workspace
+from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
+from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.served import ServedSandbox
+from strop.spec.base import SpecConflict, expert
+from strop.spec.sandboxing import SandboxSettings
+from strop.spec.task import EnvironmentSection
+from strop.tasks.contract import CEILING, TaskLimits
+from strop.tasks.registry import built_in
+
+ResearchTask = Literal[
+    "tab_class",
+    "tab_reg",
+    "bos",
+    "ipd",
+    "blotto",
+    "sat3",
+    "glyphs",
+    "mcar",
+    "cpole",
+    "charlm",
+    "fixtrain",
+]
+_SOLVED_SHARE = 0.95
+"""Of the way from floor to ceiling, from which on an attempt counts as solved."""
+_FIRST_TRAINED = 1_000_000
+"""Number of the first instance that is trained on; held-out ones begin with 0."""
+_EXACT = frozenset({"blotto", "sat3", "cpole"})
+"""Tasks whose oracle earns full marks to the digit: what the self-test may ask of it."""
+_LIMITS = Limits(
+    memory_bytes=1024 * MIB,
+    has_address_limit=False,
+    max_processes=128,
+    scratch_bytes=256 * MIB,
+    file_bytes=64 * MIB,
+    output_head_bytes=1 * MIB,
+    max_open_files=256,
+)
+
+
+class ResearchSpec(SandboxSettings, EnvironmentSection):
+    """Offline research tasks with sealed judges and known optima; needs no data."""
+
+    name: Literal["research"] = "research"
+    tasks: tuple[ResearchTask, ...] = Field(
+        default=get_args(ResearchTask),
+        strict=False,
+        min_length=1,
+        description="The tasks of the suite that are attempted, in turn; each has instances without end.",
+        json_schema_extra=expert("a suite is looked at task by task"),
+    )
+    num_evaluations: int = Field(
+        default=10,
+        ge=0,
+        le=10**4,
+        description="How often an attempt may have its work scored on hidden development data.",
+        json_schema_extra=expert("each score tells something of what is hidden"),
+    )
+    num_train: int = Field(
+        default=1100, ge=1, le=10**6, description="Instances to train on, of all tasks together."
+    )
+    num_held_out: int = Field(
+        default=44, ge=1, le=_FIRST_TRAINED, description="Instances that are held out, of all tasks together."
+    )
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        if len({*self.tasks}) < len(self.tasks):
+            raise SpecConflict(
+                {"task.tasks": self.tasks},
+                "a task is named twice",
+                allowed="each task once: all have the same number of instances",
+                next_step="remove the second",
+            )
+        return self
+
+
+@built_in(
+    "research",
+    ResearchSpec,
+    "Offline research tasks in a sandbox, with sealed judges and known optima; needs no data.",
+    rank=36,
+)
+class Research(Workspace):
+    """One attempt: a starter is improved, and what is left behind is judged on hidden draws.
+
+    Reward: 0 for what the starter earns, 1 for the ceiling, down to -1.
+    """
+
+    name = "research"
+    version = SUITE_VERSION
+    max_turns = 20
+
+    def __init__(self, spec: ResearchSpec) -> None:
+        self._spec = spec
+        self.limits = TaskLimits(max_reply_tokens=2048, min_reward=-1.0, max_goldless_frac=1.0)
+        self._num_left = spec.num_evaluations
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        """Yield instances, the tasks taking turns. An example names its own draw only."""
+        is_held_out = split is Split.HELD_OUT
+        first = 0 if is_held_out else _FIRST_TRAINED
+        number = self._spec.num_held_out if is_held_out else self._spec.num_train
+        tasks = self._spec.tasks
+        return (
+            {"task": tasks[index % len(tasks)], "instance": first + index // len(tasks)}
+            for index in range(number)
+        )
+
+    def part_of(self, example: Example) -> str:
+        """Return the task of the suite."""
+        return str(example.fields["task"])
+
+    def opening(self, example: Example, seed: int) -> str:
+        """Ask for the work, and say what there is to do it with."""
+        summary, number = SUMMARIES[example.fields["task"]], self._spec.num_evaluations
+        return (
+            f"{summary} The file is there already, and is to become better; README.md says exactly what is"
+            " asked. Work with the tools; Python has its standard library, and there is no network. evaluate"
+            f" scores the file as it is, on hidden development data, up to {number} times. submit ends the"
+            " work, and the file alone is then judged, on other hidden data."
+        )
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        """Begin with the starter."""
+        instance = instance_of(example)
+        files = {**instance.files, "README.md": f"{instance.statement}\n".encode()}
+        return SandboxSpec(limits=_LIMITS, files=files)
+
+    def grader_for(self, example: Example) -> SandboxSpec:
+        """Begin with nothing."""
+        return SandboxSpec(limits=_LIMITS)
+
+    async def reset(self, example: Example, seed: int) -> Any:
+        """Make the instance, where nothing waits for it, and then as every workspace."""
+        instance = await asyncio.to_thread(instance_of, example)
+        self.carried = (instance.artefact,)
+        self.floor = instance.marks.normalise(None)
+        return await super().reset(example, seed)
+
+    async def evaluate(self) -> str | Done:
+        """Score the work as it is, on hidden development data; the number of evaluations is limited."""
+        if not self._num_left:
+            raise ToolError("no evaluation is left")
+        self._num_left -= 1
+        return await self._tell(self._evaluate(instance_of(self.example)))
+
+    async def _evaluate(self, instance: Instance) -> str:
+        async with self._open_grader(instance.artefact) as grader:
+            try:
+                score = await self._judge(instance, grader, Phase.DEV)
+            except ArtefactRefused as error:
+                raise ToolError(f"{error} ({self._num_left} evaluations left)") from error
+        better = "higher" if instance.marks.is_higher_better else "lower"
+        return f"The score is {score:.3f} ({better} is better). {self._num_left} evaluations left."
+
+    async def grade(self, sandbox: ServedSandbox) -> Outcome:
+        """Judge on the sealed draws."""
+        instance = instance_of(self.example)
+        try:
+            score = await self._judge(instance, sandbox, Phase.SEALED)
+        except ArtefactRefused as error:
+            return to_outcome(instance, None, str(error))
+        return to_outcome(instance, score)
+
+    async def _judge(self, instance: Instance, sandbox: ServedSandbox, phase: Phase) -> float:
+        return await judge_artefact(instance, sandbox, phase, self.place.command_limit_s)
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield the oracle's work, where it earns full marks to the digit."""
+        instance = instance_of(example)
+        if instance.task in _EXACT:
+            arguments = {"path": instance.artefact, "text": instance.oracle.decode()}
+            calls = ({"name": "create", "arguments": arguments}, {"name": "submit", "arguments": {}})
+            yield tuple(f"```tool_call\n{json.dumps(call)}\n```" for call in calls)
+
+
+def instance_of(example: Example) -> Instance:
+    """Return the instance that an example names."""
+    return make_instance(example.fields["task"], example.fields["instance"])
+
+
+def to_outcome(instance: Instance, score: float | None, refusal: str | None = None) -> Outcome:
+    """Return what a score is worth; None: the artefact was refused, and earns what no work does.
+
+    A score that no honest attempt can have gives no reward, and the alarm that such scores raise.
+    """
+    marks = instance.marks
+    share = marks.share(score)
+    if score is not None and marks.is_alarming(score):
+        detail = f"{instance.task}: a score of {score:g}, and the ceiling is {marks.ceiling:g}"
+        return Outcome(
+            parts={},
+            failure=Failure(owner=FailureOwner.TASK, kind=CEILING, detail=detail),
+            metrics={"above_ceiling": 1.0},
+        )
+    metrics = {"range_share": share, "profile_area": profile_area(share), "refused": float(score is None)}
+    if score is not None:
+        metrics["raw_score"] = score
+    return Outcome(
+        parts={"progress": marks.normalise(score)},
+        is_correct=share >= _SOLVED_SHARE,
+        format_ok=score is not None,
+        extracted=refusal,
+        metrics=metrics,
+    )
