@@ -192,9 +192,13 @@ class Research(Workspace):
         """Yield the oracle's work, where it earns full marks to the digit."""
         instance = instance_of(example)
         if instance.task in _EXACT:
-            arguments = {"path": instance.artefact, "text": instance.oracle.decode()}
-            calls = ({"name": "create", "arguments": arguments}, {"name": "submit", "arguments": {}})
-            yield tuple(f"```tool_call\n{json.dumps(call)}\n```" for call in calls)
+            work = {"path": instance.artefact, "text": instance.oracle.decode()}
+            # The work comes last: cut short, it is none.
+            calls = (("view", {"path": "README.md"}), ("create", work))
+            yield tuple(
+                f"```tool_call\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
+                for name, arguments in calls
+            )
 
 
 def instance_of(example: Example) -> Instance:

@@ -60,6 +60,9 @@ async def judge_artefact(instance: Instance, sandbox: ServedSandbox, phase: Phas
     """
     try:
         artefact = await sandbox.read(instance.artefact, max_bytes=MAX_ARTEFACT_BYTES)
+        if artefact == instance.starter and phase is Phase.SEALED:
+            # No work was done, so no chance of the draws is to be had.
+            return instance.marks.baseline
         if instance.score is not None:
             return instance.score(artefact, phase)
         return await _play(instance, sandbox, phase, limit_s)
