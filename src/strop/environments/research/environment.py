@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -17,7 +18,7 @@ from strop.environments.research.contract import (
     Phase,
     profile_area,
 )
-from strop.environments.research.judging import judge_artefact
+from strop.environments.research.judging import judge_artefact, read_artefact
 from strop.environments.research.suite import SUMMARIES, make_instance
 from strop.environments.tools import ToolError
 from strop.environments.workspace import Workspace
@@ -170,7 +171,8 @@ class Research(Workspace):
     async def _evaluate(self, instance: Instance) -> str:
         async with self._open_grader(instance.artefact) as grader:
             try:
-                score = await self._judge(instance, grader, Phase.DEV)
+                artefact = await read_artefact(instance, grader)
+                score = await self._judge(instance, grader, artefact, Phase.DEV)
             except ArtefactRefused as error:
                 raise ToolError(f"{error} ({self._num_left} evaluations left)") from error
         better = "higher" if instance.marks.is_higher_better else "lower"
@@ -180,13 +182,19 @@ class Research(Workspace):
         """Judge on the sealed draws."""
         instance = instance_of(self.example)
         try:
-            score = await self._judge(instance, sandbox, Phase.SEALED)
+            artefact = await read_artefact(instance, sandbox)
+            if artefact == instance.starter:
+                # No work was done, so no luck of the draws is to be had.
+                return replace(to_outcome(instance, instance.marks.baseline), format_ok=False)
+            score = await self._judge(instance, sandbox, artefact, Phase.SEALED)
         except ArtefactRefused as error:
             return to_outcome(instance, None, str(error))
         return to_outcome(instance, score)
 
-    async def _judge(self, instance: Instance, sandbox: ServedSandbox, phase: Phase) -> float:
-        return await judge_artefact(instance, sandbox, phase, self.place.command_limit_s)
+    async def _judge(
+        self, instance: Instance, sandbox: ServedSandbox, artefact: bytes, phase: Phase
+    ) -> float:
+        return await judge_artefact(instance, sandbox, artefact, phase, self.place.command_limit_s)
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the oracle's work, where it earns full marks to the digit."""

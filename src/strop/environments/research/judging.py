@@ -15,7 +15,7 @@ from strop.environments.research.contract import (
     Instance,
     Phase,
 )
-from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.following import Job
 from strop.sandbox.served import ServedSandbox
@@ -52,32 +52,34 @@ main()
 """
 
 
-async def judge_artefact(instance: Instance, sandbox: ServedSandbox, phase: Phase, limit_s: float) -> float:
-    """Return the score of the artefact that lies in a sandbox, in the unit of the instance's marks.
-
-    `limit_s`: wall time of a program, with all that it is asked.
-    Raises: ArtefactRefused; SandboxError if the sandbox fails and no program had it do so.
-    """
+async def read_artefact(instance: Instance, sandbox: ServedSandbox) -> bytes:
+    """Return the artefact that lies in a sandbox. Raises: ArtefactRefused if none does; SandboxError."""
     try:
-        artefact = await sandbox.read(instance.artefact, max_bytes=MAX_ARTEFACT_BYTES)
-        if artefact == instance.starter and phase is Phase.SEALED:
-            # No work was done, so no chance of the draws is to be had.
-            return instance.marks.baseline
-        if instance.score is not None:
-            return instance.score(artefact, phase)
-        return await _play(instance, sandbox, phase, limit_s)
-    except SandboxLost as error:
-        if error.kind != ExecKind.FROM_INSIDE:
-            raise
-        raise ArtefactRefused("the program ended its sandbox") from error
-    except SandboxRefused:
-        raise
+        return await sandbox.read(instance.artefact, max_bytes=MAX_ARTEFACT_BYTES)
     except SandboxError as error:
         if error.kind not in _UNREADABLE:
             raise
         raise ArtefactRefused(
             f"{instance.artefact} is no file of at most {MAX_ARTEFACT_BYTES} bytes"
         ) from error
+
+
+async def judge_artefact(
+    instance: Instance, sandbox: ServedSandbox, artefact: bytes, phase: Phase, limit_s: float
+) -> float:
+    """Return the score of an artefact, in the unit of the instance's marks; source runs in its sandbox.
+
+    `limit_s`: wall time of a program, with all that it is asked.
+    Raises: ArtefactRefused; SandboxError if the sandbox fails and no program had it do so.
+    """
+    if instance.score is not None:
+        return instance.score(artefact, phase)
+    try:
+        return await _play(instance, sandbox, phase, limit_s)
+    except SandboxLost as error:
+        if error.kind != ExecKind.FROM_INSIDE:
+            raise
+        raise ArtefactRefused("the program ended its sandbox") from error
 
 
 async def _play(instance: Instance, sandbox: ServedSandbox, phase: Phase, limit_s: float) -> float:
