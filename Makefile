@@ -19,10 +19,11 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps clean
+.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
+	@echo "make demo-agent   the same at a game of several turns: guess a number"
 	@echo "make test         all tests, the fast ones first"
 	@echo "make check        format, lint, types, import layers, sizes, links, figures, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
@@ -51,6 +52,9 @@ $(READY): pyproject.toml Makefile
 # DEMO changes settings of the run: make demo DEMO="train.steps=5".
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
+
+demo-agent: $(READY)
+	@.venv/bin/strop train recipes/demo-agent.toml $(DEMO)
 
 # Five streams beside each other. Those of jobs and of Slurm mostly wait, for schedulers, containers and processes,
 # and leave the cores to the others: one after the other, they would be the last to end.

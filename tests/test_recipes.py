@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import string
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from strop.environments.guess_number import GuessNumberSpec
 from strop.errors import ConfigError
 from strop.hardware.accelerators import find_accelerator
 from strop.launch.sites import PROJECT_FILE
@@ -101,6 +103,22 @@ def test_the_demo_asks_for_what_its_promise_is_measured_on() -> None:
     assert spec.task.max_reply_tokens == 32
     # 20 * 20 = 400 pairs, 100 of them held out.
     assert num_train_examples(spec.task) == 300
+
+
+def test_make_demo_agent_trains_by_a_recipe_of_several_turns() -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "demo-agent", "DEMO=train.steps=5"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ".venv/bin/strop train recipes/demo-agent.toml train.steps=5" in shown.stdout
+    task = load_spec(NAMES["demo-agent"]).spec.task
+    assert isinstance(task, GuessNumberSpec)
+    # Who halves what is left always finds it.
+    assert task.max_turns is not None
+    assert task.max_value == 2**task.max_turns - 1
 
 
 def test_reading_a_recipe_takes_milliseconds() -> None:

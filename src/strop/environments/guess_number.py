@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.environments.contract import Done
-from strop.rollout import Example, Split
+from strop.rollout import Example, Message, Split
 from strop.spec.base import expert
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
@@ -52,7 +52,7 @@ class GuessNumber:
     """
 
     name = "guess-number"
-    version = "guess-1"
+    version = "guess-2"
     max_turns = 5
 
     def __init__(self, spec: GuessNumberSpec) -> None:
@@ -69,30 +69,40 @@ class GuessNumber:
         number = self._spec.num_held_out if split is Split.HELD_OUT else self._spec.num_train
         return ({"game": first + index} for index in range(number))
 
-    def reset(self, example: Example, seed: int) -> str:
-        """Draw the number, and ask for the first guess."""
+    def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        """Draw the number, and ask for the first guess behind a guess that was right.
+
+        Without it, small models talk about guessing.
+        """
         self._meant = random.Random(f"{example.example_id}/{seed}").randint(1, self._spec.max_value)
-        return f"I think of a number from {self._low} to {self._high}. Guess it: reply with a number."
+        question = "I think of a number from 1 to {}. Guess it: reply with a number."
+        return (
+            Message(role="user", content=question.format(9)),
+            Message(role="assistant", content="5"),
+            Message(role="user", content=f"Right. {question.format(self._spec.max_value)}"),
+        )
 
     def step(self, text: str) -> str | Done:
         """Say whether the number is higher or lower than the guess."""
         numbers = _NUMBER.findall(text)
-        bounds = f"It is from {self._low} to {self._high}."
         # Longer ones are refused by Python, and no guess.
         if not numbers or len(numbers[-1]) > _MAX_DIGITS:
-            return f"That is no number. {bounds} Guess again."
+            return self._ask("That is no number.")
         guess = int(numbers[-1])
         if guess == self._meant:
             self._is_found = True
             return Done()
         if not self._low <= guess <= self._high:
-            return f"{guess} is out of reach. {bounds} Guess again."
+            return self._ask(f"{guess} is out of reach.")
         if guess < self._meant:
             self._low = guess + 1
         else:
             self._high = guess - 1
-        word = "higher" if guess < self._meant else "lower"
-        return f"It is {word} than {guess}. It is from {self._low} to {self._high}. Guess again."
+        return self._ask("Higher." if guess < self._meant else "Lower.")
+
+    def _ask(self, why: str) -> str:
+        """Say what came of a guess, and what is left; short, as each later turn reads it again."""
+        return f"{why} It is from {self._low} to {self._high}."
 
     def score(self) -> float:
         """Return 1 if it was found, else half of the share of the numbers that were ruled out."""
