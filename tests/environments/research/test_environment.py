@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -21,10 +22,12 @@ from strop.environments.research.environment import (
 from strop.environments.research.suite import TASKS, make_instance
 from strop.environments.worlds import PlayedWorld
 from strop.errors import ConfigError
+from strop.evaluate import EvalSettings, evaluate_task
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Split, make_example
 from strop.tasks import Task, build_task, self_test
 from strop.tasks.contract import CEILING
-from tests.environments.test_worlds import call
+from strop.testing.dummy_engine import DummyEngine
+from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 PROCESS = {"sandbox": "process", "min_isolation": "rlimit"}
@@ -284,3 +287,23 @@ def test_the_workspace_says_what_is_asked() -> None:
     _, told = attempt("cpole", call("bash", command="cat README.md; ls; python3 simulator.py"), SUBMIT)
     assert make_instance("cpole", 0).statement in told[0]
     assert "simulator.py" in told[0]
+
+
+def test_an_evaluation_has_the_scores_of_each_task_and_the_area_under_the_profile(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path)
+    result = asyncio.run(
+        evaluate_task(
+            task=build(num_held_out=len(TASKS)),
+            engine=DummyEngine(tokenizer, lambda request: SUBMIT),
+            tokenizer=tokenizer,
+            settings=EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT),
+            model_digest="m",
+        )
+    )
+    assert result.is_valid
+    marks = {name: make_instance(name, 0).marks for name in TASKS}
+    areas = {name: profile_area(one.share(one.baseline)) for name, one in marks.items()}
+    assert {name: part.greedy.profile_area for name, part in result.parts.items()} == pytest.approx(areas)
+    assert result.greedy.profile_area == pytest.approx(sum(areas.values()) / len(areas))
+    assert result.greedy.reward_mean == 0
+    assert result.greedy.accuracy == 0
