@@ -27,6 +27,7 @@ from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Split, m
 from strop.tasks import Task, build_task, self_test
 from strop.tasks.contract import CEILING
 from strop.testing.dummy_engine import DummyEngine
+from tests.environments.research.test_tasks import score_of
 from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.sandboxes import needs_bubblewrap
 
@@ -161,14 +162,19 @@ def test_what_is_no_artefact_earns_what_no_work_earns(commands: list[str]) -> No
     assert outcome.metrics[PROFILE_AREA] == 0.0
 
 
-def test_a_grader_that_is_left_behind_is_not_carried() -> None:
-    edits = [
-        call("create", path=path, text="import os\nos.write(1, b'[1]\\n' * 99)\nos._exit(0)\n")
-        for path in ("json.py", "sitecustomize.py", "usercustomize.py", "os.py", "judge.py", "conftest.py")
-    ]
-    oracle = write("bos", make_instance("bos", 0).oracle)
-    outcome = earns("bos", *edits, oracle, SUBMIT)
-    assert outcome.reward == pytest.approx(1, abs=0.05)
+SHADOWS = ("json.py", "os.py", "sitecustomize.py", "usercustomize.py", "conftest.py", "judge.py", "grader.py")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_edited_graders_opponents_and_data_change_nothing(name: str) -> None:
+    """Everything of the workspace but the artefact is overwritten, and what a grader might import is left."""
+    instance = make_instance(name, 0)
+    forging = "import os\nos.write(1, b'[1]\\n' * 99)\nos._exit(0)\n"
+    paths = [path for path in (*SHADOWS, "README.md", *instance.files) if path != instance.artefact]
+    edits = "\n".join(call("create", path=path, text=forging) for path in paths)
+    outcome = earns(name, edits, write(name, instance.oracle), SUBMIT)
+    assert outcome.metrics["raw_score"] == score_of(instance, instance.oracle)
+    assert outcome.metrics["num_tool_calls"] == len(paths) + 2
 
 
 HUNT = (

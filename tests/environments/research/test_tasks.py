@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -166,3 +167,72 @@ def test_the_simulator_of_the_workspace_is_the_machine_that_is_judged(name: str)
     rng = random.Random(0)
     mean = sum(episode(act, rng) for _ in range(200)) / 200
     assert mean == pytest.approx(instance.marks.baseline, rel=0.15)
+
+
+FITTING: dict[str, list[float]] = {"mcar": [-1, 10**5, 0.5], "sat3": [-1]}
+"""Odd answers that are answers all the same."""
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    10**5,
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "1",
+    "",
+    [],
+    [[]],
+    {},
+    {"score": 1.0},
+]
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in DATA])
+def test_odd_answers_are_refused_or_scored_and_never_break_the_judge(name: str) -> None:
+    instance = make_instance(name, 1)
+    assert instance.play is not None
+    for odd in ODD:
+        play = instance.play(Phase.DEV)
+        calls = next(play)
+        try:
+            play.send([odd] * len(calls))
+        except (ArtefactRefused, StopIteration):
+            continue
+        assert odd in FITTING[name]
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_odd_data_is_refused_or_scored_and_never_breaks_the_judge(name: str) -> None:
+    instance = make_instance(name, 1)
+    rng = random.Random(name)
+    parts = [
+        b"\n",
+        b",",
+        b"[",
+        b"]",
+        b"9" * 5000,
+        b"1e999",
+        b"-",
+        b"nan",
+        b"null",
+        b"true",
+        b'"',
+        b"\xff",
+        b"1_0",
+        b"",
+    ]
+    refused = 0
+    for _ in range(60):
+        artefact = instance.oracle
+        for _ in range(rng.randint(1, 3)):
+            begin = rng.randrange(len(artefact))
+            artefact = artefact[:begin] + rng.choice(parts) + artefact[begin + rng.randint(0, 5) :]
+        try:
+            assert not instance.marks.is_alarming(score_of(instance, artefact))
+        except ArtefactRefused:
+            refused += 1
+    assert refused > 20
+    with pytest.raises(ArtefactRefused):
+        score_of(instance, b"id,prediction\n" + b"9" * 5000 + b",1\n" * 4000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -161,7 +162,8 @@ def read_column(artefact: bytes, num_rows: int) -> np.ndarray:
     values = np.full(num_rows, np.nan)
     for line in lines[1:]:
         name, _, value = line.partition(",")
-        if not name.isascii() or not name.isdigit() or not int(name) < num_rows:
+        # Python refuses to read thousands of digits.
+        if not name.isascii() or not name.isdigit() or len(name) > 9 or not int(name) < num_rows:
             raise ArtefactRefused(f"the row {line[:60]!r} has no id from 0 to {num_rows - 1}")
         try:
             values[int(name)] = float(value)
@@ -202,7 +204,9 @@ def as_index(value: Any, num_choices: int) -> int:
 
 def as_number(value: Any) -> float:
     """Return a reply that is a finite number. Raises: ArtefactRefused for another one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer may be too large for a float.
+    if not is_number or not abs(value) < sys.float_info.max:
         raise ArtefactRefused(f"it returned {str(value)[:40]}; it must return a finite number")
     return float(value)
 
