@@ -18,9 +18,9 @@ import pytest
 from strop.agents import Face
 from strop.engine import Completion, GenerationRequest
 from strop.environments import PromptCache, RolloutPlan, choose_environment, run_rollout
-from strop.environments.recording import Recorder
+from strop.environments.recording import CallsUsedUp, Recorder
 from strop.errors import ConfigError, EngineError
-from strop.rollout import RESTART, FailureOwner, FinishReason, Rollout, Sampling, Split, Turn
+from strop.rollout import RESTART, FailureOwner, FinishReason, Message, Rollout, Sampling, Split, Turn
 from strop.spec.reader import load_spec
 from strop.tasks import build_task
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
@@ -204,6 +204,8 @@ def test_several_choices_are_samples_of_their_own(tmp_path: Path) -> None:
         assert [one.message.content for one in answer.choices] == ["a", "b"]
         assert [one.index for one in answer.choices] == [0, 1]
         assert answer.usage.completion_tokens == 4
+        # Whatever name a program has for the model, it is the policy that answers.
+        assert answer.model == "any"
         assert [one.token for one in answer.choices[0].logprobs.content] == ["a", "<|end|>"]
         said = {"role": "assistant", "content": "b"}
         stream = await chat(client, user("x"), said, user("y"), stream=True, logprobs=True)
@@ -322,6 +324,23 @@ def test_room_calls_and_a_cut_reply(tmp_path: Path) -> None:
     asked.let(work)
 
 
+def test_a_thousand_calls_at_once_have_the_tokens_of_an_attempt_together(tmp_path: Path) -> None:
+    """Each takes two; none is cut by what others under way have not used yet."""
+    asked = Asked(tokenizer_of(tmp_path), ["7"] * 1000, max_reply_tokens=8, max_tokens=100)
+
+    async def main() -> list[Any]:
+        messages = [Message(role="user", content="x")]
+        calls = (asked.recorder.ask(messages) for _ in range(1000))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert sum(isinstance(one, CallsUsedUp) for one in found) == 950
+    assert isinstance(asked.recorder.refusal, CallsUsedUp)
+    said = [turn for turn in asked.turns if turn.is_sampled]
+    assert {turn.finish_reason for turn in said} == {FinishReason.EOS}
+    assert len(said) == 50
+
+
 AGENT = '''
 import os, sys, time
 import openai
@@ -338,6 +357,13 @@ async def two_calls(prompt, base_url, api_key, model, a, **others):
     return said
 
 def ends_early(prompt): return "7"
+def asks_until_it_fails(prompt, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": prompt}]
+    while True:
+        messages.append(client.chat.completions.create(model="x", messages=messages).choices[0].message)
+        messages.append({"role": "user", "content": "Go on."})
+
 def fails(prompt): raise RuntimeError("a bug")
 def hangs(prompt, base_url, api_key):
     openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(
@@ -353,7 +379,14 @@ print(answer.choices[0].message.content, "as", problem["fields"]["a"])
 """
 
 
-def attempt(tmp_path: Path, agent: str, script: ScriptOf, *words: str, form: str = "fence") -> Rollout:
+def attempt(
+    tmp_path: Path,
+    agent: str,
+    script: ScriptOf,
+    *words: str,
+    form: str = "fence",
+    max_positions: int | None = None,
+) -> Rollout:
     """Have a program, or a function of `AGENT`, solve the first sum."""
     if agent.isidentifier():
         path = tmp_path / "agent.py"
@@ -369,6 +402,7 @@ def attempt(tmp_path: Path, agent: str, script: ScriptOf, *words: str, form: str
         run_seed=0,
         sampling=Sampling(),
         max_reply_tokens=400,
+        max_positions=max_positions,
     )
     tokenizer = tokenizer_of(tmp_path, form)
     engine = DummyEngine(tokenizer, script)
@@ -415,6 +449,17 @@ def test_a_program_that_fails_is_no_reward(
     failure = rollout.outcome.failure
     assert failure is not None
     assert (failure.owner, failure.kind) == (owner, kind), failure.detail
+
+
+@pytest.mark.parametrize(
+    ("words", "max_positions", "end"), [(["task.agent_tokens=5"], None, "tokens"), ([], 60, "context")]
+)
+def test_a_program_that_fails_where_the_policy_left_no_room_is_judged_as_it_stands(
+    tmp_path: Path, words: list[str], max_positions: int | None, end: str
+) -> None:
+    rollout = attempt(tmp_path, "asks_until_it_fails", ["7"] * 9, *words, max_positions=max_positions)
+    assert (rollout.outcome.reward, rollout.outcome.truncated) == (0.0, True), rollout.outcome
+    assert rollout.outcome.metrics[f"stopped_by_{end}"] == 1.0
 
 
 def test_a_program_is_ended_at_its_time_with_what_it_began(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ history, a branch. No sampled token is trained twice, and a reply that no client
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -83,6 +84,11 @@ class Recorder:
         """Each call by the values of its messages with the reply behind them."""
         self._times_asked: Counter[bytes] = Counter()
         self._num_asked = 0
+        self._num_said = 0
+        self._num_set_aside = 0
+        self._given_back = asyncio.Condition()
+        self.refusal: CallTooLong | CallsUsedUp | None = None
+        """Why the newest call was refused: the policy has used up its room. None where it was not."""
         self.is_sealed = False
         """Whether the attempt is over, so that no call is answered any more."""
         self.is_late = False
@@ -115,21 +121,19 @@ class Recorder:
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
         posed = _without_reasoning(posed)
-        wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens, self._left_tokens())
-        if self._max_positions is not None and len(prompt_ids) + wanted > self._max_positions:
-            wanted = self._max_positions - len(prompt_ids)
-            if wanted < 1:
-                raise CallTooLong(
-                    f"This model's maximum context length is {self._max_positions} tokens, and the messages"
-                    f" have {len(prompt_ids)}"
-                )
+        wanted = await self._take_room(len(prompt_ids), max_tokens)
         self._num_asked += 1
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
         stream = hashlib.blake2b(
             digest + self._times_asked[digest].to_bytes(8, "little"), digest_size=8
         ).digest()
         self._times_asked[digest] += 1
-        completion = await self._sample(prompt_ids, wanted, int.from_bytes(stream, "little") % 2**_SEED_BITS)
+        try:
+            seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
+            completion = await self._sample(prompt_ids, wanted, seed)
+            self._num_said += len(completion.token_ids)
+        finally:
+            await self._give_back(wanted)
         spoken = take_apart(self._prompts, completion, tools, self._num_asked)
         if completion.finish_reason is FinishReason.LENGTH:
             # A reply that was cut has no calls: what looks whole may have gone on.
@@ -170,13 +174,43 @@ class Recorder:
                 call = next((child for child in call.children if child in kept), None)
         return tuple(turns)
 
-    def _left_tokens(self) -> int:
-        """Return how many tokens may be sampled. Raises: CallsUsedUp."""
-        num_said = sum(len(call.reply.token_ids) for call in self._calls)
-        left = self._max_reply_tokens if self._max_tokens is None else self._max_tokens - num_said
-        if left < 1:
-            raise CallsUsedUp(f"the attempt has had its {self._num_asked} calls and {num_said} tokens")
-        return left
+    async def _take_room(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Return how many tokens a reply may have, and set them aside; others under way may be waited for.
+
+        Raises: CallTooLong, CallsUsedUp.
+        """
+        wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens)
+        if self._max_positions is not None:
+            room = self._max_positions - num_prompt_tokens
+            if room < 1:
+                self.refusal = CallTooLong(
+                    f"This model's maximum context length is {self._max_positions} tokens, and the messages"
+                    f" have {num_prompt_tokens}"
+                )
+                raise self.refusal
+            wanted = min(wanted, room)
+        if self._max_tokens is not None:
+            async with self._given_back:
+                await self._given_back.wait_for(
+                    lambda: not self._num_set_aside or self._count_left() >= wanted
+                )
+            wanted = min(wanted, self._count_left())
+            if wanted < 1:
+                self.refusal = CallsUsedUp(f"the attempt has had its {self._max_tokens} tokens")
+                raise self.refusal
+        self._num_set_aside += wanted
+        self.refusal = None
+        return wanted
+
+    async def _give_back(self, num_tokens: int) -> None:
+        async with self._given_back:
+            self._num_set_aside -= num_tokens
+            self._given_back.notify_all()
+
+    def _count_left(self) -> int:
+        """Return how many tokens are neither sampled nor set aside, of those that an attempt may have."""
+        assert self._max_tokens is not None
+        return self._max_tokens - self._num_said - self._num_set_aside
 
     def _continue(
         self, messages: tuple[Message, ...], tools: tuple[str, ...]

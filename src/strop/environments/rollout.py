@@ -21,7 +21,7 @@ from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
-from strop.environments.recording import Recorder
+from strop.environments.recording import CallTooLong, Recorder
 from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
@@ -266,12 +266,17 @@ class _Attempt:
         finally:
             recorder.is_sealed = True
             self.turns = list(recorder.turns())
+        refusal = recorder.refusal
+        if caught.failure is not None and (refusal is None or not recorder.num_calls):
+            failures.append(caught.failure)
         # What failed in the engine, whatever the program made of it.
-        failures += [caught.failure] if caught.failure is not None else []
         if failures:
             return Outcome(parts={}, failure=failures[0])
         if not recorder.num_calls:
             return Outcome.lost(FailureOwner.TASK, "no_call", "the program ended without asking the model")
+        if refusal is not None:
+            # Many programs fail then; it was the policy that left no room.
+            return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
         return Stop.TIME if recorder.is_late else Stop.DONE
 
     def _encode_choices(self, context_ids: IntArray) -> EncodedChoices | None:
