@@ -125,6 +125,8 @@ def test_evaluations_are_counted_and_never_of_the_sealed_draws() -> None:
     assert outcome.metrics["num_tool_errors"] == 1
     shown = float(told[2].split()[3])
     assert shown != round(outcome.metrics["raw_score"], 3)
+    gap = instance.marks.share(shown) - outcome.metrics["range_share"]
+    assert outcome.metrics["dev_gap"] == pytest.approx(gap, abs=0.01)
     assert outcome.is_correct
 
 

@@ -118,6 +118,8 @@ class Research(Workspace):
         self._spec = spec
         self.limits = TaskLimits(max_reply_tokens=2048, min_reward=-1.0, max_goldless_frac=1.0)
         self._num_left = spec.num_evaluations
+        self._dev_share: float | None = None
+        """Of the range from floor to ceiling, by the last evaluation."""
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield instances, the tasks taking turns. An example names its own draw only."""
@@ -175,6 +177,7 @@ class Research(Workspace):
                 score = await self._judge(instance, grader, artefact, Phase.DEV)
             except ArtefactRefused as error:
                 raise ToolError(f"{error} ({self._num_left} evaluations left)") from error
+        self._dev_share = instance.marks.share(score)
         better = "higher" if instance.marks.is_higher_better else "lower"
         return f"The score is {score:.3f} ({better} is better). {self._num_left} evaluations left."
 
@@ -189,7 +192,11 @@ class Research(Workspace):
             score = await self._judge(instance, sandbox, artefact, Phase.SEALED)
         except ArtefactRefused as error:
             return to_outcome(instance, None, str(error))
-        return to_outcome(instance, score)
+        outcome = to_outcome(instance, score)
+        if self._dev_share is None:
+            return outcome
+        gap = self._dev_share - instance.marks.share(score)
+        return replace(outcome, metrics={**outcome.metrics, "dev_gap": gap})
 
     async def _judge(
         self, instance: Instance, sandbox: ServedSandbox, artefact: bytes, phase: Phase
