@@ -19,7 +19,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps clean
+.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -31,6 +31,7 @@ help:
 	@echo "make system-deps  install the system packages that some tests need (as root)"
 	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
+	@echo "make guest-deps   make the environments of packages whose worlds strop plays (textarena, verifiers)"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make agents-deps  make the environment of mini-swe-agent, which tests train as it is"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
@@ -156,6 +157,14 @@ agents-deps: $(READY)
 	@$(IN_VENV) -c "from tests.fixtures.real_agents import MINI_SWE_AGENT; \
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(MINI_SWE_AGENT, say=print)"
+
+# Packages whose environments strop plays, each in an environment of its own in the user's cache, 1.5 GB.
+guest-deps: $(READY)
+	@$(IN_VENV) -c "from strop.agents.verifiers import environment_of; \
+		from strop.environments.textarena import TEXTARENA; \
+		from strop.store.python_environment import ensure_environment; \
+		ensure_environment(TEXTARENA, say=print); \
+		[ensure_environment(environment_of((), form), say=print) for form in ('v1', 'v0')]"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -29,8 +29,12 @@ def prompts_digest(task: Task) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
+GUESTS = {"textarena", "verifiers"}
+
+
 def test_every_built_in_task_is_known() -> None:
-    assert {case.partition(" ")[0] for case in CASES} == set(task_summaries())
+    # Those of other packages have the versions of these.
+    assert {case.partition(" ")[0] for case in CASES} == set(task_summaries()) - GUESTS
     # Its version is that of the installed package too.
     assert CASES.keys() - KNOWN.keys() == {"reasoning-gym"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strop.environments.recording import Call
-from strop.rollout import Message
+from strop.rollout import IntArray, Message
 from strop.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ class Refused(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Asked:
     """What a program asks for."""
 
@@ -32,6 +32,8 @@ class Asked:
     """Functions in the form of OpenAI's chat API, as JSON; none where none may be called."""
     max_tokens: int | None
     num_choices: int = 1
+    token_ids: IntArray | None = None
+    """The whole prompt, where the program renders it by itself; there are no messages then."""
 
     @property
     def is_one_call(self) -> bool:

@@ -1,7 +1,8 @@
 """The OpenAI-compatible face of the model: for each rollout an address `/r/ID/v1`, and a key.
 
 `POST chat/completions` (`chat`) and `POST responses` (`responses`), plain and as a stream (the reply is
-sampled whole, then sent), with tools and log-probabilities; `GET models`. The run's sampling is used whatever
+sampled whole, then sent), with tools and log-probabilities; `POST /r/ID/inference/v1/generate` (`generate`)
+for ids; `GET models`. The run's sampling is used whatever
 a program asks for: other tokens would not be the policy's. What would change the support of the distribution
 is refused.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 from strop.agents.chat import Chat
 from strop.agents.dialect import Asked, Dialect, Refused
+from strop.agents.generate import Generate
 from strop.agents.responses import Responses
 from strop.engine.server import LOOPBACK, listen
 from strop.engine.wire import require_server_part
@@ -92,6 +94,7 @@ class Face:
         dialects: dict[str, Dialect] = {
             "chat/completions": Chat(tokenizer),
             "responses": Responses(tokenizer),
+            "generate": Generate(tokenizer.stop_token_ids),
         }
         self._open[name] = _Open(key=key, recorder=recorder, dialects=dialects)
         try:
@@ -106,9 +109,11 @@ class Face:
             return
         try:
             rollout = self._authorize(scope)
+            # vLLM's `/inference/v1/generate` stands beside `/v1`, not below it.
             path = scope["path"].split("/v1/", 1)[-1]
             if scope["method"] == "GET" and path == "models":
-                await _send_json(send, 200, {"object": "list", "data": [_MODEL]})
+                model = {**_MODEL, "max_model_len": rollout.recorder.max_positions}
+                await _send_json(send, 200, {"object": "list", "data": [model]})
             elif scope["method"] == "POST" and path in rollout.dialects:
                 await _complete(rollout, rollout.dialects[path], scope, receive, send)
             else:
@@ -171,8 +176,11 @@ async def _ask(rollout: _Open, asked: Asked) -> list[Call]:
     """Have a reply sampled for each choice. Raises: Refused."""
     if rollout.recorder.is_sealed:
         raise Refused(410, "this rollout is over", "gone")
+    recorder = rollout.recorder
     choices = [
-        rollout.recorder.ask(asked.messages, asked.tools, asked.max_tokens, is_one_call=asked.is_one_call)
+        recorder.ask(asked.messages, asked.tools, asked.max_tokens, is_one_call=asked.is_one_call)
+        if asked.token_ids is None
+        else recorder.ask_ids(asked.token_ids, asked.max_tokens)
         for _ in range(asked.num_choices)
     ]
     try:

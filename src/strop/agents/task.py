@@ -136,7 +136,7 @@ class AgentEnvironment:
             "fields": dict(self._example.fields),
         }
         async with AsyncExitStack() as stack:
-            face = await stack.enter_async_context(_lease())
+            face = await stack.enter_async_context(lease_face())
             base_url, key = await stack.enter_async_context(face.open(recorder))
             access = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "OPENAI_MODEL": _MODEL}
             # An older name of the first, which litellm reads too.
@@ -183,7 +183,7 @@ _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictiona
 
 
 @asynccontextmanager
-async def _lease() -> AsyncIterator[Face]:
+async def lease_face() -> AsyncIterator[Face]:
     """Return the face of this event loop; its server ends with the last attempt that uses it."""
     shared = _shared.setdefault(asyncio.get_running_loop(), _Shared())
     async with shared.lock:

@@ -255,8 +255,9 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
     rows, reports = [], {}
     for label, spec in list_audits(words):
         if spec is None:
-            key = "parts" if label == "mixture" else "source"
-            cause = f"needs files: {label}.{key}=..."
+            needed = {"mixture": "files: mixture.parts", "textarena": "a game: textarena.game"}
+            needed["verifiers"] = "a taskset: verifiers.taskset"
+            cause = f"needs {needed.get(label, f'files: {label}.source')}=..."
             rows.append((label, "-", cause))
             reports[label] = {"verdict": None, "cause": cause}
             continue

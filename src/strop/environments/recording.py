@@ -77,7 +77,8 @@ class Recorder:
         self._prompts = prompts
         self._sample = sample
         self._max_reply_tokens = max_reply_tokens
-        self._max_positions = max_positions
+        self.max_positions = max_positions
+        """Tokens that the model can look at; None: unknown."""
         self._max_tokens = max_tokens
         self._calls: list[Call] = []
         self._by_history: dict[tuple[Any, ...], Call] = {}
@@ -120,7 +121,55 @@ class Recorder:
         """
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
-        posed = _without_reasoning(posed)
+        completion = await self._complete(prompt_ids, max_tokens)
+        spoken = take_apart(self._prompts, completion, tools, self._num_asked)
+        if completion.finish_reason is FinishReason.LENGTH:
+            # A reply that was cut has no calls: what looks whole may have gone on.
+            spoken = replace(spoken, calls=())
+        if is_one_call:
+            spoken = replace(spoken, calls=spoken.calls[:1])
+        call = Call(
+            messages=_without_reasoning(posed),
+            said=Message(role="assistant", content=spoken.content, tool_calls=spoken.calls),
+            spoken=spoken,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            reply=spoken_turn(completion),
+            parent=parent,
+        )
+        self._by_history[tools, *map(_key, (*call.messages, call.said))] = call
+        return self._keep(call)
+
+    async def ask_ids(self, prompt_ids: IntArray, max_tokens: int | None = None) -> Call:
+        """Sample a reply to a prompt that the program rendered.
+
+        One that begins with an earlier prompt and its reply goes on from these.
+        Raises: as `ask`.
+        """
+        wholes = [(call, np.concatenate([call.prompt_ids, call.reply.token_ids])) for call in self._calls]
+        known = [
+            (call, len(whole))
+            for call, whole in wholes
+            if len(whole) < len(prompt_ids) and np.array_equal(whole, prompt_ids[: len(whole)])
+        ]
+        parent, length = max(known, key=lambda one: one[1], default=(None, 0))
+        new_ids = prompt_ids[length:]
+        text = self._prompts.tokenizer.decode(new_ids, with_special=True)
+        completion = await self._complete(prompt_ids, max_tokens)
+        return self._keep(
+            Call(
+                messages=(),
+                said=Message(role="assistant", content=completion.text),
+                spoken=Spoken(content=completion.text),
+                prompt=Turn(role=RESTART if parent is None else "prompt", text=text, token_ids=new_ids),
+                prompt_ids=prompt_ids,
+                reply=spoken_turn(completion),
+                parent=parent,
+            )
+        )
+
+    async def _complete(self, prompt_ids: IntArray, max_tokens: int | None) -> Completion:
+        """Sample a reply. Raises: as `ask`."""
         wanted = await self._take_room(len(prompt_ids), max_tokens)
         self._num_asked += 1
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
@@ -134,26 +183,12 @@ class Recorder:
             self._num_said += len(completion.token_ids)
         finally:
             await self._give_back(wanted)
-        spoken = take_apart(self._prompts, completion, tools, self._num_asked)
-        if completion.finish_reason is FinishReason.LENGTH:
-            # A reply that was cut has no calls: what looks whole may have gone on.
-            spoken = replace(spoken, calls=())
-        if is_one_call:
-            spoken = replace(spoken, calls=spoken.calls[:1])
-        said = Message(role="assistant", content=spoken.content, tool_calls=spoken.calls)
-        call = Call(
-            messages=posed,
-            said=said,
-            spoken=spoken,
-            prompt=prompt,
-            prompt_ids=prompt_ids,
-            reply=spoken_turn(completion),
-            parent=parent,
-        )
+        return completion
+
+    def _keep(self, call: Call) -> Call:
         self._calls.append(call)
-        self._by_history[tools, *map(_key, (*posed, said))] = call
-        if parent is not None:
-            parent.children.append(call)
+        if call.parent is not None:
+            call.parent.children.append(call)
         return call
 
     def turns(self) -> tuple[Turn, ...]:
@@ -180,11 +215,11 @@ class Recorder:
         Raises: CallTooLong, CallsUsedUp.
         """
         wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens)
-        if self._max_positions is not None:
-            room = self._max_positions - num_prompt_tokens
+        if self.max_positions is not None:
+            room = self.max_positions - num_prompt_tokens
             if room < 1:
                 self.refusal = CallTooLong(
-                    f"This model's maximum context length is {self._max_positions} tokens, and the messages"
+                    f"This model's maximum context length is {self.max_positions} tokens, and the messages"
                     f" have {num_prompt_tokens}"
                 )
                 raise self.refusal

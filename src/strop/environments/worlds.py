@@ -17,8 +17,10 @@ those of a task.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -289,7 +291,13 @@ class BuiltInWorld(WorldTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the opening of an example."""
-        return self.pose(to_messages(opening_of(self.make_own())(example, OPENING_SEED)), example)
+        own = self.make_own()
+        asked = opening_of(own)(example, OPENING_SEED)
+        if inspect.isawaitable(asked):
+            # In a thread: an event loop may be running here.
+            with ThreadPoolExecutor(1) as thread:
+                asked = thread.submit(asyncio.run, _open(own, asked)).result()
+        return self.pose(to_messages(asked), example)
 
     def problem_of(self, example: Example) -> str:
         """Return the example's id: an opening seldom says all of a problem."""
@@ -346,3 +354,11 @@ class OwnWorld(WorldTask, OwnTask):
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return how the class opened an example when it was asked for its examples."""
         return self.pose(OwnTask.render(self, example), example)
+
+
+async def _open(own: Any, opening: Awaitable[Any]) -> Any:
+    """Return how an object opens an attempt, of which nothing more is wanted."""
+    try:
+        return await opening
+    finally:
+        await own.close()

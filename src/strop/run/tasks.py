@@ -100,7 +100,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
                 for key, field in fields.items()
                 if key != "name"
             )
-            has_files = any(word.startswith(("source=", "parts")) for word in mine)
+            has_files = any(word.startswith(("source=", "parts", "game=", "taskset=")) for word in mine)
             yield name, read_task(name, mine) if has_files or has_examples else None
 
 

@@ -30,7 +30,8 @@ _MARK = re.compile(
 )
 _LAST = 1000
 _ENVIRONMENTS = "strop.environments"
-"""A room above this one, where built-in environments are: imported when a run names one."""
+_AGENTS = "strop.agents"
+"""Rooms above this one, where built-in environments are: imported when a run names one."""
 _imported: dict[str, tuple[type[TaskSection], Callable[..., Any]]] = {}
 """By name: section and class of the tasks whose modules have been imported."""
 
@@ -60,10 +61,11 @@ class _Found:
 
 @cache
 def _find_all() -> Mapping[str, _Found]:
-    """Read the decorators of the files of both rooms, by name of the task, in the order of listings."""
+    """Read the decorators of the files of all rooms, by name of the task, in the order of listings."""
     found: dict[str, _Found] = {}
     folders = [("strop.tasks", Path(folder)) for folder in strop.tasks.__path__]
-    folders.append((_ENVIRONMENTS, folders[0][1].with_name("environments")))
+    beside = folders[0][1].with_name
+    folders += [(_ENVIRONMENTS, beside("environments")), (_AGENTS, beside("agents"))]
     for room, folder in folders:
         for path in sorted(folder.rglob("*.py")):
             module = ".".join((room, *path.relative_to(folder).with_suffix("").parts))
@@ -104,7 +106,7 @@ def task_summaries() -> Mapping[str, str]:
 
 def environment_names() -> Sequence[str]:
     """Return the built-in tasks whose attempts have several turns. Imports no task."""
-    return [name for name, found in _find_all().items() if found.module.startswith(_ENVIRONMENTS)]
+    return [name for name, found in _find_all().items() if found.module.startswith((_ENVIRONMENTS, _AGENTS))]
 
 
 def build_task(spec: TaskSection) -> Task:

@@ -1,0 +1,128 @@
+"""Environments of verifiers v1, served by `host.py`. Tried with verifiers 0.4.0.
+
+Every agent of an environment asks the model of strop's rollout. Its program is `chat`, a loop in this process
+that says and hears messages, unless a harness of the package is named. Programs run on this machine
+(verifiers' runtime `subprocess`), unless the settings say otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.utils import loaders
+
+saying = sys.modules["__main__"].load(str(Path(__file__).with_name("saying.py"))).saying
+_CHAT = "strop_chat"
+_LOCAL = {"type": "subprocess"}
+_KEPT_ERROR_CHARS = 500
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+    """Says the task's prompt, or the conversation so far, and keeps the reply."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> Any:
+        """Ask once, through verifiers' own recording of the call."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(one) for one in prompt or ()]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class Guest:
+    """One environment, its tasks and its episodes."""
+
+    def __init__(
+        self, taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
+    ) -> None:
+        if folder is not None:
+            sys.path.insert(0, folder)
+        module = ModuleType(_CHAT)
+        module.__dict__.update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
+        sys.modules[_CHAT] = module
+        harness = _CHAT if harness == "chat" else harness
+        raw = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
+        kind = loaders.env_config_type(taskset, raw.get("id", ""))
+        for name, field in kind.model_fields.items():
+            if isinstance(field.default, vf.AgentConfig):
+                own = raw.get(name, {})
+                timeout = {"rollout": limit_s, **own.get("timeout", {})}
+                raw[name] = {"runtime": _LOCAL, "harness": {"id": harness}, **own, "timeout": timeout}
+        self._env = loaders.load_environment(loaders.resolve_env_config(raw))
+        self._stack = AsyncExitStack()
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Start what all episodes share."""
+        await self._stack.enter_async_context(self._env.serving())
+
+    async def tasks(self, number: int) -> list[dict[str, Any]]:
+        """Return the data of the first tasks, as many as there are."""
+        return [task.data.model_dump(mode="json") for task in itertools.islice(self._env.taskset, number)]
+
+    async def run(
+        self, data: dict[str, Any], base_url: str, key: str, renderer: str | None
+    ) -> dict[str, Any]:
+        """Play an episode; return what it earned, and what went wrong."""
+        variable = f"STROP_KEY_{next(self._numbers)}"
+        os.environ[variable] = key
+        access = {"base_url": base_url, "api_key_var": variable}
+        client: Any = vf.EvalClientConfig(**access)
+        if renderer is not None:
+            client = vf.TrainClientConfig(**access, renderer_model_name=renderer)
+        context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
+        task_type = type(self._env.taskset).task_type()
+        task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
+        (slot,) = self._env.slots(task)
+        try:
+            episode = await self._env.run_slot(slot, context)
+        finally:
+            del os.environ[variable]
+        return {
+            "traces": [_describe(trace) for trace in episode.traces],
+            "errors": [_tell(error) for error in episode.errors],
+        }
+
+    async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
+        """Play an episode with given replies, the last of which is said again."""
+        async with saying(replies) as base_url:
+            return await self.run(data, base_url, "none", None)
+
+
+def _describe(trace: Any) -> dict[str, Any]:
+    return {
+        "agent": trace.agent.name,
+        "rewards": {name: None if one is None else one.value for name, one in trace.rewards.items()},
+        "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
+        "errors": [_tell(error) for error in trace.errors],
+        "is_truncated": bool(trace.is_truncated),
+        "stop": trace.stop_condition,
+    }
+
+
+def _tell(error: Any) -> dict[str, Any]:
+    return {
+        "type": error.type,
+        "message": error.message[:_KEPT_ERROR_CHARS],
+        "status": error.status_code,
+    }
