@@ -65,7 +65,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.min_value", "task.max_value", "task.operators", "task.num_held_out"),
         *("task.num_train", "task.min_words", "task.max_words", "task.partial_marks"),
         *("task.max_turns", "task.max_attempt_tokens", "task.max_attempt_s", "task.max_observation_chars"),
-        *("task.tool_limit_s", "task.max_format_errors"),
+        *("task.tool_limit_s", "task.mcp_servers", "task.max_format_errors"),
         *("task.min_isolation", "task.sandbox", "task.tasks", "task.num_evaluations"),
         *("task.game", "task.options", "task.taskset", "task.form", "task.packages", "task.folder"),
         *("task.agent_program", "task.config", "task.renderer", "task.max_reward", "task.min_reward"),

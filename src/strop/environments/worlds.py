@@ -27,6 +27,7 @@ from typing import Any
 
 from strop.environments import looking
 from strop.environments.contract import Action, StepResult
+from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
 from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.environments.workspace import Place, Workspace
@@ -67,12 +68,22 @@ class WorldTask:
         """Where its examples are attempted; see `tasks.traits`."""
         return World(self)
 
+    def make_attempt(self) -> WorldObject:
+        """Return what one attempt is made on, the servers of the run file with it."""
+        made, servers = self.make_object(), self.section.mcp_servers
+        owners = {name: server for name, (server, _) in self.served_tools.items()}
+        return ServedObject(made, owners, servers, self.object_limits) if servers else made
+
     def make_object(self) -> WorldObject:
-        """Return what one attempt is made on."""
-        limits = ObjectLimits(
+        """Return the class's part of an attempt."""
+        return ObjectHere(self._make_placed, self.to_outcome, self.object_limits)
+
+    @property
+    def object_limits(self) -> ObjectLimits:
+        """What one request to an object may take, and may give."""
+        return ObjectLimits(
             tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
         )
-        return ObjectHere(self._make_placed, self.to_outcome, limits)
 
     def _make_placed(self) -> Any:
         own = self.make_own()
@@ -88,7 +99,9 @@ class WorldTask:
     @cached_property
     def tools(self) -> Mapping[str, str]:
         """The schemas of its tools, by name. Raises: ConfigError if it has neither `step` nor a tool."""
-        tools: Mapping[str, str] = self.facts["tools"]
+        own, served = self.facts["tools"], self.served_tools
+        require_apart(own, served)
+        tools: Mapping[str, str] = {**own, **{name: schema for name, (_, schema) in served.items()}}
         if not tools and not self.facts["has_step"]:
             raise ConfigError(
                 f"the environment {self.name} has neither step nor a tool: the policy could do nothing",
@@ -96,6 +109,11 @@ class WorldTask:
                 next_step="add one",
             )
         return tools
+
+    @cached_property
+    def served_tools(self) -> Mapping[str, tuple[str, str]]:
+        """Server and schema of each tool of an MCP server. Raises: ConfigError like `find_served_tools`."""
+        return find_served_tools(self.section.mcp_servers, self.section.tool_limit_s)
 
     @cached_property
     def max_turns(self) -> int:
@@ -178,7 +196,7 @@ class PlayedWorld:
         """Make a new object, and have it open the attempt. Raises: DataError if the example is not whole."""
         require_whole(self._task.name, example)
         await self.close()
-        self._object = self._task.make_object()
+        self._object = self._task.make_attempt()
         self._num_turns, self._is_over = 0, False
         return self._task.pose(await self._object.reset(example, seed), example)
 

@@ -281,8 +281,7 @@ class EnvironmentSection(TaskSection):
         default=None,
         ge=1,
         le=10_000,
-        description="Replies that an attempt has at most; then it is scored as it stands. none = the"
-        " environment's own number.",
+        description="Replies that an attempt has at most; then it is scored. none = the environment's own.",
         json_schema_extra=expert("longer attempts cost more, and may earn more"),
     )
     max_attempt_tokens: int | None = Field(
@@ -315,6 +314,12 @@ class EnvironmentSection(TaskSection):
         le=86_400.0,
         description="Seconds that a tool may take which waits for something. Then the attempt has no score.",
         json_schema_extra=expert("a tool may wait for what never comes"),
+    )
+    mcp_servers: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="MCP servers whose tools join the environment's own: URLs, or commands for each attempt.",
+        json_schema_extra=expert("a tool may exist already"),
     )
     max_format_errors: int = Field(
         default=3,
