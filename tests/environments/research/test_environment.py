@@ -96,14 +96,12 @@ def test_the_starter_earns_nothing_and_the_oracle_nearly_all(name: str) -> None:
 def test_programs_that_cheat_earn_no_more_than_the_floor(name: str) -> None:
     instance = make_instance(name, 0)
 
-    async def judge_all() -> dict[str, Outcome]:
-        task = build()
-        found = {}
-        for cheat, artefact in instance.cheats.items():
-            found[cheat], _ = await play(task, example_of(name), [write(name, artefact), SUBMIT])
-        return found
+    async def judge_all() -> list[tuple[Outcome, list[str]]]:
+        task, example = build(), example_of(name)
+        replies = [[write(name, artefact), SUBMIT] for artefact in instance.cheats.values()]
+        return await asyncio.gather(*(play(task, example, each) for each in replies))
 
-    for cheat, outcome in asyncio.run(judge_all()).items():
+    for cheat, (outcome, _) in zip(instance.cheats, asyncio.run(judge_all()), strict=True):
         assert outcome.failure is None, (cheat, outcome)
         assert outcome.reward is not None
         # A defence that loses nothing, such as pushing one way, is a weak answer and no cheat.

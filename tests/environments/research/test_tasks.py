@@ -19,7 +19,6 @@ from strop.environments.research.contract import (
 from strop.environments.research.fixtrain import CLEAN, FAULTS
 from strop.environments.research.suite import TASKS, make_instance
 
-SEEDS = (1, 2)
 DATA = [name for name in TASKS if make_instance(name, 1).score is not None]
 BASELINE_ERRORS = 5
 
@@ -32,10 +31,9 @@ def score_of(instance: Instance, artefact: bytes, phase: Phase = Phase.SEALED) -
     return play_with(instance.play(phase), load_function(artefact, instance.function))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TASKS)
-def test_the_oracle_reaches_the_ceiling_and_the_starter_the_baseline(name: str, seed: int) -> None:
-    instance = make_instance(name, seed)
+def test_the_oracle_reaches_the_ceiling_and_the_starter_the_baseline(name: str) -> None:
+    instance = make_instance(name, 1)
     marks = instance.marks
     sign = 1 if marks.is_higher_better else -1
     assert sign * marks.floor <= sign * marks.baseline < sign * marks.ceiling
