@@ -100,6 +100,8 @@ class Guest:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.log_path.is_file() and not self.log_path.stat().st_size:
+            self.log_path.unlink()
 
     def _send(self, do: str, given: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         with self._lock:
