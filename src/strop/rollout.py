@@ -332,6 +332,9 @@ class Outcome:
     isolation: str | None = None
     """Sandbox level that the policy's code ran at; None where nothing untrusted ran."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    """How much of the reward each reply earned, for credit per turn (`algorithm.credit`). What they leave of
+    the reward was earned by the last reply; empty: all of it."""
     failure: Failure | None = None
 
     @property

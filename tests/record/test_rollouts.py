@@ -63,6 +63,7 @@ outcomes = st.builds(
     extracted=st.none() | texts,
     isolation=st.none() | texts,
     metrics=named_numbers,
+    turn_rewards=st.lists(numbers, max_size=3).map(tuple),
     failure=st.none()
     | st.builds(Failure, owner=st.sampled_from(FailureOwner), kind=texts, detail=st.text(max_size=30)),
 )
@@ -226,7 +227,7 @@ def test_a_file_that_holds_no_rollouts_is_refused(
     path = tmp_path / "r.parquet"
     write_rollouts(path, [make_rollout()])
     path.write_bytes(make_other(path.read_bytes()))
-    with pytest.raises(CorruptRecord, match=r"does not hold rollouts .* format 4\. Next: remove the file"):
+    with pytest.raises(CorruptRecord, match=r"does not hold rollouts .* format 5\. Next: remove the file"):
         read_rollouts(path)
 
 

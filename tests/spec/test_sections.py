@@ -89,6 +89,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("algorithm.zero_variance", "algorithm.filter_on", "algorithm.overlong"),
         "algorithm.overlong_buffer_tokens",
         *("algorithm.correction", "algorithm.correction_cap", "algorithm.max_sequence_tokens"),
+        *("algorithm.credit", "algorithm.turn_discount"),
         *("lora.rank", "lora.alpha", "lora.targets"),
         *("reference.model", "reference.kl_beta", "reference.kl_estimator"),
         *("optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2"),

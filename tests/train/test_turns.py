@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from strop.environments import RolloutPlan, run_rollout
 from strop.environments.worlds import BuiltInWorld
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Example, Split
+from strop.rollout import Example, FailureOwner, Outcome, Sampling, Split
 from strop.spec.task import EnvironmentSection
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.traits import attempt_tokens_of
+from strop.testing.dummy_engine import DummyEngine
+from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.spell import GOLD, STOPS
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
@@ -55,6 +59,61 @@ class Letters:
 
     def gold_replies(self, example: Example) -> list[tuple[str, ...]]:
         return [(GOLD,) * 3]
+
+
+class EarningLetters(Letters):
+    """The same, which says what each turn earned."""
+
+    def score(self) -> Outcome:  # type: ignore[override]
+        earned = tuple(one / self.max_turns for one in self._earned)
+        return Outcome(parts={"share": sum(earned)}, turn_rewards=earned)
+
+
+class Miscounting(Letters):
+    """The same, which says so of one turn alone."""
+
+    def score(self) -> Outcome:  # type: ignore[override]
+        return Outcome(parts={"share": 1.0}, turn_rewards=(1.0,))
+
+
+def run_by_turn(task: BuiltInWorld, root: Path, model_dir: Path) -> Composition:
+    spec = tiny_spec(
+        task={"name": "guess-number"},
+        algorithm={"credit": "turn", "turn_discount": 0.9},
+        train={"steps": 2, "prompts_per_step": 2, "group_size": 4},
+    )
+    made = Composition(spec=spec, model_dir=model_dir, run_dir=new_run(root), task=task)
+    made.run()
+    return made
+
+
+def test_a_run_gives_credit_to_single_turns(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = run_by_turn(BuiltInWorld(LettersSpec(), EarningLetters), tmp_path, tiny_model_dir)
+    (line, _) = made.notes.steps
+    assert line["num_optimizer_steps"] == 1.0
+    # A third turn that no other attempt of the group has is compared with none.
+    assert 0.0 < line["num_signal_tokens"] <= line["num_scored_tokens"]
+    one, *_ = read_rollouts(made.run_dir.rollouts_files()[0])
+    assert len(one.outcome.turn_rewards) == one.outcome.metrics["num_turns"]
+    assert one.outcome.reward == pytest.approx(sum(one.outcome.turn_rewards))
+
+
+def test_rewards_of_other_turns_than_those_of_the_attempt_are_no_score(tiny_model_dir: Path) -> None:
+    task = BuiltInWorld(LettersSpec(), Miscounting)
+    plan = RolloutPlan(
+        example=task.examples(Split.TRAIN)[0],
+        step=0,
+        sample_index=0,
+        run_seed=0,
+        sampling=Sampling(temperature=1.0),
+        max_reply_tokens=4,
+    )
+    tokenizer = Tokenizer.load(tiny_model_dir)
+    engine = DummyEngine(tokenizer, ["A", "B", "C"])
+    found = asyncio.run(run_rollout(task.world.make_environment(), engine, tokenizer, plan))
+    assert found.outcome.failure is not None
+    assert found.outcome.failure.owner is FailureOwner.TASK
+    assert "in an attempt of" in found.outcome.failure.detail
 
 
 def test_an_attempt_may_say_as_much_as_all_its_turns() -> None:

@@ -211,6 +211,41 @@ def compare_members(
     return advantage_G
 
 
+def compare_turns(
+    advantage: AdvantageFn,
+    rewards_G: Sequence[float | None],
+    earned_G_K: Sequence[Sequence[float]],
+    discount: float,
+) -> list[Float64Array]:
+    """Give every turn of the members of one group its advantage: its return, among those of turns as late.
+
+    A turn's return is what it earned itself, and `discount` times that of the next turn. What the turns
+    leave of a member's reward was earned by its last.
+    Shapes: G members, ragged K turns, in and out. Members without a reward take no part and get 0, as does a
+        turn that no other member has, or in which all have the same return.
+    Units: those of `advantage`.
+    """
+    advantage_G_K = [np.zeros(len(earned_K)) for earned_K in earned_G_K]
+    is_scored_G = find_scored(rewards_G)
+    returns_G_K = []
+    for reward, earned_K in zip(as_rewards(rewards_G), earned_G_K, strict=True):
+        returns_K = np.array(earned_K, dtype=np.float64)
+        returns_K[-1:] += reward - returns_K.sum()
+        for turn in reversed(range(len(returns_K) - 1)):
+            returns_K[turn] += discount * returns_K[turn + 1]
+        returns_G_K.append(returns_K)
+    for turn in range(max(map(len, earned_G_K), default=0)):
+        members = [
+            index
+            for index, returns_K in enumerate(returns_G_K)
+            if is_scored_G[index] and len(returns_K) > turn
+        ]
+        compared = compare_members(advantage, [float(returns_G_K[index][turn]) for index in members])
+        for index, value in zip(members, compared, strict=True):
+            advantage_G_K[index][turn] = value
+    return advantage_G_K
+
+
 # The loss of a batch is the plain sum of weight times correction times token loss. All division happens here,
 # once, over the complete optimizer batch, before rollouts are skipped, sharded or cut into micro-batches.
 # Therefore no later split can change the gradient.

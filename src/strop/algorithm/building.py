@@ -89,6 +89,8 @@ def build_algorithm(
         correction_cap=correction.cap if spec.correction_cap is None else spec.correction_cap,
         max_sequence_tokens=spec.max_sequence_tokens,
         entropy_weight=spec.entropy_weight,
+        has_turn_credit=spec.credit == "turn",
+        turn_discount=spec.turn_discount,
     )
     if reference is not None and reference.kl_beta > 0.0:
         is_stale = train is not None and train.max_staleness > 0
@@ -97,7 +99,9 @@ def build_algorithm(
     # Skipping is exact only where nothing acts on tokens without advantage.
     if zero_variance == "skip" and built.acts_on_all_tokens:
         zero_variance = "keep"
-    return replace(built, zero_variance=zero_variance)
+    built = replace(built, zero_variance=zero_variance)
+    _require_turns_compared(built)
+    return built
 
 
 def find_idle_settings(spec: RunSpec) -> str | None:
@@ -123,6 +127,25 @@ def find_idle_settings(spec: RunSpec) -> str | None:
         " (train.mini_batches=1, train.epochs=1), so every probability ratio is 1. Set train.mini_batches or"
         " train.epochs to take several, or leave these settings out"
     )
+
+
+def _require_turns_compared(built: Algorithm) -> None:
+    """Refuse credit per turn where whole rollouts are looked at. Raises: ConfigError."""
+    if not built.has_turn_credit:
+        return
+    if built.over_batch != "none" or not built.is_relative:
+        raise ConfigError(
+            f"algorithm.credit='turn' under {built.name}, which compares rewards over the whole batch",
+            allowed="an algorithm and an advantage that compare within the group, such as 'grpo'",
+            next_step="set algorithm.advantage to 'grpo', or leave algorithm.credit out",
+        )
+    if built.zero_variance in ("drop", "resample"):
+        raise ConfigError(
+            f"algorithm.credit='turn' with zero_variance={built.zero_variance!r}, which looks for groups of"
+            " equal rewards: their turns may differ",
+            allowed="algorithm.zero_variance = 'skip' or 'keep'",
+            next_step="set algorithm.zero_variance to 'skip'",
+        )
 
 
 def _load_own(ref: CodeRef) -> Algorithm:

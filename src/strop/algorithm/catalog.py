@@ -66,6 +66,10 @@ class Algorithm:
     """What follows `advantage` when all groups of the batch were compared."""
     is_relative: bool = True
     """Whether a rollout needs others of its group to be compared with."""
+    has_turn_credit: bool = False
+    """Whether each turn has an advantage of its own (see `advantages.compare_turns`)."""
+    turn_discount: float = 1.0
+    """What a reward of the next turn counts in this one; for credit per turn."""
     has_sequence_ratio: bool = False
     """Whether all tokens of a sequence share the ratio of its mean log-ratio (GSPO)."""
     zero_variance: ZeroVariance = "skip"

@@ -21,7 +21,7 @@ Shapes: P = groups, G = rollouts of a group (ragged).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from strop.algorithm.advantages import (
     IntCounts,
     as_rewards,
     compare_members,
+    compare_turns,
     find_scored,
     is_constant,
     scale_batch,
@@ -77,6 +78,8 @@ class Credit:
     """Scored rollouts without any sampled token; they count as rollouts."""
     num_masked_overlong: int
     num_forwarded: int
+    turn_advantage_P_G_K: tuple[tuple[Float64Array, ...], ...] | None = None
+    """Of each turn that the policy spoke; None: a rollout's are all its own."""
 
 
 def needs_replacement(
@@ -143,6 +146,7 @@ class _GroupCredit:
     is_masked_G: BoolArray
     has_difference: bool
     is_dropped: bool
+    turn_advantage_G_K: tuple[Float64Array, ...] | None = None
 
 
 def assign_credit(
@@ -152,6 +156,7 @@ def assign_credit(
     truncated_P_G: Sequence[Sequence[bool]],
     max_reply_tokens: int,
     limit_P: Sequence[int] | None = None,
+    earned_P_G_K: Sequence[Sequence[Sequence[float]]] | None = None,
 ) -> Credit:
     """Give every rollout of one optimizer batch its advantage, weight and fate.
 
@@ -159,6 +164,7 @@ def assign_credit(
         the policy sampled. An empty batch gives an empty credit.
     Units: tokens for `max_reply_tokens`, the constant of a constant normaliser, and `limit_P`, what each
         group's replies are cut at; None: all at the former.
+    Units: reward units for `earned_P_G_K`, what each turn earned by itself; for credit per turn.
     Units: rewards in the task's units, None (or not finite) for a rollout without score.
     Raises: DataError if the inputs disagree about groups or members, or are not grouped at all.
     """
@@ -170,6 +176,14 @@ def assign_credit(
             rewards_P_G, num_scored_P_G, truncated_P_G, limits, strict=True
         )
     ]
+    turn_advantage_P_G_K = None
+    if algorithm.has_turn_credit:
+        assert earned_P_G_K is not None
+        groups = [
+            _credit_turns(algorithm, group, earned_G_K)
+            for group, earned_G_K in zip(groups, earned_P_G_K, strict=True)
+        ]
+        turn_advantage_P_G_K = tuple(group.turn_advantage_G_K or () for group in groups)
     num_trained_P_G = [group.num_trained_G for group in groups]
     is_counted_P_G = [group.is_counted_G for group in groups]
     weight_P_G = weigh_part(algorithm, num_trained_P_G, is_counted_P_G, max_reply_tokens)
@@ -209,6 +223,7 @@ def assign_credit(
         ),
         num_masked_overlong=sum(int(np.sum(group.is_masked_G)) for group in groups),
         num_forwarded=sum(int(np.sum(is_forwarded)) for is_forwarded in is_forwarded_P_G),
+        turn_advantage_P_G_K=turn_advantage_P_G_K,
     )
 
 
@@ -242,7 +257,10 @@ def _find_forwarded(algorithm: Algorithm, group: _GroupCredit, advantage_G: Floa
     is_forwarded_G = group.is_counted_G & (group.num_trained_G > 0)
     if algorithm.zero_variance != "keep" and not algorithm.acts_on_all_tokens:
         # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
-        is_forwarded_G = is_forwarded_G & (advantage_G != 0.0)
+        has_advantage_G = advantage_G != 0.0
+        if group.turn_advantage_G_K is not None:
+            has_advantage_G = np.array([bool(np.any(one_K)) for one_K in group.turn_advantage_G_K])
+        is_forwarded_G = is_forwarded_G & has_advantage_G
     return is_forwarded_G
 
 
@@ -270,6 +288,18 @@ def _credit_group(
         is_masked_G=is_masked_G,
         has_difference=has_difference,
         is_dropped=is_dropped,
+    )
+
+
+def _credit_turns(
+    algorithm: Algorithm, group: _GroupCredit, earned_G_K: Sequence[Sequence[float]]
+) -> _GroupCredit:
+    """Give a group's turns advantages of their own; its rewards are those after shaping."""
+    found = compare_turns(algorithm.advantage, group.reward_G.tolist(), earned_G_K, algorithm.turn_discount)
+    return replace(
+        group,
+        turn_advantage_G_K=tuple(found),
+        has_difference=any(bool(np.any(one_K)) for one_K in found),
     )
 
 

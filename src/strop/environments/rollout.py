@@ -313,6 +313,7 @@ class _Attempt:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
+        self._require_fit(outcome)
         metrics = {**outcome.metrics, **self.choice_nats}
         if self.environment.max_turns > 1:
             num_turns = sum(turn.is_sampled for turn in self.turns)
@@ -322,6 +323,16 @@ class _Attempt:
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
         is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
         return replace(outcome, truncated=outcome.truncated or is_cut)
+
+    def _require_fit(self, outcome: Outcome) -> None:
+        """Refuse rewards of turns that are not the attempt's. Raises: DataError, the task's failure."""
+        given, num_replies = outcome.turn_rewards, sum(turn.is_sampled for turn in self.turns)
+        if given and (len(given) != num_replies or not all(map(math.isfinite, given))):
+            raise DataError(
+                f"score gave the turns' rewards {given!s:.80} in an attempt of {num_replies} replies",
+                allowed="Outcome.turn_rewards with one finite number for each reply, or none",
+                next_step="correct score",
+            )
 
 
 async def _in_time(completion: Awaitable[Completion], left_s: float) -> Completion | None:

@@ -58,7 +58,7 @@ class GymnasiumWorld:
 
     def __init__(self, own: Any) -> None:
         self._own = own
-        self._total = 0.0
+        self._rewards: list[float] = []
         self._counts = dict.fromkeys(("terminated", "truncated_by_world", "num_invalid_actions"), 0.0)
 
     def __getattr__(self, name: str) -> Any:
@@ -83,9 +83,10 @@ class GymnasiumWorld:
         action = self._read(text)
         if action is None:
             self._counts["num_invalid_actions"] += 1
+            self._rewards.append(0.0)
             return f"That is no action. {self._how()}".rstrip()
         observation, reward, terminated, truncated, _ = self._own.step(action)
-        self._total += float(reward)
+        self._rewards.append(float(reward))
         self._counts |= {"terminated": float(terminated), "truncated_by_world": float(truncated)}
         shown = self._show(observation)
         return Done(shown) if terminated or truncated else shown
@@ -97,9 +98,11 @@ class GymnasiumWorld:
             return own()
         limits = getattr(self._own, "limits", None)
         full = limits.max_reward if isinstance(limits, TaskLimits) else 1.0
+        total = sum(self._rewards)
         return Outcome(
-            parts={"return": self._total},
-            is_correct=self._total >= full,
+            parts={"return": total},
+            is_correct=total >= full,
+            turn_rewards=tuple(self._rewards),
             format_ok=not self._counts["num_invalid_actions"],
             metrics=dict(self._counts),
         )

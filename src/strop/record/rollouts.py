@@ -36,7 +36,7 @@ from strop.rollout import (
     VersionSegment,
 )
 
-FORMAT = b"4"
+FORMAT = b"5"
 _FORMAT_KEY = b"strop.rollouts"
 _SEAL_KEY = b"strop.sha256"
 _UNSEALED = b"0" * 64
@@ -73,6 +73,7 @@ SCHEMA = pa.schema(
         ("extracted", pa.string()),
         ("isolation", pa.string()),
         ("metrics", _NAMED),
+        ("turn_rewards", pa.list_(pa.float64())),
         ("failure", pa.struct([("owner", pa.string()), ("kind", pa.string()), ("detail", pa.string())])),
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
@@ -231,6 +232,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "extracted": outcome.extracted,
         "isolation": outcome.isolation,
         "metrics": list(outcome.metrics.items()),
+        "turn_rewards": list(outcome.turn_rewards),
         "failure": failure and {"owner": failure.owner.value, "kind": failure.kind, "detail": failure.detail},
         "temperature": rollout.sampling.temperature,
         "top_p": rollout.sampling.top_p,
@@ -252,6 +254,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         extracted=row["extracted"],
         isolation=row["isolation"],
         metrics=row["metrics"],
+        turn_rewards=tuple(row["turn_rewards"]),
         failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
     )
     turns = tuple(

@@ -171,6 +171,21 @@ class AlgorithmSpec(Section):
         ),
     )
 
+    credit: Literal["rollout", "turn"] = Field(
+        default="rollout",
+        description="What has an advantage: 'rollout' all turns of an attempt together, by its reward; 'turn'"
+        " each turn, by what was earned from it on, among the turns of the group's other attempts that are as"
+        " late. An environment says what a turn earned in Outcome.turn_rewards; the last earned the rest.",
+        json_schema_extra=expert("in long attempts a few turns decide"),
+    )
+    turn_discount: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="What is earned in the next turn counts so many times in this one, under credit by turn.",
+        json_schema_extra=expert("late rewards say little of early turns"),
+    )
+
     @property
     def is_own(self) -> bool:
         """Whether the algorithm is code of the user's or of an installed package."""

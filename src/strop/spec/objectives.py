@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import SpecConflict
 from strop.spec.model import ReferenceSpec
+from strop.spec.task import EnvironmentSection
 
 if TYPE_CHECKING:
     from strop.spec.run import RunSpec
@@ -73,6 +74,7 @@ def require_acting_settings(spec: RunSpec) -> None:
             allowed="train.terms = 'rl' or 'rl+sft'",
             next_step="remove algorithm.entropy_weight",
         )
+    _require_turns(spec)
     if chosen.mode == "single" and spec.train.steps_per_batch > 1:
         raise SpecConflict(
             {
@@ -86,6 +88,27 @@ def require_acting_settings(spec: RunSpec) -> None:
             next_step="remove algorithm.mode",
         )
     _require_one_place_of_kl(spec)
+
+
+def _require_turns(spec: RunSpec) -> None:
+    """Refuse credit per turn where there are no turns, or no credit. Raises: SpecConflict."""
+    chosen = spec.algorithm
+    if chosen.credit == "rollout" and chosen.turn_discount != 1.0:
+        raise SpecConflict(
+            {"algorithm.turn_discount": chosen.turn_discount, "algorithm.credit": chosen.credit},
+            "all turns share the reward of the whole attempt",
+            allowed="a discount with algorithm.credit = 'turn'",
+            next_step="remove algorithm.turn_discount, or set algorithm.credit to 'turn'",
+        )
+    if chosen.credit == "rollout":
+        return
+    if not isinstance(spec.task, EnvironmentSection) or spec.train.terms not in ("rl", "rl+sft"):
+        raise SpecConflict(
+            {"algorithm.credit": chosen.credit, "task.name": spec.task.name, "train.terms": spec.train.terms},
+            "there are no turns whose rewards it could compare",
+            allowed="'turn' in an [environment], with train.terms = 'rl' or 'rl+sft'",
+            next_step="remove algorithm.credit",
+        )
 
 
 def _refuse_given(

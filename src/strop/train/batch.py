@@ -11,6 +11,7 @@ of the whole batch; a mini-batch has weights of its own, those of a batch that i
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from strop.algorithm.credit import weigh_part
 from strop.algorithm.losses import MAX_LOG_RATIO_NATS
 from strop.errors import DataError
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Example, Group, IntArray, Split, Turn
+from strop.rollout import Example, Group, IntArray, Rollout, Split, Turn
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, epoch_order_of
@@ -164,6 +165,7 @@ def build_batch(
         [[rollout.outcome.truncated for rollout in group.rollouts] for group in groups],
         max_reply_tokens,
         limit_P,
+        [[_list_earned(rollout) for rollout in group.rollouts] for group in groups],
     )
     packed: list[PackedGroup] = []
     place_of: dict[int, tuple[int, int]] = {}
@@ -173,9 +175,13 @@ def build_batch(
             if not credit.is_forwarded_P_G[index][member]:
                 continue
             advantage, weight = credit.advantage_P_G[index][member], credit.weight_P_G[index][member]
+            by_turn = credit.turn_advantage_P_G_K
+            of_turns = None if by_turn is None else iter(by_turn[index][member].tolist())
             for turns in rollout.samples:
-                if any(turn.is_sampled and len(turn.token_ids) for turn in turns):
-                    reply = pack_reply(turns, float(advantage), float(weight))
+                spoken = [turn for turn in turns if turn.is_sampled]
+                own = None if of_turns is None else list(itertools.islice(of_turns, len(spoken)))
+                if any(len(turn.token_ids) for turn in spoken):
+                    reply = pack_reply(turns, float(advantage), float(weight), own)
                     replies.append((turns[0].token_ids, reply))
                     place_of[id(reply)] = (index, member)
         packed += share_prompts(replies)
@@ -185,6 +191,11 @@ def build_batch(
         credit=credit,
         max_reply_tokens=max_reply_tokens,
     )
+
+
+def _list_earned(rollout: Rollout) -> Sequence[float]:
+    """Return what each turn that the policy spoke earned by itself."""
+    return rollout.outcome.turn_rewards or [0.0] * sum(turn.is_sampled for turn in rollout.turns)
 
 
 def cut_batch(
@@ -280,7 +291,9 @@ def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[Packe
     return [PackedGroup(prompt_ids=ids, replies=tuple(members)) for ids, members in by_prompt.values()]
 
 
-def pack_reply(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
+def pack_reply(
+    turns: Sequence[Turn], advantage: float, weight: float, of_turns: Sequence[float] | None = None
+) -> PackedReply:
     """Join everything after the opening prompt of a sample; what the policy sampled is scored, and only that.
 
     What ended a reply was sampled too, terminator or stop string. A gradient without the tokens of a stop
@@ -293,4 +306,9 @@ def pack_reply(turns: Sequence[Turn], advantage: float, weight: float) -> Packed
         engine_logprobs=np.concatenate([turn.logprobs for turn in replies if turn.logprobs is not None]),
         advantage=advantage,
         weight=weight,
+        token_advantages=None
+        if of_turns is None
+        else np.repeat(of_turns, [len(turn.token_ids) for turn in replies if turn.is_sampled]).astype(
+            np.float32
+        ),
     )

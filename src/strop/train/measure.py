@@ -112,10 +112,11 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
     """Sum up what credit says about the batch."""
     credit = batch.credit
     num_signal = sum(
-        int(reply.is_scored.sum())
+        int(np.count_nonzero(reply.token_advantages))
+        if reply.token_advantages is not None
+        else int(reply.is_scored.sum()) * (reply.advantage != 0.0)
         for group in batch.groups
         for reply in group.replies
-        if reply.advantage != 0.0
     )
     return {
         "zero_variance_frac": credit.num_zero_variance_groups / max(credit.num_groups, 1),

@@ -160,4 +160,4 @@ def outcome_from_json(values: Mapping[str, Any]) -> Outcome:
     failure = values["failure"]
     if failure is not None:
         failure = Failure(**{**failure, "owner": FailureOwner(failure["owner"])})
-    return Outcome(**{**values, "failure": failure})
+    return Outcome(**{**values, "failure": failure, "turn_rewards": tuple(values["turn_rewards"])})
