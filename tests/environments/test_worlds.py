@@ -104,18 +104,22 @@ def tokenizer_of(tmp_path: Path, form: str = "fence") -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], *, max_reply_tokens: int = 400) -> Rollout:
-    """Attempt the first training example with scripted replies."""
-    plan = RolloutPlan(
+def plan_of(task: Task, *, max_reply_tokens: int = 400, run_seed: int = 0) -> RolloutPlan:
+    """Plan an attempt at the first training example."""
+    return RolloutPlan(
         example=task.examples(Split.TRAIN)[0],
         step=0,
         sample_index=0,
-        run_seed=0,
+        run_seed=run_seed,
         sampling=Sampling(),
         max_reply_tokens=max_reply_tokens,
     )
-    make_environment = choose_environment(task)
-    return asyncio.run(run_rollout(make_environment(), DummyEngine(tokenizer, replies), tokenizer, plan))
+
+
+def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], **planned: Any) -> Rollout:
+    """Attempt the first training example with scripted replies."""
+    environment, engine = choose_environment(task)(), DummyEngine(tokenizer, replies)
+    return asyncio.run(run_rollout(environment, engine, tokenizer, plan_of(task, **planned)))
 
 
 @pytest.mark.parametrize("form", TEMPLATES)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.spec import AlgorithmSpec, RunSpec, Section, all_keys, explain, load_spec, spec_digest, write_spec
+from strop.spec.built_in import built_in_tasks
 from strop.spec.job import GPU_SPLIT
 from strop.spec.schema import find_settings, sections_of
-from strop.spec.task import built_in_tasks
 from strop.tasks import task_summaries
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from strop.environments.contract import Done
@@ -29,6 +29,7 @@ _LISTED = 100
 """Numbers of an array that are shown one by one."""
 
 
+@cache
 def adapt(kind: type) -> Callable[[], Any]:
     """Return what makes objects in strop's own form from a class of another."""
     if shape_of(kind) is Shape.GYMNASIUM:

@@ -23,12 +23,14 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from strop.environments import looking
 from strop.environments.contract import Action, StepResult
 from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
+from strop.environments.sandboxed import SandboxedClass, SandboxedObject
 from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.environments.workspace import Place, Workspace
 from strop.errors import ConfigError, DataError
@@ -55,12 +57,24 @@ class WorldTask:
         """The class's limits within the run file's."""
         raise NotImplementedError
 
+    is_apart = False
+    """Whether its class lives in sandboxes."""
+
+    @property
+    def file(self) -> Path:
+        """The file that its class is in."""
+        raise NotImplementedError
+
     def make_own(self) -> Any:
         """Make an object of the class."""
         raise NotImplementedError
 
     def to_outcome(self, found: Any) -> Outcome:
         """Return what `score` said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
+        raise NotImplementedError
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Return how the class opened an example for `OPENING_SEED`."""
         raise NotImplementedError
 
     @property
@@ -148,6 +162,26 @@ class World:
         """Make one attempt; the class judges it by itself."""
         return PlayedWorld(self._task)
 
+    @property
+    def tools(self) -> Mapping[str, str]:
+        """The schemas of its tools, by name."""
+        return self._task.tools
+
+    @property
+    def has_step(self) -> bool:
+        """Whether it takes replies that call no tool."""
+        return bool(self._task.facts["has_step"])
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its class lives in sandboxes."""
+        return self._task.is_apart
+
+    @property
+    def file(self) -> Path:
+        """The file that its class is in."""
+        return self._task.file
+
     def attempt_tokens(self, limits: TaskLimits) -> int:
         """Return how many tokens the policy may say in all turns together."""
         section = self._task.section
@@ -160,17 +194,39 @@ class World:
         The last is said again until the attempt is over; calls are written as fenced blocks.
         """
         environment = self.make_environment()
-        replies = text.split(TURN)
         try:
-            await environment.reset(example, OPENING_SEED)
-            for turn in range(environment.max_turns):
-                reply = replies[min(turn, len(replies) - 1)]
-                result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
-                if result.done:
-                    break
-            return await environment.score()
+            return await self.converse(environment, example, text.split(TURN), [])
         finally:
             await environment.close()
+
+    async def converse(
+        self, environment: PlayedWorld, example: Example, replies: Sequence[str], told: list[str]
+    ) -> Outcome:
+        """Play an attempt with given replies, the last one again and again; keep what the world tells.
+
+        Raises: as the environment does; ConfigError for another opening than an earlier process saw.
+        """
+        self._require_posed(example, await environment.reset(example, OPENING_SEED))
+        for turn in range(environment.max_turns):
+            reply = replies[min(turn, len(replies) - 1)]
+            result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
+            told += [message.text for message in result.messages]
+            if result.done:
+                break
+        return await environment.score()
+
+    def _require_posed(self, example: Example, opening: Sequence[Message]) -> None:
+        """Refuse another opening than the one that another process saw. Raises: ConfigError."""
+        first, second = (
+            [one.to_json() for one in messages] for messages in (self._task.render(example), opening)
+        )
+        if first != second:
+            raise ConfigError(
+                f"{self._task.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
+                f" and in another process with {second!r:.200}",
+                allowed="a reset that draws from its seed alone",
+                next_step="sort what comes from a set, and ask neither the clock nor the machine",
+            )
 
 
 class PlayedWorld:
@@ -300,6 +356,11 @@ class BuiltInWorld(WorldTask):
         """What the class shows of itself."""
         return read_facts(self._specimen)
 
+    @property
+    def file(self) -> Path:
+        """The file that its class is in."""
+        return Path(inspect.getfile(type(self._specimen)))
+
     def examples(self, split: Split) -> Sequence[Example]:
         """Return what the class makes for a split."""
         if split not in self._examples:
@@ -339,6 +400,7 @@ class OwnWorld(WorldTask, OwnTask):
     """An environment of the user's."""
 
     poser = looking.__name__
+    section: UserEnvironmentSpec
 
     def __init__(self, spec: UserEnvironmentSpec) -> None:
         """Inspect the class; it is not loaded. Raises: ConfigError like `OwnTask`."""
@@ -365,6 +427,33 @@ class OwnWorld(WorldTask, OwnTask):
         """What the class shows of itself, as a process of its own saw it."""
         found: Mapping[str, Any] = self._posed["facts"]
         return found
+
+    @cached_property
+    def _sandboxed(self) -> SandboxedClass:
+        return SandboxedClass.read(
+            self._spec.ref,
+            self.section,
+            self.object_limits,
+            digest=self._digest,
+            file=self.file,
+            values=dict(self._inspected.values),
+            where=self.where,
+            full_marks=self.limits.max_reward,
+        )
+
+    def make_object(self) -> WorldObject:
+        """Return what one attempt is made on: in this process, or in a sandbox."""
+        return SandboxedObject(self._sandboxed) if self.is_apart else super().make_object()
+
+    @property
+    def is_apart(self) -> bool:  # type: ignore[override]
+        """Whether its class lives in sandboxes."""
+        return self.section.lane == "sandbox"
+
+    @property
+    def file(self) -> Path:
+        """The file that its class is in."""
+        return self._inspected.path
 
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome

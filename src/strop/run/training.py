@@ -277,6 +277,7 @@ async def _train(
         from strop.cluster.build import build_placement, with_frozen
         from strop.cluster.judge_role import JudgeRoles
         from strop.cluster.runtime_role import RuntimeRole
+        from strop.environments.sandboxed import keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
@@ -286,6 +287,7 @@ async def _train(
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, task_builder(spec.task))
+    keep_prints(run_dir.path / "latest" / "environments.log")
     try:
         # First: the judging processes inherit the addresses.
         await runtime.start()

@@ -7,6 +7,7 @@ interpreter that loaded it once. The judge of programs is made of it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
@@ -26,7 +27,7 @@ from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.place import identify
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
-from strop.sandbox.served_job import as_result
+from strop.sandbox.served_job import ServedJob, as_result
 
 _START_LIMIT_S = 60.0
 _PROBE_LIMIT_S = 60.0
@@ -76,6 +77,11 @@ class LocalSandbox(ServedSandbox):
         """
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
         return as_result(*await self._run({**request, "env": self._env}, stdin))
+
+    async def start_main(self) -> ServedJob:
+        """Start the `main` that the sandbox was made with, and return; see `run_main` and `start`."""
+        request = {"op": "start", "argv": list(self.python_argv), "is_main": True, "wall_limit_s": math.inf}
+        return ServedJob(self.client, *self.client.begin({**request, "env": self._env}))
 
     async def snapshot(self) -> LocalSnapshot:
         """Keep what its programs have written; see `Sandbox.snapshot`."""

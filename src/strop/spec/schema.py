@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from strop.spec.algorithm import algorithm_names
 from strop.spec.base import Section
+from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
 from strop.spec.run import RunSpec
 from strop.spec.task import (
@@ -26,7 +27,6 @@ from strop.spec.task import (
     USER_TASK,
     TaskSection,
     UserCodeSection,
-    built_in_tasks,
     find_section,
 )
 from strop.user_code import find_task

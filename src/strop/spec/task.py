@@ -1,16 +1,15 @@
 """The section of a run's task: what all tasks share, a user's class, and where the built-in ones are found.
 
 The section of a built-in task stands beside its task, in the room `tasks`, which is above this one. So the
-list of them is asked for by name, when a run file names a task; nothing of it is imported before. Building
-the task from its section is `tasks`' business; nothing here reads data.
+list of them is asked for by name (`built_in`) when a run file names a task; nothing of it is imported before.
+Building the task from its section is `tasks`' business; nothing here reads data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -23,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from strop.spec.base import Section, SpecConflict, check_free_table, expert
+from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.template import list_names, refuse_malformed
@@ -424,16 +424,34 @@ class UserEnvironmentSpec(UserCodeSection, SandboxSettings, EnvironmentSection):
     # The second base has the usual one.
     model_config = ConfigDict(extra="allow")
 
+    lane: Literal["process", "sandbox"] = Field(
+        default="process",
+        description="Where the class runs: in the process of the rollouts, or each attempt in a sandbox of"
+        " its own (task.sandbox), which shows it the installed packages, its sources, and nothing else of"
+        " this machine. There a tool that hangs, exits or prints without end costs its own attempt only.",
+        json_schema_extra=expert("code that may hang, or runs what the model writes, belongs in a sandbox"),
+    )
+
     @model_validator(mode="after")
     def _check_sandbox(self) -> Self:
-        given = {f"task.{name}": getattr(self, name) for name in SandboxSettings.model_fields}
-        usual = [field.default for field in SandboxSettings.model_fields.values()]
-        if [*given.values()] != usual and self.ref.is_here and not self.inspect().has_sandbox:
+        given = {f"task.{name}": getattr(self, name) for name in ("lane", *SandboxSettings.model_fields)}
+        usual = [type(self).model_fields[name].default for name in SandboxSettings.model_fields]
+        has_own = self.ref.is_here and self.inspect().has_sandbox
+        if self.lane == "sandbox" and (has_own or self.sandbox in ("process", "remote")):
+            raise SpecConflict(
+                given,
+                f"{self.ref} makes sandboxes itself"
+                if has_own
+                else "no such sandbox shows a class its packages",
+                allowed="task.lane=sandbox with a class that makes none, in auto, bubblewrap, podman, docker",
+                next_step="set task.lane=process, or another task.sandbox",
+            )
+        if self.lane == "process" and [*given.values()][1:] != usual and self.ref.is_here and not has_own:
             raise SpecConflict(
                 given,
                 f"attempts at {self.ref} have no sandbox",
-                allowed="these settings with a subclass of strop.environments.Workspace",
-                next_step="remove them",
+                allowed="these settings with task.lane=sandbox, or a strop.environments.Workspace",
+                next_step="remove them, or set task.lane=sandbox",
             )
         return self
 
@@ -447,24 +465,6 @@ USER_SECTIONS: Mapping[str, type[UserCodeSection]] = MappingProxyType(
 def is_nullable(schema: dict[str, Any]) -> bool:
     """Whether a setting of JSON Schema may be without a value."""
     return any(one.get("type") == "null" for one in schema.get("anyOf", ()))
-
-
-class BuiltInTasks(Protocol):
-    """The list of the built-in tasks, which the room `tasks` keeps."""
-
-    def names(self) -> Sequence[str]:
-        """Return what `task.name` may be, in the order of listings. Imports no task."""
-
-    def summary(self, name: str) -> str:
-        """Return what a task is, in a sentence. Imports no task."""
-
-    def section(self, name: str) -> type[TaskSection]:
-        """Return the section of a task; imports its module. Raises: KeyError for another name."""
-
-
-def built_in_tasks() -> BuiltInTasks:
-    """Return the list of the built-in tasks."""
-    return cast("BuiltInTasks", import_module("strop.tasks.registry").BUILT_IN_TASKS)
 
 
 def find_section(name: str) -> type[TaskSection] | None:

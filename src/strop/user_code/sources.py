@@ -14,7 +14,7 @@ from pathlib import Path
 
 def list_sources(path: Path) -> tuple[Path, ...]:
     """Return a file and all files beside and below it that it imports, sorted."""
-    root = _root_of(path)
+    root = root_of(path)
     found: dict[Path, None] = {}
     waiting = [path]
     while waiting:
@@ -28,7 +28,7 @@ def list_sources(path: Path) -> tuple[Path, ...]:
 
 def hash_sources(path: Path) -> str:
     """Return a hash over the contents of all its files. Raises: OSError if one cannot be read."""
-    root = _root_of(path)
+    root = root_of(path)
     whole = hashlib.sha256()
     for file in list_sources(path):
         content = file.read_bytes()
@@ -36,7 +36,7 @@ def hash_sources(path: Path) -> str:
     return whole.hexdigest()
 
 
-def _root_of(path: Path) -> Path:
+def root_of(path: Path) -> Path:
     """Return the folder that imports start from: above all packages that the file is in."""
     folder = path.parent
     while (folder / "__init__.py").is_file():

@@ -127,12 +127,14 @@ class RolloutWorker(RayRole):
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments import choose_environment
+        from strop.environments.sandboxed import keep_prints
         from strop.tasks.judging import open_judge
         from strop.tokenizer import Tokenizer
 
         if endpoints:
             self._keys_dir = work_dir
             hand_over(work_dir, endpoints)
+        keep_prints(Path(self._start.log_path).with_suffix(".environments.log"))
         task = make_task()
         self._judge = open_judge(task, make_task)
         self._engine = RemoteEngine(

@@ -145,7 +145,12 @@ class OwnTask:
         """Return what the class said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
         # Of the object itself: a worker that judges has no examples made.
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
-        return as_outcome(found, f"{self._spec.ref} (line {self._inspected.line})", full)
+        return as_outcome(found, self.where, full)
+
+    @property
+    def where(self) -> str:
+        """The class and its line, for messages."""
+        return f"{self._spec.ref} (line {self._inspected.line})"
 
     @cached_property
     def _own(self) -> Any:
