@@ -16,6 +16,7 @@ from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError
 from strop.rollout import RESTART, FailureOwner, Rollout, Sampling, Split
 from strop.spec.reader import load_spec
+from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, self_test
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
@@ -88,12 +89,18 @@ def call(name: str, form: str = "fence", **arguments: Any) -> str:
     }[form]
 
 
-@cache
 def build(source: str = COUNTING, *words: str, name: str = "Counting") -> Task:
     """Build the environment of a file, as a run file names it; equal ones once."""
+    return build_spec(source, *words, name=name)[0]
+
+
+@cache
+def build_spec(source: str, *words: str, name: str) -> tuple[Task, TaskSpec]:
+    """Return an environment and its section."""
     path = Path(tempfile.mkdtemp(dir=FOLDER.name), "own.py")
     path.write_text(textwrap.dedent(source))
-    return build_task(load_spec(None, ["name=x", f"environment.name={path}:{name}", *words]).spec.task)
+    spec = load_spec(None, ["name=x", f"environment.name={path}:{name}", *words]).spec.task
+    return build_task(spec), spec
 
 
 def tokenizer_of(tmp_path: Path, form: str = "fence") -> Tokenizer:

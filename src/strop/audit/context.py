@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from strop.audit.attacks import as_constant
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
@@ -20,6 +20,9 @@ from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
+
+if TYPE_CHECKING:
+    from strop.audit.world_probes import Arena
 
 _T = TypeVar("_T")
 _LATE = "verifier_timeout"
@@ -185,6 +188,10 @@ class AuditContext:
     judge: Judge
     examples: Sequence[Example]
     seed: int
+    make_task: Callable[[], Task] | None = None
+    """Gives an equal task in a process of its own."""
+    arena: Arena | None = None
+    """Where an environment is attacked, once it has been."""
     all_judged: list[Judged] = field(default_factory=list)
     """Every judgement of the audit, for the probe that looks for impossible scores."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(5))

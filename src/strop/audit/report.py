@@ -16,7 +16,7 @@ from strop.errors import CorruptRecord
 from strop.hardware.identity import find_user_name
 from strop.io import user_cache_dir, write_bytes_atomically
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
 _MAX_WARNINGS = 2
 _MILD = frozenset({"constant", "cost", "judge_length"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,12 +13,14 @@ from types import MappingProxyType
 from strop.audit import answer_probes, code_probes, probes
 from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
+from strop.audit.world_probes import WORLD_PROBES
+from strop.environments.worlds import World
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.traits import variant_of
+from strop.tasks.traits import variant_of, world_of
 
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time of one probe, by whether judgements need a sandbox."""
@@ -84,8 +86,16 @@ class AuditSettings:
     probes: Sequence[str] = PROBE_IDS
 
 
-async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = None) -> AuditReport:
+async def run_audit(
+    task: Task,
+    settings: AuditSettings,
+    judge: Judge | None = None,
+    make_task: Callable[[], Task] | None = None,
+) -> AuditReport:
     """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
+
+    `make_task`, picklable: gives an equal task in a process of its own, where an environment that lives in
+    the process of the rollouts may be ended; without it some of its probes do not apply.
 
     Raises: ConfigError for an unknown probe; DataError if the task has no examples.
     """
@@ -109,8 +119,13 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
         judge=judge or InlineJudge(task),
         examples=[found[index] for index in sorted(chosen)],
         seed=settings.seed,
+        make_task=make_task,
     )
-    results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
+    try:
+        results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
+    finally:
+        if context.arena is not None:
+            await context.arena.close()
     return AuditReport(
         task=task.name,
         task_version=task.version,
@@ -142,7 +157,8 @@ async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(lambda: FailureOwner.TASK) as caught:
         async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
-            result = await _PROBES[name](context)
+            probe = WORLD_PROBES.get(name) if isinstance(world_of(context.task), World) else None
+            result = await (probe or _PROBES[name])(context)
     if caught.failure is not None:
         detail = describe_failure(caught.failure)
         result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)

@@ -176,7 +176,7 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
             for example in examples_to_attack(task)[:1]:
                 if not isinstance(judge, InlineJudge):
                     await judge.judge(example, "")
-            return await run_audit(task, settings, judge)
+            return await run_audit(task, settings, judge, task_builder(spec))
         finally:
             await judge.close()
 
