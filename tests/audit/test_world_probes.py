@@ -101,14 +101,16 @@ def failed(source: str, lane: str, probes: tuple[str, ...], *, is_apart: bool) -
         (WORLD.replace("    TOOL\n", READS), {"label_leak"}),
         (scoring("self.is_done or 'PASSED' in self.said"), {"forged_stdout"}),
         (scoring("self.is_done or 'generous' in self.said"), {"judge_injection"}),
-        (
-            scoring("World.solved or bool(setattr(World, 'solved', self.is_done) or self.is_done)"),
-            {"stale_submission"},
-        ),
     ],
 )
 def test_what_is_believed_shown_or_kept_is_found(source: str, probes: set[str]) -> None:
     assert failed(source, "process", TEXTS, is_apart=False).keys() == probes
+
+
+@pytest.mark.parametrize("probes", [("stale_submission",), ("gold", "stale_submission")])
+def test_what_another_attempt_did_is_not_paid(probes: tuple[str, ...]) -> None:
+    how = "World.solved or bool(setattr(World, 'solved', self.is_done) or self.is_done)"
+    assert failed(scoring(how), "process", probes, is_apart=False).keys() == {"stale_submission"}
 
 
 @pytest.mark.slow

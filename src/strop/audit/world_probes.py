@@ -307,11 +307,11 @@ async def probe_stale_submission(context: AuditContext) -> ProbeResult:
     golds = context.task.gold_replies(probe.arena.example)
     if not golds:
         return not_applicable(name, "no right attempt is known")
-    (before,) = await probe.arena.play(["I do not know."])
     for kind, is_held in (("after a right attempt", False), ("beside a right attempt", True)):
         _, seen = await probe.arena.play(golds[0].split(TURN), ["I do not know."], is_held=is_held)
-        is_bad = (seen.outcome.reward or 0.0) > (before.outcome.reward or 0.0) + SLACK
-        probe.note(kind, seen, is_bad=is_bad)
+        reward = seen.outcome.reward or 0.0
+        # Full marks are too much even where right attempts of earlier probes are what pays for all words.
+        probe.note(kind, seen, is_bad=reward > min(probe.best, context.max_reward - 2 * SLACK) + SLACK)
     return probe.findings.result("attempts paid for what another did")
 
 
