@@ -82,7 +82,7 @@ HARMLESS = ("a", "nothing", "I do not know.")
 EXITS: Mapping[str, str] = {
     "Python that exits at once": "import os\nos._exit(0)",
     "Python that asks to exit": "raise SystemExit(0)",
-    "Python that never ends": "import time\nend = time.time() + 60\nwhile time.time() < end: pass",
+    "Python that hangs": "import time\ntime.sleep(60)",
     "a shell that kills its parent": "kill -9 $PPID",
     "an expression that exits": "__import__('os')._exit(0)",
 }
