@@ -411,3 +411,25 @@ def test_a_file_leaves_nothing_to_options(
     ended = run("eval", tiny_model_dir, *words)
     assert (ended.code, ended.out) == (2, "")
     assert message in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_rows_of_repositories_are_evaluated_in_their_environment(run: Run, folder: Path) -> None:
+    model = tiny_model(folder / "model", max_position_embeddings=4096)
+    repository = folder / "repository"
+    repository.mkdir()
+    (repository / "a.sh").write_text("exit 1\n")
+    rows = folder / "rows"
+    rows.mkdir()
+    row = {"problem_statement": "Mend it.", "repository": str(repository), "test_command": "sh a.sh"}
+    for name in ("train", "test"):
+        (rows / f"{name}.jsonl").write_text(json.dumps({**row, "instance_id": name}) + "\n")
+    (folder / "repair.toml").write_text(
+        f'name = "repair"\n[environment]\nname = "repo-repair"\nsource = "{rows}"\nmax_turns = 1\n'
+        'max_reply_tokens = 4\nsandbox = "process"\nmin_isolation = "rlimit"\nmemory_gib = 0.25\n'
+        'disk_gib = 0.0625\n[eval]\nnum_samples = "none"\n[model]\ndtype = "float32"\n'
+    )
+    ended = run("eval", model, "--config", "repair.toml", "--out", "results")
+    # A random model finds no end.
+    assert "invalid: truncation" in ended.err
+    result = read_result(folder / "results" / "repair.repo-repair-step-000000.json")
+    assert (result.num_examples, result.greedy.num_unscored, result.greedy.accuracy) == (1, 0, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from strop.environments import Workspace, choose_environment
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
-from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Rollout, Split
 from strop.sandbox import Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
@@ -24,7 +22,6 @@ from strop.spec.task import EnvironmentSection
 from strop.tasks import Task, self_test
 from strop.tasks.contract import TaskLimits
 from tests.environments.test_worlds import COUNTING, attempt, build, call, tokenizer_of
-from tests.fixtures.runtime_processes import service_of
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 TESTS = "import sys; sys.path.insert(0, '.'); import total; assert total.total([2, 3]) == 5"
@@ -329,19 +326,6 @@ def test_a_class_of_the_users_says_where_its_sandboxes_are_in_the_run_file(tmp_p
         build(COUNTING, *words)
     with pytest.raises(ConfigError, match="no sandbox service"):
         build(OWN, "environment.sandbox=remote", name="Own")
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A sandbox service, handed to this process as a run hands it over."""
-    folder = tmp_path_factory.mktemp("service")
-    backend = "bubblewrap" if shutil.which("bwrap") else "process"
-    with service_of(folder, "--backend", backend) as running:
-        hand_over(folder / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
-        try:
-            yield
-        finally:
-            withdraw(folder / "servers", [RUNTIME])
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("task.dataset=chain_sum",),
     "humaneval": ("task.source=openai/openai_humaneval",),
     "sft-jsonl": ("task.source=org/rows",),
+    "repo-repair": ("task.source=org/rows",),
     "rows": ("task.source=org/rows", "task.prompt=question", "task.reward=exact", "task.answer=answer"),
     "llm-judge": ("task.source=org/questions", *JUDGE),
     "blend": ("task.data=a", "task.parts.a.name=gsm8k", "task.parts.a.weight=1.0"),

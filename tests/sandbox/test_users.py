@@ -23,6 +23,7 @@ from tests.fixtures.sandboxes import (
     say,
     spec_of,
 )
+from tests.fixtures.small_root import imported
 
 
 def as_user(
@@ -116,6 +117,10 @@ def test_files_of_a_tree_belong_to_its_users_and_stay_as_they_are(tmp_path: Path
 
     as_user(0, as_root, image=str(tree))
     as_user(1000, as_other, image=str(tree))
+    # An image's layers are shown so one by one.
+    with imported(tree) as image:
+        as_user(0, as_root, image=image)
+        as_user(1000, as_other, image=image)
     assert (tree / "etc" / "of_root").read_text() == "of_root"
     assert (tree / "etc" / "of_user").stat().st_uid == 1000
 

@@ -163,8 +163,7 @@ class Workspace:
         if not self._is_ruined:
             try:
                 await self._close_shell()
-                async with self._open_grader(*self.carried) as sandbox:
-                    found = await self.grade(sandbox)
+                found = await self._judge_work()
             except SandboxLost as error:
                 self._require_own_end(error)
         limits = getattr(self, "limits", None)
@@ -177,6 +176,10 @@ class Workspace:
         """Stop the sandbox."""
         if self._is_open:
             await self.sandbox.stop()
+
+    async def _judge_work(self) -> Any:
+        async with self._open_grader(*self.carried) as sandbox:
+            return await self.grade(sandbox)
 
     @asynccontextmanager
     async def _open_grader(self, *paths: str) -> AsyncIterator[ServedSandbox]:

@@ -338,14 +338,20 @@ class BuiltInWorld(WorldTask):
         self.name: str = own.name
         limits = fit_limits(own.limits, section)
         self._limits = with_stops(limits, section.stop)
-        version = hash_version(self.name, own.version, "world-1", limits, section)
-        self.version = hash_prompting(version, section) if section.prompting else version
         self._examples: dict[Split, Sequence[Example]] = {}
 
     @property
     def limits(self) -> TaskLimits:
         """The class's limits within the run file's."""
         return self._limits
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, limits, what the class says of its version, and its data where it has some."""
+        own, section = self._specimen, self.section
+        limits, digest = fit_limits(own.limits, section), getattr(own, "data_digest", "")
+        version = hash_version(self.name, own.version, "world-1", limits, section, digest)
+        return hash_prompting(version, section) if section.prompting else version
 
     def make_own(self) -> Any:
         """Make an object of the class."""
@@ -365,7 +371,9 @@ class BuiltInWorld(WorldTask):
         """Return what the class makes for a split."""
         if split not in self._examples:
             rows = self._specimen.examples(split)
-            self._examples[split] = tuple(make_example(self.name, row, None) for row in rows)
+            self._examples[split] = tuple(
+                row if isinstance(row, Example) else make_example(self.name, row, None) for row in rows
+            )
         return self._examples[split]
 
     def render(self, example: Example) -> tuple[Message, ...]:

@@ -40,16 +40,34 @@ def claim_ids(number: int) -> tuple[int, socket.socket]:
     raise OSError(errno.EAGAIN, f"all {_NUM_RANGES} ranges of user ids are taken")
 
 
-def mount_for(source: str, target: str, first_id: int) -> None:
-    """Show a directory of the host at another place, as users of a container see their own files.
+def mount_for(source: str, folder: str, first_id: int) -> str:
+    """Show a directory of the host, below `folder`, as users of a container see their own files.
 
-    Raises: OSError, on a kernel or a file system that cannot.
+    Returns it in the form of an overlay's lower directories. An image of several layers is an overlay, which
+    no kernel maps; its layers can be. Raises: OSError, on a kernel or a file system that cannot.
     """
     namespace = make_users(first_id)
+    mapped = []
     try:
-        mount_mapped(source, target, namespace)
+        for number, layer in enumerate(_find_layers(source)):
+            mapped.append(os.path.join(folder, str(number)))
+            os.mkdir(mapped[-1])
+            mount_mapped(layer, mapped[-1], namespace)
     finally:
         os.close(namespace)
+    return ":".join(mapped)
+
+
+def _find_layers(source: str) -> list[str]:
+    """Return the lower directories of an overlay that is mounted, or the directory itself."""
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            place, _, mount = line.partition(" - ")
+            kind, _, options = mount.rstrip("\n").split(" ", 2)
+            lower = [one for one in options.split(",") if one.startswith("lowerdir=")]
+            if place.split(" ")[4] == source and kind == "overlay" and lower:
+                return lower[0].removeprefix("lowerdir=").split(":")
+    return [source]
 
 
 def make_users(first_id: int) -> int:

@@ -239,12 +239,11 @@ class PodmanPlace:
                 where.parent.mkdir(parents=True, exist_ok=True)
                 where.mkdir() if os.path.isdir(path) else where.touch()
             binds += [(path, path, True) for path in shown]
-        if self._has_users:
-            (base / "mapped").mkdir()
-            mount_for(lower, str(base / "mapped"), self.first_id)
-            lower = str(base / "mapped")
         if self._order.has_workspace:
             self._make_workspace(Path(lower))
+        if self._has_users:
+            (base / "mapped").mkdir()
+            lower = mount_for(lower, str(base / "mapped"), self.first_id)
         lower = ":".join((*map(layer_files, self.layers), lower))
         mount_overlay(
             lower,

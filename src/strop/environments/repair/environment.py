@@ -1,0 +1,347 @@
+"""A repository in a sandbox, an issue, and hidden tests that decide in another sandbox.
+
+The model's repository has one commit without history: the commits that come later would hold the answer. What
+is graded is its diff against that commit, applied to a fresh copy of the repository. Files that the tests
+bring, and those in `protected`, are left out of the diff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import posixpath
+import re
+import shlex
+import tarfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.environments.repair.rows import Hidden, to_example
+from strop.environments.repair.test_logs import read_passed
+from strop.environments.workspace import Workspace
+from strop.errors import ConfigError, SandboxError
+from strop.rollout import Example, FailureOwner, Outcome, Split
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, Limits, SandboxSpec
+from strop.sandbox.served import ServedSandbox
+from strop.spec.base import expert
+from strop.spec.sandboxing import SandboxSettings
+from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
+from strop.tasks.contract import TaskLimits
+from strop.tasks.failures import AttemptFailed
+from strop.tasks.registry import built_in
+from strop.tasks.rows.layout import DataLayout
+from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples
+
+_FOLDER = "/testbed"
+_OWN_FOLDER = "repository"
+"""Below the private directory, where a row names no image."""
+_GIT = "git -c user.name=strop -c user.email=strop@localhost -c core.hooksPath=/dev/null"
+_OPENING = (
+    "A repository is in the current directory. Solve the issue below by changing its files. Tests that you do"
+    " not see decide; changes of tests do not count. Call submit when you are done.\n\n{}"
+)
+_PATCH_BYTES = 16 * MIB
+_ORDER_LIMIT_S = 600.0
+"""Wall time of one step of ours in a sandbox, on a large repository."""
+_PATCHED = re.compile(r"^(?:\+\+\+ b/|--- a/)(.+?)\t?$", re.MULTILINE)
+_SEAL = f"""
+rm -rf -- "$@"
+if [ -d .git ]; then git ls-files -z > "$HOME/.tracked"; rm -rf .git; fi
+git init -q . && git add -A
+[ ! -s "$HOME/.tracked" ] ||
+    git add -f --ignore-errors --pathspec-file-nul --pathspec-from-file="$HOME/.tracked" 2>/dev/null || true
+rm -f "$HOME/.tracked"
+{_GIT} commit -q --no-verify --allow-empty -m "the repository as it is" && git rev-parse HEAD
+"""
+"""Leave one commit of the repository; the arguments are removed before. Prints the commit."""
+_AT_BASE = """
+[ -d .git ] && [ -n "$1" ] || exit 0
+git merge-base --is-ancestor "$1" HEAD 2>/dev/null || git checkout -q -f "$1"
+"""
+"""Images may stand at a commit of their own behind the row's."""
+
+
+class RepoRepairSpec(SandboxSettings, EnvironmentSection, TrainingRows):
+    """Issues of repositories, in the columns of SWE-bench, SWE-Gym or R2E."""
+
+    name: Literal["repo-repair"]
+    source: str = Field(min_length=1, description=SOURCE_HELP.format("SWE-Gym/SWE-Gym"))
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Image of the rows that name none, such as"
+        " 'swebench/sweb.eval.x86_64.{instance}:latest', with {instance_id} or, in the form that such names"
+        " have, {instance}. none = each row names an image, or a repository: a directory of this machine.",
+        json_schema_extra=expert("SWE-bench's rows do not name their images"),
+    )
+    folder: str = Field(
+        default=_FOLDER,
+        pattern="^/",
+        description="Where images have the repository, if a row does not say it.",
+        json_schema_extra=expert("images are built in several ways"),
+    )
+    test_command: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What runs the hidden tests of rows that do not say it, in bash where there is one;"
+        " {files} are the files that the tests bring. none = each row says it.",
+        json_schema_extra=expert("SWE-bench's rows do not say it"),
+    )
+    test_limit_s: float = Field(
+        default=1800.0,
+        gt=0.0,
+        le=86_400.0,
+        description="Seconds that the hidden tests may take. Then the issue is not solved.",
+        json_schema_extra=expert("a change may make tests wait without an end"),
+    )
+    hidden_paths: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Paths in the image that only the grader has, such as R2E's ['/r2e_tests'].",
+        json_schema_extra=expert("some images hold the hidden tests"),
+    )
+    protected: tuple[str, ...] = Field(
+        default=("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*pytest.ini", "*.pth"),
+        strict=False,
+        description="Files whose changes are not graded, beside those that the tests bring: patterns of paths"
+        " in the repository.",
+        json_schema_extra=expert("some files can make every test pass"),
+    )
+    memory_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="Memory of a sandbox.",
+        json_schema_extra=expert("builds and tests of repositories differ"),
+    )
+    disk_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="What may be written in a sandbox.",
+        json_schema_extra=expert("builds and tests of repositories differ"),
+    )
+
+
+@built_in(
+    "repo-repair",
+    RepoRepairSpec,
+    "Issues of repositories, solved with a shell and an editor; hidden tests decide in a fresh sandbox.",
+    rank=145,
+)
+class RepoRepair(Workspace):
+    """Solved if all tests of FAIL_TO_PASS and PASS_TO_PASS pass; without names, if the command exits with 0.
+
+    An attempt without a diff, or with one that does not apply, is not solved. What cannot be started, a test
+    patch that does not apply among it, is the row's failure, and no score.
+    """
+
+    name = "repo-repair"
+    version = "repair-1"
+    max_turns = 50
+    limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
+    _base = ""
+    _diff = b""
+
+    def __init__(self, spec: RepoRepairSpec) -> None:
+        self._spec = spec
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        spec = self._spec
+        return read_examples(_READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+
+    @property
+    def data_digest(self) -> str:
+        """Hash over the rows; reads them. Raises: DataError."""
+        return self._splits.digest
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the rows of a split. Raises: DataError if they are missing or malformed."""
+        return self._splits.of(split)
+
+    def opening(self, example: Example, seed: int) -> str:
+        """Tell the issue."""
+        return _OPENING.format(example.fields["problem_statement"])
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield the row's own patch, applied and submitted; without one, nothing."""
+        patch = Hidden.of(example).patch
+        if patch:
+            word = f"END_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
+            command = f"git apply - <<'{word}'\n{patch.rstrip()}\n{word}"
+            yield _call("bash", command=command), _call("submit")
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        """Return a sandbox of the row's image."""
+        spec, kept_bytes = self._spec, 8 * MIB
+        disk_bytes = int(spec.disk_gib * 1024 * MIB)
+        limits = Limits(
+            memory_bytes=int(spec.memory_gib * 1024 * MIB),
+            has_address_limit=False,
+            max_processes=1024,
+            file_bytes=disk_bytes,
+            scratch_bytes=disk_bytes,
+            max_scratch_files=1_000_000,
+            max_open_files=4096,
+            output_head_bytes=kept_bytes,
+            output_tail_bytes=kept_bytes,
+        )
+        image = self._image_of(example)
+        # Its files are root's.
+        return SandboxSpec(limits=limits, image=image or None, user=0 if image else None)
+
+    async def prepare(self, example: Example, seed: int) -> None:
+        """Leave the repository without history and without what is hidden."""
+        self.folder = await self._place_repository(self.sandbox)
+        hidden = (*Hidden.of(example).hidden_paths, *self._spec.hidden_paths)
+        self._base = (await self._order(self.sandbox, _SEAL, *hidden)).stdout.decode().split()[-1]
+
+    async def grade(self, sandbox: ServedSandbox) -> Outcome:
+        """Apply the diff and what the tests bring, run them, and read their log."""
+        hidden = Hidden.of(self.example)
+        folder = self.folder = await self._place_repository(sandbox)
+        brought = tuple(dict.fromkeys([*hidden.hidden_tests, *_PATCHED.findall(hidden.test_patch)]))
+        left_out = [*self._spec.protected, *(f"{path}{end}" for path in brought for end in ("", "/*"))]
+        excluded = [f"--exclude={pattern}" for pattern in left_out]
+        if not await self._apply(sandbox, self._diff, *excluded):
+            return _to_outcome(solved=False, patch_failed=1.0)
+        for path, text in hidden.hidden_tests.items():
+            await sandbox.write(posixpath.join(folder, path), text.encode())
+        if hidden.test_patch and not await self._apply(sandbox, hidden.test_patch.encode()):
+            raise AttemptFailed(FailureOwner.TASK, "bad_test_patch", "the row's test patch does not apply")
+        command = hidden.test_command or self._spec.test_command or ""
+        command = command.replace("{files}", shlex.join(brought))
+        return self._read(hidden, await self._test(sandbox, command))
+
+    async def _judge_work(self) -> Any:
+        self._diff = await self._take_diff()
+        return await super()._judge_work() if self._diff.strip() else _to_outcome(solved=False, no_patch=1.0)
+
+    def _read(self, hidden: Hidden, result: ExecResult) -> Outcome:
+        if result.kind is ExecKind.TIMED_OUT:
+            return _to_outcome(solved=False, tests_timed_out=1.0)
+        if result.kind is ExecKind.NOT_STARTED:
+            raise AttemptFailed(
+                FailureOwner.TASK, "no_shell", "the image has no shell that could run the tests"
+            )
+        if not hidden.fail_to_pass and not hidden.pass_to_pass:
+            return _to_outcome(solved=result.exit_code == 0)
+        passed = read_passed(b"\n".join([result.stdout, result.stderr]).decode(errors="replace"))
+        parts = {"fail_to_pass_frac": hidden.fail_to_pass, "pass_to_pass_frac": hidden.pass_to_pass}
+        fracs = {
+            name: sum(passed.get(one, False) for one in tests) / len(tests)
+            for name, tests in parts.items()
+            if tests
+        }
+        return _to_outcome(solved=all(frac == 1.0 for frac in fracs.values()), **fracs)
+
+    async def _take_diff(self) -> bytes:
+        """Return what the model changed; nothing where its repository cannot say it any more."""
+        script = (
+            f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached --binary --no-ext-diff --no-color "$2" > "$3"'
+        )
+        path = posixpath.join(
+            self.sandbox.scratch, f".{hashlib.sha256(self._base.encode()).hexdigest()}.diff"
+        )
+        argv = ["sh", "-c", f'rm -rf "$3"; {script}', "sh", self.folder or ".", self._base, path]
+        result = await self.sandbox.exec(argv, wall_limit_s=_ORDER_LIMIT_S)
+        if result.exit_code:
+            return b""
+        try:
+            return await self.sandbox.read(path, max_bytes=_PATCH_BYTES)
+        except SandboxError as error:
+            if error.kind != "too_large":
+                raise
+            return b""
+
+    async def _place_repository(self, sandbox: ServedSandbox) -> str:
+        """Have the repository there, at the row's commit; return where."""
+        fields = self.example.fields
+        if self._image_of(self.example):
+            folder = fields["folder"] or self._spec.folder
+        else:
+            folder = posixpath.join(sandbox.scratch, _OWN_FOLDER)
+            self.folder = None
+            archive = await asyncio.to_thread(_pack, fields["repository"])
+            # One command for thousands of files, links among them.
+            await self._order(sandbox, f"mkdir {_OWN_FOLDER} && tar -xf - -C {_OWN_FOLDER}", stdin=archive)
+        self.folder = folder
+        await self._order(sandbox, _AT_BASE, fields["base_commit"])
+        return folder
+
+    def _image_of(self, example: Example) -> str:
+        """Return a row's image; empty where it has a repository. Raises: ConfigError if it has neither."""
+        fields = example.fields
+        if fields["image"] or fields["repository"]:
+            image: str = fields["image"]
+            return image
+        if self._spec.image is None:
+            raise ConfigError(
+                f"{fields['instance_id']} names neither an image nor a repository",
+                allowed="a column image, docker_image, image_name or repository, or task.image",
+                next_step="set task.image",
+            )
+        instance = fields["instance_id"]
+        named = self._spec.image.replace("{instance_id}", instance)
+        return named.replace("{instance}", instance.replace("__", "_1776_").lower())
+
+    async def _order(
+        self, sandbox: ServedSandbox, script: str, *words: str, stdin: bytes = b""
+    ) -> ExecResult:
+        """Run a script of ours in the repository. Raises: AttemptFailed, since a row asks for it."""
+        argv = ["sh", "-c", script, "sh", *words]
+        result = await sandbox.exec(argv, stdin=stdin, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
+        if result.exit_code or result.kind is not ExecKind.EXITED:
+            said = (result.stderr or result.stdout).decode(errors="replace").strip()[-400:]
+            detail = f"the repository of {self.example.fields['instance_id']}: {result.kind}: {said}"
+            raise AttemptFailed(FailureOwner.TASK, "bad_repository", detail)
+        return result
+
+    async def _apply(self, sandbox: ServedSandbox, patch: bytes, *words: str) -> bool:
+        argv = ["git", "apply", "--whitespace=nowarn", *words, "-"]
+        result = await sandbox.exec(argv, stdin=patch, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
+        return result.exit_code == 0
+
+    async def _test(self, sandbox: ServedSandbox, command: str) -> ExecResult:
+        if not command:
+            detail = f"{self.example.fields['instance_id']} does not say how its tests are run"
+            raise AttemptFailed(FailureOwner.TASK, "no_test_command", detail)
+        limit_s = self._spec.test_limit_s
+        for shell in ("/bin/bash", "/bin/sh"):
+            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=self.folder)
+            if result.kind is not ExecKind.NOT_STARTED:
+                break
+        return result
+
+
+def _pack(folder: str) -> bytes:
+    """Return a directory as an archive. Raises: AttemptFailed if it cannot be read."""
+    packed = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(folder, arcname=".")
+    except OSError as error:
+        detail = f"the repository {folder} cannot be read: {error.strerror}"
+        raise AttemptFailed(FailureOwner.TASK, "bad_repository", detail) from error
+    return packed.getvalue()
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"```tool\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
+
+
+def _to_outcome(*, solved: bool, **metrics: float) -> Outcome:
+    return Outcome(parts={"solved": float(solved)}, is_correct=solved, metrics=metrics)
+
+
+_READING = RowReading(
+    layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
+    to_example=to_example,
+    question=lambda example: f"{example.fields['instance_id']}\n{example.fields['problem_statement']}",
+)
