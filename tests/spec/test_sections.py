@@ -72,7 +72,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.dataset", "task.data_seed", "task.num_few_shot", "task.source"),
         *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
         *("task.rules", "task.hidden_tests", "task.difficulty"),
-        *("task.image", "task.folder", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
+        *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
         *("task.protected", "task.memory_gib", "task.disk_gib", "task.root", "task.raw_validate"),
         "task.skip_unjudged",
         *("task.all_or_nothing", "task.rubric", "task.judge_url", "task.judge_model", "task.judge_revision"),

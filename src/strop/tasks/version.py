@@ -28,7 +28,7 @@ _NOT_HASHED = {
 }
 # What the self-test requires changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
-_USUAL = {"min_reward": 0.0, "sandbox": "auto"}
+_USUAL: dict[str, Any] = {"min_reward": 0.0, "sandbox": "auto", "mcp_servers": []}
 """Limits and settings hashed only where they differ from these: recorded versions are older than they."""
 
 
