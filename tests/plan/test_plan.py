@@ -462,3 +462,23 @@ def test_where_a_penalty_stands_is_planned(plan_it: PlanIt) -> None:
     assert in_reward["KL to the reference"] == "0.1 x log-ratio (k1), in the reward"
     assert in_reward["algorithm.advantage"] == "keep_reward, then whitened over all tokens of the batch"
     assert "KL to the reference" not in values_of(plan_it("algorithm.name=reinforce_pp_baseline", beta))
+
+
+def test_an_attempt_of_several_turns_counts_with_all_of_them(plan_it: PlanIt) -> None:
+    def reckoned(*words: str) -> tuple[float, float, float]:
+        planned = plan_it("task.name=guess-number", "task.max_reply_tokens=4", *words)
+        assert planned.time is not None
+        assert planned.memory is not None
+        (reply,) = (one for one in planned.assumptions if one.name == "reply_tokens_mean")
+        return reply.value, planned.time.num_reply_tokens, planned.memory.needed_bytes
+
+    (one, tokens, memory), (five, all_tokens, more) = (
+        reckoned(f"task.max_turns={number}") for number in (1, 5)
+    )
+    assert (one, five) == (3.0, 15.0)
+    assert all_tokens > 4 * tokens
+    assert more > memory
+    # No more than the model has room for.
+    longest = plan_it("task.name=guess-number", "task.max_reply_tokens=4", "task.max_turns=10000")
+    (bounded,) = (one for one in longest.assumptions if one.name == "reply_tokens_mean")
+    assert bounded.value < 1000

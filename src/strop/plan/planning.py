@@ -54,6 +54,7 @@ from strop.tasks import (
     render_prompt,
     resolve_prompt_format,
 )
+from strop.tasks.traits import attempt_tokens_of
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import OfflineData, count_offline_positions, find_offline_source
 
@@ -87,8 +88,9 @@ def make_plan(
         is_mirrored = find_mirror_root(spec.store) is not None
     prompt = _plan_prompt(spec, task, known)
     speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
-    lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
-    needs = _estimate_needs(spec, known, lengths, task.limits, speeds, machine, target)
+    lengths = settle_lengths(spec, task, known, prompt)
+    limit = _bound_attempt(task, known, lengths.prompt_max)
+    needs = _estimate_needs(spec, known, lengths, task.limits, limit, speeds, machine, target)
     disk = list_disk_parts(spec, known.size, is_mirrored=is_mirrored) if known.size else ()
     rooms = {
         "memory": _room(needs.memory, machine.memory_bytes),
@@ -115,7 +117,7 @@ def make_plan(
             dtype,
         ),
         schedule=_plan_schedule(spec, known),
-        algorithm=list_terms(resolved, limit),
+        algorithm=list_terms(resolved, attempt_tokens_of(task, task.limits)),
         optimizer=list_optimizer(resolved),
         memory=rooms["memory"],
         roles=needs.roles,
@@ -125,7 +127,11 @@ def make_plan(
         judging=needs.judging,
         price=price_run(target.rate, needs.time) if target else None,
         assumptions=(*lengths.assumed, *list_assumptions(spec, limit, speeds)),
-        warnings=tuple(_list_warnings(spec, prompt, known.model, limit, rooms, needs.roles, speeds)),
+        warnings=tuple(
+            _list_warnings(
+                spec, prompt, known.model, task.limits.max_reply_tokens, rooms, needs.roles, speeds
+            )
+        ),
         unknown=(*known.unknown, *_list_unknown(target, needs.judging)),
         notices=(
             *resolved.notices,
@@ -154,6 +160,7 @@ def _estimate_needs(
     known: Known,
     lengths: Lengths,
     limits: TaskLimits,
+    limit: int,
     speeds: Speeds,
     machine: Machine,
     target: Target | None,
@@ -161,7 +168,6 @@ def _estimate_needs(
     if known.size is None or (target is not None and target.unknown):
         return _Needs()
     given, longest = count_offline_positions(spec, known.given), lengths.prompt_max
-    limit = limits.max_reply_tokens
     work = _plan_work(spec, lengths, known, limit, machine)
     memory: tuple[Part, ...] = ()
     if speeds.is_processor:
@@ -232,7 +238,7 @@ def predict_run(
         return None
     machine = machine or describe_machine()
     speeds = choose_speeds(spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir))
-    limit = task.limits.max_reply_tokens
+    limit = _bound_attempt(task, known, prompt.tokens_max)
     lengths = settle_lengths(spec, task, known, prompt)
     time = estimate_time(_plan_work(spec, lengths, known, limit, machine), speeds)
     positions = count_offline_positions(spec, known.given)
@@ -342,6 +348,15 @@ def _plan_roles(
     )
 
 
+def _bound_attempt(task: Task, known: Known, prompt_tokens: int | None) -> int:
+    """Return how many tokens the policy may say in an attempt, all turns together, as the model has room."""
+    limit = attempt_tokens_of(task, task.limits)
+    if known.size is None:
+        return limit
+    room = known.size.max_positions - (prompt_tokens or 0)
+    return min(limit, max(room, task.limits.max_reply_tokens))
+
+
 def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, limit: int, machine: Machine) -> Work:
     assert known.size is not None
     schedule, (sampling_frac, given_frac) = _plan_schedule(spec, known), _step_shares(spec)
@@ -398,7 +413,7 @@ def plan_work(
     speeds = choose_speeds(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
     )
-    lengths, limit = settle_lengths(spec, task, known, prompt), task.limits.max_reply_tokens
+    lengths, limit = settle_lengths(spec, task, known, prompt), _bound_attempt(task, known, prompt.tokens_max)
     work = _plan_work(spec, lengths, known, limit, machine)
     return Planned(work=work, speeds=speeds, task=task, model_path=known.model.path)
 
