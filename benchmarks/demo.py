@@ -117,29 +117,29 @@ def measure_demo(*, is_quick: bool) -> Measured:
         # Of a run that has not learned, all: an arm that never learns does not look cheap.
         learned = [run.learned_tokens or run.sampled_tokens for run in runs]
         figures += [
-            _mean(f"accuracy before{name}", "share", [run.accuracy_before for run in runs]),
-            _mean(
+            mean_figure(f"accuracy before{name}", "share", [run.accuracy_before for run in runs]),
+            mean_figure(
                 f"accuracy after{name}",
                 "share",
                 accuracies,
                 at_least=fmean(run.accuracy_after for run in recipe) - SLACK if recipe else None,
             ),
-            _mean(
+            mean_figure(
                 f"sampled tokens until {LEARNED_ACCURACY:g} are right{name}",
                 "tokens",
                 learned,
                 at_most=fmean(run.learned_tokens or run.sampled_tokens for run in recipe) if recipe else None,
             ),
-            _mean(f"sampled tokens{name}", "tokens", [run.sampled_tokens for run in runs]),
-            _mean(f"training{name}", "s", [run.train_s for run in runs]),
-            _mean(f"whole command{name}", "s", [run.whole_s for run in runs]),
-            _mean(f"memory at the peak{name}", "GB", [run.peak_bytes / 1e9 for run in runs]),
+            mean_figure(f"sampled tokens{name}", "tokens", [run.sampled_tokens for run in runs]),
+            mean_figure(f"training{name}", "s", [run.train_s for run in runs]),
+            mean_figure(f"whole command{name}", "s", [run.whole_s for run in runs]),
+            mean_figure(f"memory at the peak{name}", "GB", [run.peak_bytes / 1e9 for run in runs]),
         ]
     details = {name or "recipe": [asdict(run) for run in runs] for name, runs in found.items()}
     return Measured(figures=figures, details={"seeds": SEEDS, "runs": details})
 
 
-def _mean(
+def mean_figure(
     name: str,
     unit: str,
     values: Sequence[float],
@@ -147,6 +147,7 @@ def _mean(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Figure:
+    """Return the mean of one value for each seed."""
     return Figure(
         name=name,
         unit=unit,

@@ -26,7 +26,7 @@ FIGURES = (
     *("verify", "code-judge", "sandboxes", "remote-sandboxes", "runtime", "runtime-kills", "store", "mirror"),
     *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
-    *("worlds", "lanes", "busy", "reverse-text", "demo"),
+    *("worlds", "lanes", "busy", "reverse-text", "demo", "demo-agent"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy")

@@ -31,6 +31,7 @@ WHOLE_RUNS = (
     "asynchronous",
     "busy",
     "demo",
+    "demo-agent",
     "planning",
     "ray-demo",
     "reverse-text",
