@@ -30,7 +30,7 @@ def test_a_game_is_played_by_piped_lines(run: Run, monkeypatch: pytest.MonkeyPat
     ended = run("envs", "run", "guess-number", "max_value=3", "seed=1")
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
-    assert lines[0].startswith("user: I think of a number from 1 to 3.")
+    assert lines[2].startswith("user: Right. I think of a number from 1 to 3.")
     assert lines[-1].startswith("score: 1, right")
 
 

@@ -89,7 +89,7 @@ def test_a_kernel_without_process_descriptors_is_refused_with_that_reason(
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(SandboxRefused, match=r"no pidfd_open, which Linux has from 5\.3 on\. Allowed: "):
-        DaemonHandle().start({}, "")
+        DaemonHandle().start({})
 
 
 def test_without_user_namespaces_every_user_id_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,15 @@ def test_a_main_that_raises_exits_as_python_does(backend: str) -> None:
     assert result.stderr.rstrip().endswith(b"ValueError: no")
 
 
+@on_every_backend
+def test_what_one_source_loads_another_does_not_find(backend: str) -> None:
+    """Or it would find modules that it may not see, or load twice what can be loaded once."""
+    look = "import sys\ndef main(): print('colorsys' in sys.modules)"
+    with_both = run_main(backend, f"import colorsys\n{look}")
+    assert with_both.stdout == b"True\n"
+    assert run_main(backend, look).stdout == b"False\n"
+
+
 FIND = r"""
 import sys
 def main():

@@ -271,7 +271,7 @@ async def probe_isolation(context: AuditContext) -> ProbeResult:
     if not probe.arena.may_die:
         return not_applicable(name, _NO_PROCESS)
     # In the working directory, and where all may write.
-    for path in (word, f"/tmp/{word}"):
+    for path in (word, os.path.join(tempfile.gettempdir(), word)):
         try:
             await _look_for_notes(probe, path, word)
         finally:

@@ -325,23 +325,13 @@ def _describe_end(result: ExecResult) -> tuple[str, str]:
 
 @cache
 def _main_source(folders: tuple[str, ...]) -> str:
-    """Return the Python that the prepared interpreter loads: all that `inside` imports.
-
-    Other sandboxes are forked from that interpreter too: they find neither the modules nor the folders.
-    """
+    """Return the Python that the prepared interpreter loads: all that `inside` imports."""
     return f"""\
 import os, sys
-before, path = set(sys.modules), list(sys.path)
 sys.path += {list(folders)!r}
 # A thread would not live in a fork.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import strop.environments
-from strop.environments.inside import main as serve
+from strop.environments.inside import main
 del os.environ["OPENBLAS_NUM_THREADS"]
-loaded = {{name: sys.modules.pop(name) for name in set(sys.modules) - before}}
-sys.path[:] = path
-def main():
-    sys.modules.update(loaded)
-    sys.path += {list(folders)!r}
-    serve()
 """

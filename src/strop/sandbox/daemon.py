@@ -94,7 +94,7 @@ class _Daemon:
         # Held open while this process runs; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
-        self._pythons: dict[int, LoadedPython] = {}
+        self._python = LoadedPython(source="", main=lambda: None)
         self._numbers = itertools.count()
         self._engines: dict[str, Engine] = {}
         """Of the orders so far, by backend."""
@@ -136,7 +136,8 @@ class _Daemon:
             connection.set_inheritable(False)
             values = json.loads(text)
             order = Order(**{**values, "limits": Limits(**values["limits"])})
-            python = self._load(order.python_number, order.python_source)
+            if order.python_source:
+                self._load(order.python_source)
             try:
                 for host_path, _, _ in order.binds:
                     self._stage(host_path, order.seen[host_path])
@@ -150,7 +151,7 @@ class _Daemon:
                 os.close(self._alive_w)
                 os.close(self._host_mounts)
                 self._control.close()
-                _become_supervisor(order, python, self._ground, connection, self._alive_r)
+                _become_supervisor(order, self._python, self._ground, connection, self._alive_r)
             self._supervisors.add(pid)
         return True
 
@@ -158,14 +159,12 @@ class _Daemon:
         """Return where a layer of this daemon's is, by its path as the client was told it."""
         return f"{self._ground.runtime_dir}/{PREFIX}{Path(name).name.removeprefix(PREFIX)}"
 
-    def _load(self, number: int, source: str | None) -> LoadedPython:
-        """Load what sandboxes run in a fork of this interpreter; each source once."""
-        if source is not None:
-            names: dict[str, Any] = {"__name__": "loaded", "main": lambda: None}
-            exec(compile(source, "<python_source>", "exec"), names)
-            self._pythons[number] = LoadedPython(source=source, main=names["main"])
-            gc.freeze()
-        return self._pythons[number]
+    def _load(self, source: str) -> None:
+        """Load what sandboxes run in a fork of this interpreter."""
+        names: dict[str, Any] = {"__name__": "loaded"}
+        exec(compile(source, "<python_source>", "exec"), names)
+        self._python = LoadedPython(source=source, main=names["main"])
+        gc.freeze()
 
     def _find_image(self, order: Order, connection: socket.socket) -> bool:
         """Note where an order's image is on this host; if it is not, refuse and return False."""

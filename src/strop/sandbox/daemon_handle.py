@@ -31,28 +31,31 @@ main(int(sys.argv[1]), int(sys.argv[2]))
 
 
 class DaemonHandle:
-    """The daemon of this process, from outside. Started on first use."""
+    """A daemon of this process, from outside. Started on first use.
 
-    def __init__(self) -> None:
+    `source`: Python that it loads once, and that each of its sandboxes may run a fork of.
+    """
+
+    def __init__(self, source: str = "") -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._sources: dict[str, int] = {}
-        """Python sources that the running daemon has, and what it calls them."""
+        self._has_source = False
 
-    def start(self, order: dict[str, Any], python_source: str) -> socket.socket:
+    def start(self, order: dict[str, Any]) -> socket.socket:
         """Order a sandbox; return this end of its connection. Usable from any thread.
 
         Raises: SandboxRefused if the host gives no process or no socket.
         """
         with self._lock:
             try:
-                return self._send(order, python_source)
+                return self._send(order)
             except OSError:
                 # It was killed since the last order; once, start another.
                 self.close()
             try:
-                return self._send(order, python_source)
+                return self._send(order)
             except OSError as error:
                 self.close()
                 raise SandboxRefused(
@@ -69,10 +72,9 @@ class DaemonHandle:
                 with suppress(OSError):
                     self._control.send(path.encode())
 
-    def _send(self, order: dict[str, Any], source: str) -> socket.socket:
-        number = self._sources.get(source, len(self._sources))
-        new_source = None if source in self._sources else source
-        text = json.dumps({**order, "python_number": number, "python_source": new_source}).encode()
+    def _send(self, order: dict[str, Any]) -> socket.socket:
+        source = None if self._has_source else self._source
+        text = json.dumps({**order, "python_source": source}).encode()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -80,7 +82,7 @@ class DaemonHandle:
             except OSError:
                 ours.close()
                 raise
-        self._sources[source] = number
+        self._has_source = True
         return ours
 
     def _running_control(self) -> socket.socket:
@@ -117,7 +119,7 @@ class DaemonHandle:
             self._control.close()
             self._popen.wait()
             self._control = self._popen = None
-        self._sources.clear()
+        self._has_source = False
 
     def forget(self) -> None:
         """Close this copy after a fork: the daemon is the parent's."""
@@ -146,11 +148,18 @@ def python_candidates() -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
+def daemon_of(own_pid: int, source: str = "") -> DaemonHandle:
+    """Return the handle of this process's daemon for a Python source.
+
+    Each source has a daemon of its own: what one imports, programs of another would find loaded.
+    """
+    return _daemon_of(own_pid, source)
+
+
 @cache
-def daemon_of(own_pid: int) -> DaemonHandle:
-    """Return the handle of this process's daemon."""
-    # By process id: a forked copy of this process starts a daemon of its own.
-    daemon = DaemonHandle()
+def _daemon_of(own_pid: int, source: str) -> DaemonHandle:
+    # By process id: a forked copy of this process starts daemons of its own.
+    daemon = DaemonHandle(source)
     atexit.register(_close_own, daemon, own_pid)
     os.register_at_fork(after_in_child=daemon.forget)
     return daemon

@@ -44,6 +44,7 @@ class LocalSandbox(ServedSandbox):
         spec: SandboxSpec,
         header: Mapping[str, Any],
         python_argv: tuple[str, ...],
+        source: str,
     ) -> None:
         super().__init__(
             client,
@@ -53,6 +54,7 @@ class LocalSandbox(ServedSandbox):
             python_argv=python_argv,
             supervisor_pid=int(header["pid"]),
         )
+        self._source = source
         self._image = spec.image
         self._has_users = spec.user is not None
         began_with = spec.snapshot
@@ -103,6 +105,7 @@ class LocalSandbox(ServedSandbox):
             layers=(Layer(new), *(known[path] for path in old)),
             uid=header["uid"],
             num_bytes=header["num_bytes"],
+            source=self._source,
         )
 
     def _drop_snapshot(self, answer: asyncio.Future[Answer]) -> None:
@@ -151,12 +154,12 @@ class LocalBackend:
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
         if self.name in ENGINES:
             await asyncio.to_thread(require_engine, self.name, program)
-        snapshot = require_snapshot(spec, self.name)
+        snapshot = require_snapshot(spec, self.name, main_source)
         key = (self.name, spec.image)
         if key not in _pythons:
             # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
             plain = SandboxSpec(min_level=IsolationLevel.NONE, image=spec.image)
-            async with await _start(self.name, plain, program, "", ()) as sandbox:
+            async with await _start(self.name, plain, program, main_source, ()) as sandbox:
                 _pythons[key] = await sandbox.find_python()
         async with AsyncExitStack() as stack:
             if snapshot is not None:
@@ -186,7 +189,7 @@ _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
 async def _start(
     backend: str, spec: SandboxSpec, program: str, main_source: str, python_argv: tuple[str, ...]
 ) -> LocalSandbox:
-    snapshot = require_snapshot(spec, backend)
+    snapshot = require_snapshot(spec, backend, main_source)
     binds = _binds(spec, has_python=bool(program))
     order = {
         "backend": backend,
@@ -203,7 +206,7 @@ async def _start(
         "snapshot_uid": snapshot.uid if snapshot is not None else None,
         "engine_env": engine_environ(),
     }
-    client = Client(daemon_of(os.getpid()).start(order, main_source), backend)
+    client = Client(daemon_of(os.getpid(), main_source).start(order), backend)
     try:
         async with asyncio.timeout(_START_LIMIT_S):
             header = await client.first_frame()
@@ -223,7 +226,7 @@ async def _start(
             next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
             kind=header["refused"],
         )
-    return LocalSandbox(client, read_isolation(header["ready"]), spec, header, python_argv)
+    return LocalSandbox(client, read_isolation(header["ready"]), spec, header, python_argv, main_source)
 
 
 def refuse_user(user: int, backend: str) -> None:

@@ -31,6 +31,8 @@ class LocalSnapshot:
     layers: tuple[Layer, ...]
     uid: int
     num_bytes: int
+    source: str = field(default="", repr=False)
+    """What its sandbox was made with: see `daemon_of`, which keeps the layers."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +47,7 @@ class LocalSnapshot:
             for layer in self.layers:
                 layer.num_users -= 1
                 if layer.num_users == 0:
-                    daemon_of(os.getpid()).drop_layer(layer.path)
+                    daemon_of(os.getpid(), self.source).drop_layer(layer.path)
 
         return release
 
@@ -73,7 +75,7 @@ class LocalSnapshot:
         await self.close()
 
 
-def require_snapshot(spec: SandboxSpec, backend: str) -> LocalSnapshot | None:
+def require_snapshot(spec: SandboxSpec, backend: str, source: str) -> LocalSnapshot | None:
     """Return the snapshot that a sandbox shall begin with.
 
     Raises: SandboxRefused with kind snapshot if it cannot.
@@ -89,6 +91,8 @@ def require_snapshot(spec: SandboxSpec, backend: str) -> LocalSnapshot | None:
         wrong = f"a snapshot of image {snapshot.image!r}"
     elif snapshot.has_users is not (spec.user is not None):
         wrong = "a snapshot with a user of the image" if snapshot.has_users else "one without"
+    elif snapshot.source != source:
+        wrong = "a snapshot of a sandbox that runs another main"
     elif not snapshot.is_open:
         wrong = "a snapshot that was closed"
     else:

@@ -48,9 +48,8 @@ class Order:
     snapshot_uid: int | None = None
     """The user that these belong to."""
     network: str = "none"
-    python_number: int = 0
     python_source: str | None = None
-    """None if an earlier order with its number brought it."""
+    """None if an earlier order brought it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
