@@ -76,6 +76,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.rules", "task.hidden_tests", "task.difficulty"),
         *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
         *("task.protected", "task.memory_gib", "task.disk_gib", "task.root", "task.raw_validate"),
+        "task.open_network",
         "task.skip_unjudged",
         *("task.all_or_nothing", "task.rubric", "task.judge_url", "task.judge_model", "task.judge_revision"),
         "task.judge_engine",

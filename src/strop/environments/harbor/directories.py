@@ -1,0 +1,262 @@
+"""Task directories in Harbor's form: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`.
+
+Read are schemas up to 1.4, single-step tasks of one container. What a directory asks for and strop does not
+give is refused by its name; nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from strop.errors import ConfigError, DataError
+from strop.sandbox.contract import MIB
+
+CONFIG = "task.toml"
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+_MAX_SHOWN = 400
+_PORTS = (80, 443)
+"""What an allowed host may be asked at: Harbor's list names none."""
+_Network = Literal["no-network", "public", "allowlist"]
+
+
+class _Table(BaseModel):
+    """A table of `task.toml`. Keys that are not taken may stand there without a value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key in cls.model_fields or value}
+
+
+class _Phase(_Table):
+    network_mode: _Network | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    user: Literal["root", "0", 0] | None = None
+
+
+class _Agent(_Phase):
+    timeout_sec: float | None = Field(default=None, gt=0.0)
+
+
+class _Verifier(_Phase):
+    timeout_sec: float = Field(default=600.0, gt=0.0)
+    env: dict[str, str] = Field(default_factory=dict)
+    environment_mode: Literal["shared", "separate"] = "shared"
+
+
+class _Environment(_Table):
+    os: Literal["linux"] = "linux"
+    docker_image: str | None = None
+    build_timeout_sec: float = Field(default=600.0, gt=0.0)
+    cpus: float | None = Field(default=None, gt=0.0)
+    memory_mb: float | None = Field(default=None, gt=0.0)
+    storage_mb: float | None = Field(default=None, gt=0.0)
+    memory: str | None = None
+    storage: str | None = None
+    network_mode: _Network | None = None
+    allow_internet: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = Field(default=None, pattern="^/")
+
+    def mib_of(self, size: float | None, text: str | None) -> float | None:
+        """Return a size in MiB, of which the older form is a text such as '2G'. Raises: ValueError."""
+        if text is None:
+            return size
+        return float(text[:-1]) * _UNITS[text[-1:].upper()]
+
+
+class _Solution(_Table):
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class _Config(_Table):
+    schema_version: str = "1.4"
+    version: str | None = None
+    """Of schemas before 1.0."""
+    source: str | None = None
+    task: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    agent: _Agent = Field(default_factory=_Agent)
+    verifier: _Verifier = Field(default_factory=_Verifier)
+    environment: _Environment = Field(default_factory=_Environment)
+    solution: _Solution = Field(default_factory=_Solution)
+    artifacts: tuple[str, ...] = ()
+
+    @field_validator("artifacts", mode="before")
+    @classmethod
+    def _name_sources(cls, given: Any) -> Any:
+        if not isinstance(given, list):
+            return given
+        are_plain = [isinstance(one, dict) and set(one) == {"source"} for one in given]
+        return tuple(
+            one["source"] if is_plain else one for one, is_plain in zip(given, are_plain, strict=True)
+        )
+
+    @model_validator(mode="after")
+    def _require_possible(self) -> Self:
+        named = [*self.environment.env.items(), *self.verifier.env.items(), *self.solution.env.items()]
+        for name, value in named:
+            if "${" in value:
+                raise ValueError(f"{name}={value}: variables of this machine are not given to sandboxes")
+        if any(not path.startswith("/") for path in self.artifacts):
+            raise ValueError(f"artifacts={list(self.artifacts)}: paths begin with /")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarborTask:
+    """One task directory."""
+
+    name: str
+    folder: Path
+    instruction: str
+    digest: str
+    """Over every file of the directory."""
+    image: str | None
+    """None: built from `environment/Dockerfile`."""
+    build_limit_s: float
+    workdir: str | None
+    """Where commands begin; None: as the image says."""
+    env: dict[str, str]
+    test_env: dict[str, str]
+    solution_env: dict[str, str]
+    agent_limit_s: float | None
+    test_limit_s: float
+    cpus: float | None
+    memory_bytes: int | None
+    disk_bytes: int | None
+    agent_network: str
+    """Of a sandbox: 'none', 'host' where Harbor gives the open network, or 'allow:HOST:PORT,...'."""
+    test_network: str
+    is_separate: bool
+    """Whether tests run in a fresh container, with what `artifacts` names."""
+    artifacts: tuple[str, ...] = field(default=())
+
+
+def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
+    """Read a task directory, or all below a folder, by name.
+
+    Raises: ConfigError if there is none, or none of a wanted name; DataError for one that cannot be taken.
+    """
+    folders = [root] if (root / CONFIG).is_file() else [one.parent for one in root.glob(f"*/{CONFIG}")]
+    by_name = {one.resolve().name: one for one in folders}
+    missing = sorted(set(wanted) - by_name.keys())
+    if missing or not by_name:
+        raise ConfigError(
+            f"{root}: no task directory {', '.join(missing)}".rstrip(),
+            allowed=f"a folder with {CONFIG}, or one of such folders"
+            + (f"; there are: {', '.join(sorted(by_name))}" if by_name else ""),
+            next_step="correct task.root, or task.tasks",
+        )
+    return {name: _read(name, by_name[name]) for name in sorted(wanted or by_name)}
+
+
+def _read(name: str, folder: Path) -> HarborTask:
+    try:
+        config = _Config.model_validate(tomllib.loads((folder / CONFIG).read_text("utf-8")))
+        environment = config.environment
+        memory, disk = (
+            environment.mib_of(size, text)
+            for size, text in (
+                (environment.memory_mb, environment.memory),
+                (environment.storage_mb, environment.storage),
+            )
+        )
+        networks = [_network(environment, phase) for phase in (config.agent, config.verifier)]
+        instruction = (folder / "instruction.md").read_text("utf-8")
+    except ValidationError as error:
+        found = "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']} ({one['input']!r:.60})"
+            for one in error.errors()
+        )
+        raise _refused(folder, found[:_MAX_SHOWN]) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise _refused(folder, str(error)) from error
+    _require_whole(folder, config, networks)
+    return HarborTask(
+        name=name,
+        folder=folder,
+        instruction=instruction,
+        digest=digest_tree(folder),
+        image=environment.docker_image,
+        build_limit_s=environment.build_timeout_sec,
+        workdir=environment.workdir,
+        env=environment.env,
+        test_env=config.verifier.env,
+        solution_env=config.solution.env,
+        agent_limit_s=config.agent.timeout_sec,
+        test_limit_s=config.verifier.timeout_sec,
+        cpus=environment.cpus,
+        memory_bytes=None if memory is None else int(memory * MIB),
+        disk_bytes=None if disk is None else int(disk * MIB),
+        agent_network=networks[0],
+        test_network=networks[1],
+        is_separate=config.verifier.environment_mode == "separate",
+        artifacts=config.artifacts,
+    )
+
+
+def _network(environment: _Environment, phase: _Phase) -> str:
+    """Return what a phase may reach. Raises: ValueError for what no sandbox keeps."""
+    mode, hosts = phase.network_mode, phase.allowed_hosts
+    if mode is None:
+        mode, hosts = environment.network_mode, environment.allowed_hosts
+    mode = mode or ("public" if environment.allow_internet else "no-network")
+    if mode != "allowlist":
+        return "host" if mode == "public" else "none"
+    if not hosts or any("*" in host or "/" in host for host in hosts):
+        raise ValueError(f"allowed_hosts={list(hosts)}: names and addresses of hosts are possible alone")
+    return "allow:" + ",".join(
+        f"{f'[{host}]' if ':' in host else host}:{port}" for host in hosts for port in _PORTS
+    )
+
+
+def _require_whole(folder: Path, config: _Config, networks: list[str]) -> None:
+    """Refuse a directory that cannot be attempted as it is meant. Raises: DataError."""
+    has_compose = any((folder / "environment").glob("*compose*.y*ml"))
+    has_image = config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
+    is_shared = config.verifier.environment_mode == "shared"
+    refusals = {
+        "it has no tests/test.sh": not (folder / "tests/test.sh").is_file(),
+        "it has several containers (compose)": has_compose,
+        "it has a conversation before the first turn": (folder / "trajectory.json").exists(),
+        "it has neither environment.docker_image nor environment/Dockerfile": not has_image,
+        "its tests have another network than the model, in one container": (
+            is_shared and networks[0] != networks[1]
+        ),
+        "it has links or special files": any(
+            one.is_symlink() or not (one.is_file() or one.is_dir()) for one in folder.rglob("*")
+        ),
+    }
+    for why, is_so in refusals.items():
+        if is_so:
+            raise _refused(folder, why)
+
+
+def digest_tree(folder: Path) -> str:
+    """Hash every file below a folder: path, whether it is a program, and bytes."""
+    made = hashlib.sha256()
+    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        data = path.read_bytes()
+        made.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
+        made.update(data)
+    return made.hexdigest()
+
+
+def _refused(folder: Path, why: str) -> DataError:
+    return DataError(
+        f"the task directory {folder}: {why}",
+        allowed="tasks of one step and one Linux container, run by root, without GPUs and MCP servers",
+        next_step="correct it, or name the others in task.tasks",
+    )

@@ -1,0 +1,295 @@
+"""Task directories of Harbor as workspaces, graded by their own tests.
+
+Where a task runs its tests in the model's container (`shared`, Harbor's default), so does strop: what the
+model installed and wrote is there, all that it left running is not. Its programs could have changed what the
+tests call, so such an attempt carries the metric `unsealed`. A task with `environment_mode = "separate"` is
+graded in a fresh container, which has what its `artifacts` name. Either way `tests/` and `solution/` are in
+no container that the model is in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import re
+import shlex
+import time
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.environments.contract import Done
+from strop.environments.harbor.directories import HarborTask, list_directories
+from strop.environments.harbor.images import Image, choose_engine, find_image
+from strop.environments.workspace import Workspace
+from strop.errors import SandboxError
+from strop.rollout import Example, FailureOwner, Outcome, Split
+from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.served import ServedSandbox
+from strop.spec.base import expert
+from strop.spec.sandboxing import SandboxSettings
+from strop.spec.task import EnvironmentSection
+from strop.tasks.contract import TaskLimits
+from strop.tasks.failures import AttemptFailed
+from strop.tasks.registry import built_in
+
+_LOGS = "/logs/verifier"
+_ARTIFACTS = "/logs/artifacts"
+_REWARD_BYTES = 64 * 1024
+_ORDER_LIMIT_S = 60.0
+_PREPARE = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
+_CLEAR = f"rm -rf /tests {_LOGS} && {_PREPARE}"
+_TEST = f'chmod +x "$0" && exec "$0" > {_LOGS}/test-stdout.txt 2>&1'
+_METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class HarborSpec(SandboxSettings, EnvironmentSection):
+    """Task directories in Harbor's form."""
+
+    name: Literal["harbor"]
+    root: str = Field(
+        min_length=1,
+        description="A task directory of Harbor's, or a folder of them. Nothing in it is changed.",
+        json_schema_extra=expert("task directories may lie anywhere"),
+    )
+    tasks: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Names of task directories. Empty = all.",
+        json_schema_extra=expert("a run may be about some of them"),
+    )
+    open_network: bool = Field(
+        default=False,
+        description="Whether tasks that ask for the open network, as Harbor's do if they say nothing, get"
+        " this machine's, its own services among it. false = none. Lists of hosts hold in any case.",
+        json_schema_extra=expert("some tests install packages when they run"),
+    )
+    memory_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="Memory of a sandbox whose task does not say it.",
+        json_schema_extra=expert("tasks may leave it open"),
+    )
+    disk_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="What may be written in a sandbox whose task does not say it.",
+        json_schema_extra=expert("tasks may leave it open"),
+    )
+    num_held_out: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tasks, the last by name, that are held out. none = a tenth of them, one at least.",
+    )
+
+
+@built_in(
+    "harbor", HarborSpec, "Task directories of Harbor, in their containers, graded by their tests.", rank=147
+)
+class Harbor(Workspace):
+    """The reward is what the tests write: `reward` of /logs/verifier/reward.json, or reward.txt.
+
+    Tests that write none, or need longer than they may, are the task's failure if they do so in an untouched
+    container too; else they are the attempt's doing, and earn 0.
+    """
+
+    name = "harbor"
+    version = "harbor-1"
+    max_turns = 50
+    limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
+    _image: Image
+    _used_s = 0.0
+    """By commands of the model's, up to now."""
+
+    def __init__(self, spec: HarborSpec) -> None:
+        self._spec = spec
+
+    @property
+    def data_digest(self) -> str:
+        """Hash over the task directories. Raises: DataError, ConfigError as `list_directories`."""
+        return " ".join(task.digest for task in self._tasks().values())
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        """Yield the tasks of a split. Raises: DataError, ConfigError as `list_directories`."""
+        tasks = list(self._tasks().values())
+        number = self._spec.num_held_out
+        number = math.ceil(len(tasks) / 10) if number is None else number
+        first = max(0, len(tasks) - number)
+        for task in tasks[first:] if split is Split.HELD_OUT else tasks[:first]:
+            yield {"task": task.name, "digest": task.digest}
+
+    def part_of(self, example: Example) -> str:
+        """Return the task's name."""
+        return str(example.fields["task"])
+
+    def opening(self, example: Example, seed: int) -> str:
+        """Tell the instruction, as it is."""
+        return self._task_of(example).instruction
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield the task's solution, brought and run; without one, nothing."""
+        task = self._task_of(example)
+        folder = task.folder / "solution"
+        if not (folder / "solve.sh").is_file():
+            return
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in task.solution_env.items()]
+        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+            place = shlex.quote(f"/solution/{path.relative_to(folder)}")
+            lines += [f"mkdir -p $(dirname {place})", f"base64 -d > {place} <<'END_OF_FILE'"]
+            lines += [base64.b64encode(path.read_bytes()).decode(), "END_OF_FILE"]
+        lines += ["chmod +x /solution/solve.sh", "/solution/solve.sh"]
+        yield _call("bash", command="\n".join(lines)), _call("submit")
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        """Return the model's container."""
+        return self._container_of(self._task_of(example).agent_network)
+
+    def grader_for(self, example: Example) -> SandboxSpec:
+        """Return a fresh container for tests."""
+        return self._container_of(self._task_of(example).test_network)
+
+    async def reset(self, example: Example, seed: int) -> str:
+        """Have the image there, then open. Raises: ConfigError, AttemptFailed and as `Workspace.reset`."""
+        task = self._task = self._task_of(example)
+        self.place = replace(self.place, backend=choose_engine(self.place.backend))
+        self._command_limit_s = self.place.command_limit_s
+        self._image = await asyncio.to_thread(find_image, task, self.place.backend)
+        self.folder = task.workdir or self._image.workdir
+        self.carried = (*task.artifacts, _ARTIFACTS) if task.is_separate else ()
+        return str(await super().reset(example, seed))
+
+    async def prepare(self, example: Example, seed: int) -> None:
+        """Make the directories that programs of Harbor's find."""
+        await self._order(self.sandbox, _PREPARE)
+
+    async def grade(self, sandbox: ServedSandbox) -> Outcome:
+        """Run the tests and read their reward."""
+        rewards = await self._test(sandbox)
+        metrics = {} if self._task.is_separate else {"unsealed": 1.0}
+        if rewards is None:
+            await self._require_tests()
+            metrics["no_reward"] = 1.0
+            return Outcome(parts={"reward": 0.0}, is_correct=False, metrics=metrics)
+        if len(rewards) > 1 and "reward" not in rewards:
+            names = ", ".join(sorted(rewards))
+            detail = f"the tests of {self._task.name} write {names}, and no `reward`"
+            raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
+        reward = rewards.get("reward", next(iter(rewards.values())))
+        metrics |= {name: value for name, value in rewards.items() if _METRIC.fullmatch(name)}
+        metrics.pop("reward", None)
+        return Outcome(parts={"reward": reward}, is_correct=reward == self.limits.max_reward, metrics=metrics)
+
+    async def _judge_work(self) -> Any:
+        return await (super()._judge_work() if self._task.is_separate else self.grade(self.sandbox))
+
+    async def _tell(self, doing: Awaitable[str]) -> str | Done:
+        """As `Workspace._tell`; the commands of an attempt may take as long as the task says, together."""
+        limit_s = self._task.agent_limit_s or math.inf
+        left_s = max(1.0, limit_s - self._used_s)
+        self.place = replace(self.place, command_limit_s=min(self._command_limit_s, left_s))
+        began = time.monotonic()
+        try:
+            told = await super()._tell(doing)
+        finally:
+            self._used_s += time.monotonic() - began
+        return Done("the time is up") if self._used_s >= limit_s else told
+
+    async def _require_tests(self) -> None:
+        """Raise AttemptFailed if the tests give an untouched container no reward either."""
+        async with self._open_grader() as sandbox:
+            await self._order(sandbox, _PREPARE)
+            if await self._test(sandbox) is None:
+                detail = f"the tests of {self._task.name} write no reward for an untouched container"
+                raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
+
+    async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
+        """Bring the tests and run them; return what they write, None where that is no reward."""
+        cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
+        if cleared.exit_code:
+            return None
+        await sandbox.upload(self._task.folder / "tests", "/tests")
+        argv = ["/bin/sh", "-c", _TEST, "/tests/test.sh"]
+        limit_s, env = self._task.test_limit_s, self._task.test_env
+        # How it ends is not the reward.
+        result = await sandbox.exec(argv, wall_limit_s=limit_s, env=env, cwd=self.folder)
+        return None if result.timed_out else await _read_rewards(sandbox)
+
+    def _container_of(self, network: str) -> SandboxSpec:
+        task, spec = self._task, self._spec
+        disk_bytes = task.disk_bytes or int(spec.disk_gib * 1024 * MIB)
+        limits = Limits(
+            memory_bytes=task.memory_bytes or int(spec.memory_gib * 1024 * MIB),
+            has_address_limit=False,
+            max_processes=1024,
+            file_bytes=disk_bytes,
+            scratch_bytes=disk_bytes,
+            max_scratch_files=1_000_000,
+            max_open_files=4096,
+            cpus=task.cpus,
+        )
+        return SandboxSpec(
+            limits=limits,
+            image=self._image.name,
+            user=0,
+            env={**self._image.env, **task.env},
+            network="none" if network == "host" and not spec.open_network else network,
+        )
+
+    async def _order(self, sandbox: ServedSandbox, script: str) -> None:
+        """Run a script of ours in an untouched container. Raises: AttemptFailed for the task's image."""
+        result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
+        if result.exit_code:
+            said = result.stderr.decode(errors="replace").strip()[-400:]
+            detail = f"the image of {self._task.name}: {result.kind}: {said}"
+            raise AttemptFailed(FailureOwner.TASK, "bad_image", detail)
+
+    def _task_of(self, example: Example) -> HarborTask:
+        return self._tasks()[example.fields["task"]]
+
+    def _tasks(self) -> dict[str, HarborTask]:
+        return _read_root(self._spec.root, self._spec.tasks)
+
+
+@cache
+def _read_root(root: str, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
+    return list_directories(Path(root).expanduser(), wanted)
+
+
+async def _read_rewards(sandbox: ServedSandbox) -> dict[str, float] | None:
+    """Return the numbers of reward.json, or of reward.txt where there is none; None if they are none."""
+    for name in ("reward.json", "reward.txt"):
+        try:
+            data = await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES)
+        except SandboxError as error:
+            if error.kind == "missing":
+                continue
+            if error.kind in ("directory", "not_regular", "denied", "too_large"):
+                return None
+            raise
+        return parse_rewards(data)
+    return None
+
+
+def parse_rewards(data: bytes) -> dict[str, float] | None:
+    """Return finite numbers by name, or a bare one as `reward`; None for anything else."""
+    try:
+        found = json.loads(data)
+        given = found if isinstance(found, dict) else {"reward": found}
+        if any(not isinstance(value, int | float) for value in given.values()):
+            return None
+        values = {str(name): float(value) for name, value in given.items()}
+    except (ValueError, OverflowError, RecursionError):
+        return None
+    return values if values and all(map(math.isfinite, values.values())) else None
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"```tool\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
