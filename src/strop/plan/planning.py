@@ -79,9 +79,8 @@ def make_plan(
             # What was measured on this machine.
             calibration = efficiency = None
     machine = machine or describe_machine()
-    device = _device(machine, accelerator)
     spec, number_format = settle_format(
-        settle_layout(resolved.spec), machine, device, calibration=calibration
+        settle_layout(resolved.spec), machine, _device(machine, accelerator), calibration=calibration
     )
     with follow_store(spec.store):
         task, known = look(spec, cache_dir)
