@@ -33,7 +33,7 @@ help:
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
 	@echo "make guest-deps   make the environments of packages whose worlds strop plays (textarena, verifiers)"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
-	@echo "make agents-deps  make the environments of mini-swe-agent and of mcp, which tests use as they are"
+	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -152,11 +152,12 @@ openhands-deps: $(READY)
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(OPENHANDS, say=print)"
 
-# mini-swe-agent and mcp, which tests use as they are: environments of their own in the user's cache, 0.4 GB.
+# mini-swe-agent, mcp and openenv-core, which tests use as they are: environments of their own in the user's cache,
+# 0.6 GB.
 agents-deps: $(READY)
-	@$(IN_VENV) -c "from tests.fixtures.real_agents import MCP, MINI_SWE_AGENT; \
+	@$(IN_VENV) -c "from tests.fixtures.real_agents import MCP, MINI_SWE_AGENT, OPENENV; \
 		from strop.store.python_environment import ensure_environment; \
-		ensure_environment(MCP, say=print); ensure_environment(MINI_SWE_AGENT, say=print)"
+		[ensure_environment(one, say=print) for one in (MCP, MINI_SWE_AGENT, OPENENV)]"
 
 # Packages whose environments strop plays, each in an environment of its own in the user's cache, 1.5 GB.
 guest-deps: $(READY)

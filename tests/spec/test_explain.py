@@ -56,10 +56,10 @@ def test_a_setting_in_a_run(run_path: str) -> None:
 def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
-        "arithmetic, reverse-text, guess-number, textarena, verifiers, reasoning-gym, mlgym: 100; dummy: 4;"
-        " research: 44; gsm8k, math, math500, deepscaler, aime, mmlu, mmlu-choice, mbpp, humaneval, apps,"
-        " repo-repair, harbor, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge, sft-jsonl, rlvr-mixed,"
-        ' rows, FILE.py:CLASS, FILE.py:ENVIRONMENT: "none"'
+        "arithmetic, reverse-text, guess-number, textarena, verifiers, reasoning-gym, mlgym,"
+        " openenv: 100; dummy: 4; research: 44; gsm8k, math, math500, deepscaler, aime, mmlu, mmlu-choice,"
+        " mbpp, humaneval, apps, repo-repair, harbor, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge,"
+        ' sft-jsonl, rlvr-mixed, rows, FILE.py:CLASS, FILE.py:ENVIRONMENT: "none"'
     )
     assert explain("task.num_held_out", load_spec(run_path)).default == "100"
 

@@ -256,7 +256,8 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
     for label, spec in list_audits(words):
         if spec is None:
             needed = {"mixture": "files: mixture.parts", "textarena": "a game: textarena.game"}
-            needed["verifiers"] = "a taskset: verifiers.taskset"
+            needed |= {"verifiers": "a taskset: verifiers.taskset", "mlgym": "a checkout: mlgym.root"}
+            needed |= {"harbor": "task directories: harbor.root", "openenv": "a server: openenv.url"}
             cause = f"needs {needed.get(label, f'files: {label}.source')}=..."
             rows.append((label, "-", cause))
             reports[label] = {"verdict": None, "cause": cause}

@@ -1,0 +1,1 @@
+"""Environments that an OpenEnv server has: the connection to it, and attempts on it."""

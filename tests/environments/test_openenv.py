@@ -1,0 +1,208 @@
+"""OpenEnv: a real server's environment is attempted, and a server's failures are no scores."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from strop.environments.openenv.environment import Openenv, OpenenvSpec
+from strop.environments.openenv.websocket import WebSocket
+from strop.rollout import FailureOwner, Rollout, Split
+from strop.tasks import Task, build_task
+from strop.tasks.failures import AttemptFailed
+from tests.conftest import require_system_part
+from tests.environments.test_worlds import attempt, tokenizer_of
+from tests.fixtures.real_agents import OPENENV
+
+SERVER = Path(__file__).parents[1] / "fixtures/openenv_server.py"
+ONE = '{"number": 1}'
+
+
+def make(url: str, **settings: Any) -> Task:
+    return build_task(OpenenvSpec(name="openenv", url=url, num_train=1, num_held_out=1, **settings))
+
+
+def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
+    return attempt(task, tokenizer_of(tmp_path), list(replies))
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    argv = [str(OPENENV.python), str(SERVER)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of the package's."""
+    require_system_part("the environment of openenv-core (make agents-deps)", OPENENV.is_ready())
+    with serving() as url:
+        yield url
+
+
+@pytest.mark.slow
+def test_an_attempt_earns_what_the_environment_says(tmp_path: Path, url: str) -> None:
+    task = make(url, instructions="Add numbers.")
+    # The seed of the first example to train on is 1.
+    rollout = play(tmp_path, task, f"Well: {ONE}", '{"number": 4} or rather {"number": 2}')
+    assert rollout.turns[0].text.count("Add numbers.\n\nCount up to 3.") == 1
+    assert "The total is 1." in rollout.turns[2].text
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert rollout.outcome.turn_rewards == (0.0, 1.0)
+    assert rollout.outcome.is_correct
+    assert play(tmp_path, make(url, max_turns=1), ONE).outcome.reward == 0.0
+    numbers = make(url, action_field="number", action_is_number=True, options={"more": 1})
+    assert play(tmp_path, numbers, "1 of 4", "no number", "-0").outcome.reward == 1.0
+
+
+@pytest.mark.slow
+def test_what_is_no_action_is_told(tmp_path: Path, url: str) -> None:
+    rollout = play(tmp_path, make(url), "{1}", '{"number": "x"}', '{"other": 1}', '{"number": 3}')
+    told = [turn.text for turn in rollout.turns[2::2]]
+    assert "That is no action: it has none" in told[0]
+    assert "valid integer" in told[1]
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert rollout.outcome.metrics["num_invalid_actions"] == 3.0
+    assert not rollout.outcome.format_ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "kind"), [(6, "environment_failed"), (8, "no_reward")])
+def test_what_fails_in_the_environment_is_the_tasks(tmp_path: Path, url: str, number: int, kind: str) -> None:
+    outcome = play(tmp_path, make(url), f'{{"number": {number}}}').outcome
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.TASK, kind)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_full_is_waited_for(url: str) -> None:
+    spec = OpenenvSpec(name="openenv", url=url)
+    example = build_task(spec).examples(Split.TRAIN)[0]
+
+    async def attempt_all() -> list[str]:
+        async def one() -> str:
+            own = Openenv(spec)
+            try:
+                opened = await own.reset(example, 0)
+                await asyncio.sleep(0.05)
+                return opened
+            finally:
+                await own.close()
+
+        return await asyncio.gather(*(one() for _ in range(5)))
+
+    assert len(set(asyncio.run(attempt_all()))) == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_gives_no_score(tmp_path: Path, url: str) -> None:
+    with serving() as own_url:
+        outcome = play(tmp_path, make(own_url), '{"number": 7}').outcome
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "server_lost")
+
+
+@contextmanager
+def answering(answer: bytes | None) -> Iterator[str]:
+    """Serve connections that are answered with some bytes; None: with nothing, and left open."""
+    loop, left = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await left.wait()
+        else:
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(left.set)
+        loop.call_soon_threadsafe(server.close)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (None, "server_silent"),
+        (b"", "server_lost"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "server_lost"),
+        (b"HTTP/1.1 101 OK\r\nSec-WebSocket-Accept: wrong\r\n\r\n", "server_lost"),
+    ],
+)
+def test_a_server_that_does_not_speak_gives_no_score(tmp_path: Path, answer: bytes | None, kind: str) -> None:
+    with answering(answer) as url:
+        outcome = play(tmp_path, make(url, tool_limit_s=0.2), ONE).outcome
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, kind)
+
+
+def test_nobody_there_gives_no_score() -> None:
+    with answering(b"") as url:
+        pass
+    own = Openenv(OpenenvSpec(name="openenv", url=url))
+    example = build_task(OpenenvSpec(name="openenv", url=url)).examples(Split.TRAIN)[0]
+    with pytest.raises(AttemptFailed, match=r"refused|Connect"):
+        asyncio.run(own.reset(example, 0))
+
+
+@pytest.mark.parametrize(
+    ("frames", "found"),
+    [
+        (b"\x81\x02hi", "hi"),
+        (b"\x01\x02he\x89\x01x\x80\x01y", "hey"),
+        (b"\x81\x7e\x01\x00" + b"a" * 256, "a" * 256),
+        (b"\x81\x7f" + (70_000).to_bytes(8, "big") + b"b" * 70_000, "b" * 70_000),
+        (b"\x88\x05\x03\xe8bye", "1000 bye"),
+        (b"\x81\x7f\xff" + bytes(7), "more than"),
+        (b"\x81\x82" + bytes(6), "masked"),
+        (b"\x81\x05cut", "has ended"),
+    ],
+)
+def test_frames_are_read(frames: bytes, found: str) -> None:
+    async def receive() -> str:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frames)
+        reader.feed_eof()
+        sent: list[bytes] = []
+
+        class Writer:
+            write = sent.append
+
+            async def drain(self) -> None:
+                return
+
+        try:
+            return await WebSocket(reader, Writer()).receive()  # type: ignore[arg-type]
+        except ConnectionError as error:
+            return str(error)
+
+    assert found in asyncio.run(receive())
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://x/?a=1", "http://x y"])
+def test_what_is_no_server_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError):
+        OpenenvSpec(name="openenv", url=url)
