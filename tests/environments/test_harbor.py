@@ -212,9 +212,10 @@ def test_a_fresh_container_has_what_is_named(tmp_path: Path, base: str) -> None:
 
 @pytest.mark.slow
 @needs_podman
-def test_who_breaks_the_tests_earns_nothing(tmp_path: Path, base: str) -> None:
+@pytest.mark.parametrize("command", ["rm /usr/bin/cat /usr/bin/chmod", "cat /dev/zero > /full", "rm /bin/sh"])
+def test_who_breaks_the_tests_earns_nothing(tmp_path: Path, base: str, command: str) -> None:
     task = make(tmp_path, base)
-    outcome = play(tmp_path, task, call("bash", command="rm /usr/bin/cat /usr/bin/chmod"), SUBMIT).outcome
+    outcome = play(tmp_path, task, call("bash", command=command), SUBMIT).outcome
     assert (outcome.reward, outcome.failure) == (0.0, None)
     assert outcome.metrics["no_reward"] == 1.0
 

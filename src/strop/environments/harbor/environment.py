@@ -28,7 +28,7 @@ from strop.environments.contract import Done
 from strop.environments.harbor.directories import HarborTask, list_directories
 from strop.environments.harbor.images import Image, choose_engine, find_image
 from strop.environments.workspace import Workspace
-from strop.errors import SandboxError
+from strop.errors import SandboxError, SandboxLost
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
@@ -215,7 +215,13 @@ class Harbor(Workspace):
         cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
         if cleared.exit_code:
             return None
-        await sandbox.upload(self._task.folder / "tests", "/tests")
+        try:
+            await sandbox.upload(self._task.folder / "tests", "/tests")
+        except SandboxLost:
+            raise
+        except SandboxError:
+            # The disk is full, or something stands in the way.
+            return None
         argv = ["/bin/sh", "-c", _TEST, "/tests/test.sh"]
         limit_s, env = self._task.test_limit_s, self._task.test_env
         # How it ends is not the reward.
