@@ -59,14 +59,15 @@ def mount_for(source: str, folder: str, first_id: int) -> str:
 
 
 def _find_layers(source: str) -> list[str]:
-    """Return the lower directories of an overlay that is mounted, or the directory itself."""
+    """Return the directories of a mounted overlay that has lower ones alone; else the directory itself."""
     with open("/proc/self/mountinfo") as file:
         for line in file:
             place, _, mount = line.partition(" - ")
             kind, _, options = mount.rstrip("\n").split(" ", 2)
-            lower = [one for one in options.split(",") if one.startswith("lowerdir=")]
-            if place.split(" ")[4] == source and kind == "overlay" and lower:
-                return lower[0].removeprefix("lowerdir=").split(":")
+            if place.split(" ")[4] == source and kind == "overlay":
+                named = dict(option.partition("=")[::2] for option in options.split(","))
+                if "lowerdir" in named and "upperdir" not in named:
+                    return named["lowerdir"].split(":")
     return [source]
 
 
