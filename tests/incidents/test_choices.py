@@ -42,6 +42,7 @@ DISTILL = ("train.terms=distill", "teacher.source=initial")
 NEEDS: dict[str, tuple[str, ...]] = {
     "algorithm": ("train.mini_batches=2",),
     "algorithm.mode=single": (),
+    "algorithm.credit=turn": ("task.name=guess-number", "task.max_reply_tokens=4"),
     "dpo": DPO,
     "reference": ("reference.kl_beta=0.1",),
     "sft": ("train.terms=rl+sft", *SFT),
