@@ -18,7 +18,7 @@ import pytest
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
-from strop.sandbox.daemon_handle import daemon_of
+from strop.sandbox.daemon_handle import close_daemons
 from strop.sandbox.family import parent_of
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.podman import make_init
@@ -324,13 +324,13 @@ def test_signals_do_what_a_program_expects(backend: str) -> None:
     numbers = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    daemon_of(os.getpid()).close()
+    close_daemons()
     try:
         for number in (*numbers, signal.SIGUSR1, signal.SIGPIPE):
             result = shell(backend, f"kill -{number.name[3:]} $$; echo lives")
             assert (result.signal, result.stdout) == (number, b"")
     finally:
-        daemon_of(os.getpid()).close()
+        close_daemons()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)

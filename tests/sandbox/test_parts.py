@@ -18,7 +18,7 @@ from strop.errors import SandboxRefused
 from strop.sandbox import Limits, cgroup, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
-from strop.sandbox.daemon_handle import DaemonHandle, daemon_of
+from strop.sandbox.daemon_handle import DaemonHandle, close_daemons
 from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.linux import can_reach
@@ -222,6 +222,6 @@ def test_groups_that_nobody_looks_after_any_more_are_removed() -> None:
             made.append(path)
     if not made:
         pytest.skip("control groups (none may be made here)")
-    daemon_of(os.getpid()).close()
+    close_daemons()
     in_sandbox("process", lambda sandbox: sandbox.exec(["/bin/true"], wall_limit_s=60))
     assert [path for path in made if path.exists()] == []

@@ -148,23 +148,24 @@ def python_candidates() -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
+_daemons: dict[tuple[int, str], DaemonHandle] = {}
+"""By the process that started them, of which a fork has copies, and by source."""
+
+
 def daemon_of(own_pid: int, source: str = "") -> DaemonHandle:
     """Return the handle of this process's daemon for a Python source.
 
     Each source has a daemon of its own: what one imports, programs of another would find loaded.
     """
-    return _daemon_of(own_pid, source)
+    if (own_pid, source) not in _daemons:
+        daemon = _daemons[own_pid, source] = DaemonHandle(source)
+        os.register_at_fork(after_in_child=daemon.forget)
+    return _daemons[own_pid, source]
 
 
-@cache
-def _daemon_of(own_pid: int, source: str) -> DaemonHandle:
-    # By process id: a forked copy of this process starts daemons of its own.
-    daemon = DaemonHandle(source)
-    atexit.register(_close_own, daemon, own_pid)
-    os.register_at_fork(after_in_child=daemon.forget)
-    return daemon
-
-
-def _close_own(daemon: DaemonHandle, own_pid: int) -> None:
-    if os.getpid() == own_pid:
-        daemon.close()
+@atexit.register
+def close_daemons() -> None:
+    """End this process's daemons with all of their sandboxes; the next order starts another."""
+    for (pid, _), daemon in [*_daemons.items()]:
+        if pid == os.getpid():
+            daemon.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -21,7 +20,7 @@ from strop.sandbox.attack.network import own_network
 from strop.sandbox.attack.stage import Control, Stage, control_beside, parent_of
 from strop.sandbox.choose import BACKENDS, REMOTE
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec
-from strop.sandbox.daemon_handle import daemon_of
+from strop.sandbox.daemon_handle import close_daemons
 from strop.sandbox.doctor import keep_confirmed
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.remote import RemoteBackend
@@ -101,8 +100,7 @@ async def attack_sandboxes(
     can_be_made = [one.name for one in ATTACKS if REMOTE in names or not one.is_on_service]
     _require_known("attack", only, can_be_made)
     chosen = [attack for attack in ATTACKS if attack.name in only or not only]
-    daemon = daemon_of(os.getpid())
-    daemon.close()
+    close_daemons()
     # Here refused calls are what is looked for, and no news.
     _refusals_log.disabled = True
     try:
@@ -113,7 +111,7 @@ async def attack_sandboxes(
                 found = tuple(await asyncio.gather(*works))
     finally:
         _refusals_log.disabled = False
-        daemon.close()
+        close_daemons()
     # Of this host's own; what other services' nodes reach says each sandbox of theirs.
     if confirmed := {
         one.name: one.confirmed for one in found if one.confirmed is not None and one.name in BACKENDS
