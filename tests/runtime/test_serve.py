@@ -115,3 +115,12 @@ def test_a_service_for_a_block_that_does_not_begin_says_why() -> None:
 
     with pytest.raises(CheckRefused, match="cannot be read"):
         asyncio.run(work())
+
+
+def test_a_backend_that_there_is_not_is_refused_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "service"
+    assert main(["runtime", "serve", "--dir", str(folder), "--backend", "nope"]) == 2
+    assert not folder.exists()
+    assert "sandbox backend 'nope'. Allowed: auto, bubblewrap" in capsys.readouterr().err

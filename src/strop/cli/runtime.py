@@ -317,7 +317,13 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
 
 
 def _words_of_nodes(args: ServeArguments) -> list[str]:
-    """Return the options that each node agent of a service is given."""
+    """Return what each node agent of a service is given. Raises: ConfigError as `make_backend`."""
+    from strop.sandbox import make_backend
+
+    for name in args.backend or ():
+        if name != "auto":
+            # Here: else a node would say so, when the service is up.
+            make_backend(name)
     words = [word for name in args.backend or () for word in ("--backend", name)]
     words += [word for text in args.warm or () for word in ("--warm", text)]
     if args.data_plane != "auto":
