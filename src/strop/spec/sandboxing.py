@@ -28,3 +28,22 @@ class SandboxSettings(Section):
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),
     )
+
+
+class RoomSettings(SandboxSettings):
+    """And how much room the sandboxes of an environment have, where an example does not say it."""
+
+    memory_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="Memory of a sandbox, where the example does not say it.",
+        json_schema_extra=expert("builds, tests and training need more than editing"),
+    )
+    disk_gib: float = Field(
+        default=4.0,
+        gt=0.0,
+        le=4096.0,
+        description="What may be written in a sandbox, where the example does not say it.",
+        json_schema_extra=expert("data sets, checkpoints and builds differ"),
+    )

@@ -33,7 +33,7 @@ from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
-from strop.spec.sandboxing import SandboxSettings
+from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
@@ -49,7 +49,7 @@ _TEST = f'chmod +x "$0" && exec "$0" > {_LOGS}/test-stdout.txt 2>&1'
 _METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class HarborSpec(SandboxSettings, EnvironmentSection):
+class HarborSpec(RoomSettings, EnvironmentSection):
     """Task directories in Harbor's form."""
 
     name: Literal["harbor"]
@@ -69,20 +69,6 @@ class HarborSpec(SandboxSettings, EnvironmentSection):
         description="Whether tasks that ask for the open network, as Harbor's do if they say nothing, get"
         " this machine's, its own services among it. false = none. Lists of hosts hold in any case.",
         json_schema_extra=expert("some tests install packages when they run"),
-    )
-    memory_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="Memory of a sandbox whose task does not say it.",
-        json_schema_extra=expert("tasks may leave it open"),
-    )
-    disk_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="What may be written in a sandbox whose task does not say it.",
-        json_schema_extra=expert("tasks may leave it open"),
     )
     num_held_out: int | None = Field(
         default=None,

@@ -27,7 +27,7 @@ from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
-from strop.spec.sandboxing import SandboxSettings
+from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import CEILING, TaskLimits
 from strop.tasks.failures import AttemptFailed
@@ -55,7 +55,7 @@ print(nonce)
 """Runs a grader's script to its end, and says that it came there."""
 
 
-class MlgymSpec(SandboxSettings, EnvironmentSection):
+class MlgymSpec(RoomSettings, EnvironmentSection):
     """Tasks of a checkout of MLGym."""
 
     name: Literal["mlgym"]
@@ -82,20 +82,6 @@ class MlgymSpec(SandboxSettings, EnvironmentSection):
         description="Whether the tool `validate` returns the metrics that the attempt is graded by, as MLGym"
         " does it, in place of whether it can be graded; counted as `num_raw_validations`.",
         json_schema_extra=expert("published results were reached with the test's own metric in sight"),
-    )
-    memory_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="Memory of a sandbox.",
-        json_schema_extra=expert("training needs more than editing"),
-    )
-    disk_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="What may be written in a sandbox.",
-        json_schema_extra=expert("data sets and checkpoints differ"),
     )
     num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")

@@ -29,7 +29,7 @@ from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
-from strop.spec.sandboxing import SandboxSettings
+from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
@@ -66,7 +66,7 @@ git merge-base --is-ancestor "$1" HEAD 2>/dev/null || git checkout -q -f "$1"
 """Images may stand at a commit of their own behind the row's."""
 
 
-class RepoRepairSpec(SandboxSettings, EnvironmentSection, TrainingRows):
+class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     """Issues of repositories, in the columns of SWE-bench, SWE-Gym or R2E."""
 
     name: Literal["repo-repair"]
@@ -111,20 +111,6 @@ class RepoRepairSpec(SandboxSettings, EnvironmentSection, TrainingRows):
         description="Files whose changes are not graded, beside those that the tests bring: patterns of paths"
         " in the repository.",
         json_schema_extra=expert("some files can make every test pass"),
-    )
-    memory_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="Memory of a sandbox.",
-        json_schema_extra=expert("builds and tests of repositories differ"),
-    )
-    disk_gib: float = Field(
-        default=4.0,
-        gt=0.0,
-        le=4096.0,
-        description="What may be written in a sandbox.",
-        json_schema_extra=expert("builds and tests of repositories differ"),
     )
 
 
