@@ -53,11 +53,11 @@ def test_an_older_schema_is_read(tmp_path: Path) -> None:
 
 
 def test_lists_of_hosts_are_kept(tmp_path: Path) -> None:
-    listed = 'network_mode = "allowlist"\nallowed_hosts = ["pypi.org", "2001:db8::1"]\n'
+    listed = 'network_mode = "allowlist"\nallowed_hosts = ["packages.example", "2001:db8::1"]\n'
     config = CONFIG.replace('network_mode = "no-network"\n', listed)
     found = parse_network(read(tmp_path, config=config).test_network)
     assert found is not None
-    assert found.has("pypi.org", 443)
+    assert found.has("packages.example", 443)
     assert found.has("2001:db8::1", 80)
 
 
