@@ -46,6 +46,12 @@ class Car:
         place = np.clip(place + speed, -1.2, 0.6)
         return np.column_stack([place, np.where((place <= -1.2) & (speed < 0), 0.0, speed)])
 
+    def _push(self, cars: np.ndarray, action_N: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return the cars that are not at the top a step later, and what the step earned."""
+        cars = self.move(cars, action_N)
+        is_there = cars[:, 0] >= 0.45
+        return cars[~is_there], 100.0 * is_there.sum() - 0.1 * (action_N**2).sum()
+
     def drive(self, cars: np.ndarray) -> Play:
         """Drive cars side by side; the score is the mean of 100 at the top less a tenth of each push squared.
 
@@ -56,10 +62,8 @@ class Car:
             replies = yield [[one] for one in cars.round(6).tolist()]
             # Clipped before it costs: no action is dearer than the strongest.
             action_N = np.clip([as_number(one) for one in replies], -1.0, 1.0)
-            cars = self.move(cars, action_N)
-            is_there = cars[:, 0] >= 0.45
-            total += 100.0 * is_there.sum() - 0.1 * (action_N**2).sum()
-            cars = cars[~is_there]
+            cars, earned = self._push(cars, action_N)
+            total += earned
             if not len(cars):
                 break
         return float(total) / num
@@ -69,10 +73,8 @@ class Car:
         total, num = 0.0, len(cars)
         for _ in range(CAR_STEPS):
             action_N = np.where(cars[:, 1] >= 0, strength, -strength)
-            cars = self.move(cars, action_N)
-            is_there = cars[:, 0] >= 0.45
-            total += 100.0 * is_there.sum() - 0.1 * (action_N**2).sum()
-            cars = cars[~is_there]
+            cars, earned = self._push(cars, action_N)
+            total += earned
             if not len(cars):
                 break
         return float(total) / num
