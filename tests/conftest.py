@@ -16,6 +16,7 @@ from strop.hardware import tune_process
 if TYPE_CHECKING:
     from strop.store import ModelHandle
     from strop.tokenizer import Tokenizer
+    from tests.fixtures.gpus import MakeGpus
     from tests.fixtures.object_store import SpoilingProxy
 
 
@@ -224,3 +225,12 @@ def proxy(store_address: str, s3_root: str, monkeypatch: pytest.MonkeyPatch) -> 
     with spoiling_proxy(store_address) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
         yield proxy
+
+
+@pytest.fixture
+def gpus_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGpus]:
+    """A function that puts GPUs into this process's machine, and returns its /dev."""
+    from tests.fixtures.gpus import fake_gpus
+
+    with fake_gpus(tmp_path, monkeypatch) as make:
+        yield make

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ _GPU_FIELDS = (
 )
 _USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
 _GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
-_SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\S+: \(UUID: (?P<uuid>[^)]+)\)\s*")
+_SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+(?P<index>\S+): \(UUID: (?P<uuid>[^)]+)\)\s*")
 _PROFILE_GIGABYTES = re.compile(r"\.(\d+)gb")
 """A profile such as `1g.10gb` or `1g.10gb+me` names its memory, a little more than a program can have."""
 
@@ -41,6 +41,8 @@ class MigSlice:
     uuid: str
     profile: str
     """Compute and memory, for example `1g.10gb`."""
+    index: str = field(default="", compare=False)
+    """Its place among those of its GPU."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -206,7 +208,7 @@ def parse_slices(lines: Sequence[str]) -> dict[str, tuple[MigSlice, ...]]:
         if gpu := _GPU_LINE.fullmatch(line):
             gpu_uuid = gpu["uuid"]
         elif part := _SLICE_LINE.fullmatch(line):
-            mine = MigSlice(uuid=part["uuid"], profile=part["profile"])
+            mine = MigSlice(uuid=part["uuid"], profile=part["profile"], index=part["index"])
             found[gpu_uuid] = (*found.get(gpu_uuid, ()), mine)
     return found
 

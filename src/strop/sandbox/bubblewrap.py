@@ -192,6 +192,8 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     for path in shown:
         words += ["--ro-bind", path, path]
     words += ["--proc", "/proc", "--dev", "/dev"]
+    for host_path, inside_path in order.devices.items():
+        words += ["--dev-bind", ground.staged.get(host_path, host_path), inside_path]
     for where in ("/tmp", "/dev/shm"):
         words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
     if order.has_workspace:

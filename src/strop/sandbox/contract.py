@@ -155,6 +155,9 @@ class SandboxSpec:
     A backend without a root of its own refuses it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written before the first command, by path; a relative one starts in the private directory."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of this machine, or MIG slices, that programs see, and no others; as CUDA_VISIBLE_DEVICES names
+    them. Then the address space is not limited. A backend without a /dev of its own refuses them."""
     snapshot: Snapshot | None = None
     """What it begins with, instead of an empty private directory. Of the same backend and image."""
     network: str = "none"

@@ -139,7 +139,7 @@ class _Daemon:
             if order.python_source:
                 self._load(order.python_source)
             try:
-                for host_path, _, _ in order.binds:
+                for host_path in (*(one for one, _, _ in order.binds), *order.devices):
                     self._stage(host_path, order.seen[host_path])
                 pid = os.fork() if self._find_image(order, connection) else None
             except OSError as error:

@@ -50,6 +50,8 @@ _KEPT_OF_HOST = ("/etc/resolv.conf", "/etc/hosts")
 class DockerPlace(PodmanPlace):
     """A container of docker's, held by its process 1."""
 
+    _sees_own_mounts = False
+
     @staticmethod
     def find_image(engine: Engine, image: str, runtime_dir: str) -> str:
         """Return where an image's tree is, mounted until `drop_images`; see `PodmanPlace.find_image`."""

@@ -14,13 +14,25 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
-from strop.errors import SandboxRefused
+from strop.errors import CheckRefused, SandboxRefused, split_error
+from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
+from strop.hardware.gpu_files import find_gpu_files
+from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
-from strop.sandbox.contract import WORKSPACE, ExecKind, ExecResult, Isolation, IsolationLevel, SandboxSpec
+from strop.sandbox.contract import (
+    WORKSPACE,
+    ExecKind,
+    ExecResult,
+    Isolation,
+    IsolationLevel,
+    Mount,
+    SandboxSpec,
+)
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
@@ -135,8 +147,9 @@ class LocalBackend:
         `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
         outside of every sandbox, and must do no more than import and define.
 
-        Raises: SandboxRefused with kind image, architecture, user, mounts, workspace, network, snapshot,
-        no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker, level or host.
+        Raises: SandboxRefused with kind image, architecture, user, gpus, mounts, workspace, network,
+        snapshot, no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,
+        level or host.
         """
         refuse_network(spec.network, self.name)
         if spec.image is not None and self.name not in ENGINES:
@@ -154,6 +167,9 @@ class LocalBackend:
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
         if self.name in ENGINES:
             await asyncio.to_thread(require_engine, self.name, program)
+        devices: Mapping[str, str] = {}
+        if spec.gpus:
+            spec, devices = await asyncio.to_thread(give_gpus, spec, self.name)
         snapshot = require_snapshot(spec, self.name, main_source)
         key = (self.name, spec.image)
         if key not in _pythons:
@@ -164,7 +180,7 @@ class LocalBackend:
         async with AsyncExitStack() as stack:
             if snapshot is not None:
                 stack.callback(release := snapshot.hold())
-            made = await _start(self.name, spec, program, main_source, _pythons[key])
+            made = await _start(self.name, spec, program, main_source, _pythons[key], devices=devices)
             if snapshot is not None:
                 stack.pop_all()
                 made.when_ended(release)
@@ -182,12 +198,20 @@ _PROGRAMS = {
     "docker": ("docker", "docker.io"),
 }
 """What makes a backend's sandboxes, and the package that brings it."""
+_LIBRARIES = "/usr/local/nvidia/lib64"
+"""Where programs of an image find the driver's libraries; images that are made for GPUs look there."""
 _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
 """By backend and image, for the life of this process."""
 
 
 async def _start(
-    backend: str, spec: SandboxSpec, program: str, main_source: str, python_argv: tuple[str, ...]
+    backend: str,
+    spec: SandboxSpec,
+    program: str,
+    main_source: str,
+    python_argv: tuple[str, ...],
+    *,
+    devices: Mapping[str, str] = MappingProxyType({}),
 ) -> LocalSandbox:
     snapshot = require_snapshot(spec, backend, main_source)
     binds = _binds(spec, has_python=bool(program))
@@ -197,7 +221,8 @@ async def _start(
         "min_level": int(spec.min_level),
         "network": str(parse_network(spec.network) or spec.network),
         "binds": binds,
-        "seen": {path: identify(path) for path in (*(one[0] for one in binds), spec.image or "")},
+        "devices": dict(devices),
+        "seen": {path: identify(path) for path in (*(one[0] for one in binds), *devices, spec.image or "")},
         "program": program,
         "image": spec.image or "",
         "user": spec.user,
@@ -227,6 +252,39 @@ async def _start(
             kind=header["refused"],
         )
     return LocalSandbox(client, read_isolation(header["ready"]), spec, header, python_argv, main_source)
+
+
+def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str, str]]:
+    """Return a spec whose programs can use its GPUs, and the device files: path here to path inside.
+
+    Asks nvidia-smi. Raises: SandboxRefused with kind gpus.
+    """
+    if backend == "process":
+        raise SandboxRefused(
+            f"GPUs {', '.join(spec.gpus)} in a process sandbox, whose programs reach all GPUs of the machine",
+            allowed="a backend with a /dev of its own: bubblewrap, podman, docker",
+            next_step="use one of them, or give the sandbox no GPUs",
+            kind="gpus",
+        )
+    try:
+        found = find_gpu_files(spec.gpus)
+    except CheckRefused as error:
+        given, allowed, next_step = split_error(str(error))
+        raise SandboxRefused(given, allowed=allowed, next_step=next_step, kind="gpus") from error
+    mounts, folders = list(spec.mounts), []
+    if spec.image is not None:
+        folders = [_LIBRARIES] if found.libraries else []
+        for name, path in found.libraries.items():
+            mounts.append(Mount(host_path=path, inside_path=f"{_LIBRARIES}/{name}"))
+    elif not found.is_linked:
+        folders = sorted({os.path.dirname(path) for path in found.libraries.values()})
+    env = {**spec.env, VISIBLE_DEVICES: found.visible, DEVICE_ORDER: PCI_BUS_ID}
+    if folders:
+        before = [*filter(None, [spec.env.get("LD_LIBRARY_PATH")])]
+        env["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *before])
+    # CUDA reserves addresses for the memory of all GPUs.
+    limits = replace(spec.limits, has_address_limit=False)
+    return replace(spec, env=env, mounts=tuple(mounts), limits=limits), found.devices
 
 
 def refuse_user(user: int, backend: str) -> None:

@@ -30,6 +30,8 @@ class Order:
     min_level: int
     binds: list[tuple[str, str, bool]]
     """Host path, path inside, read-only."""
+    devices: dict[str, str] = field(default_factory=dict)
+    """Device files: host path to path inside."""
     seen: dict[str, list[int] | None] = field(default_factory=dict)
     """`identify` of these, and of an image's path, by its client, which has this host's own mounts."""
     program: str = ""

@@ -88,6 +88,8 @@ class PodmanPlace:
     has_overlay = True
     capabilities = 0
     has_own_pids = True
+    _sees_own_mounts = True
+    """Whether the engine sees what a supervisor has mounted."""
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         # Only podman has ordinary users.
@@ -204,6 +206,9 @@ class PodmanPlace:
         words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
         if limits.cpus is not None:
             words += ["--cpus", f"{limits.cpus:.3f}"]
+        for host, inside in self._order.devices.items():
+            source = self._ground.staged.get(host, host) if self._sees_own_mounts else host
+            words += ["--device", f"{source}:{inside}:rw"]
         # Named: podman raises them by itself, which a container around this host may not.
         return [*words, "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
 

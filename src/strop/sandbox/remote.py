@@ -87,11 +87,11 @@ class RemoteBackend:
 
         `main_source`: Python that defines `main`, for `run_main`. It is loaded inside, anew at each call.
 
-        Raises: SandboxRefused with kind network, mounts, snapshot, key, limits, capacity, service where it
-        does not answer, lost where its node was, or what the node's backend says (`LocalBackend.create`).
+        Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service where
+        it does not answer, lost where its node was, or what the node's backend says (`LocalBackend.create`).
         """
         refuse_network(spec.network, _NAME)
-        _refuse_mounts(spec)
+        _refuse_own(spec)
         snapshot = _require_snapshot(spec, self.endpoint)
         async with AsyncExitStack() as stack:
             async with _Service(self.endpoint) as service:
@@ -437,8 +437,15 @@ def _refused(why: str, kind: str) -> SandboxRefused:
     )
 
 
-def _refuse_mounts(spec: SandboxSpec) -> None:
-    """Refuse what is on this machine alone. Raises: SandboxRefused with kind mounts."""
+def _refuse_own(spec: SandboxSpec) -> None:
+    """Refuse what is on this machine alone. Raises: SandboxRefused with kind mounts or gpus."""
+    if spec.gpus:
+        raise SandboxRefused(
+            f"GPUs {', '.join(spec.gpus)} of this machine for a remote sandbox",
+            allowed="GPUs for sandboxes of this machine: bubblewrap, podman, docker",
+            next_step="leave them out, or choose one of these backends",
+            kind="gpus",
+        )
     if spec.mounts:
         raise SandboxRefused(
             "mounts of this machine for a remote sandbox",

@@ -2,7 +2,7 @@
 
 For tests on machines without a GPU. `install_fake_nvidia_smi` puts it into a folder for the
 front of PATH; the file beside it says which GPUs there are, and may be changed while others ask.
-Answered are the questions that strop asks, in the form of nvidia-smi: `-L`, `--query-gpu=FIELDS` and
+Answered are the questions that strop asks, in the form of nvidia-smi: `-L`, `-q -x`, `--query-gpu=FIELDS` and
 `--query-compute-apps=FIELDS` with `--format=csv,noheader,nounits`. Anything else ends with 6, as there.
 """
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _WRONG_QUESTION = 6
 
@@ -28,6 +29,9 @@ def main(words: Sequence[str]) -> int:
             ]
         sys.stdout.writelines(lines)
         return 0
+    if question == ["-q", "-x"]:
+        sys.stdout.write(_describe_all(state["gpus"]))
+        return 0
     kinds = {"--query-gpu=": "gpus", "--query-compute-apps=": "users"}
     for prefix, key in kinds.items():
         if question[1:] != ["--format=csv,noheader,nounits"] or not question[0].startswith(prefix):
@@ -39,6 +43,23 @@ def main(words: Sequence[str]) -> int:
             return 0
     sys.stderr.write(f"Invalid combination of input arguments: {shlex.join(question)}\n")
     return _WRONG_QUESTION
+
+
+def _describe_all(gpus: Sequence[Mapping[str, Any]]) -> str:
+    """Return, of what nvidia-smi tells of GPUs as XML, what strop reads."""
+    lines = ['<?xml version="1.0" ?>', '<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">']
+    lines.append("<nvidia_smi_log>")
+    for gpu in gpus:
+        lines.append(
+            f"<gpu><uuid>{gpu['uuid']}</uuid><minor_number>{gpu['index']}</minor_number><mig_devices>"
+        )
+        lines += [
+            f"<mig_device><index>{number}</index><gpu_instance_id>{number + 7}</gpu_instance_id>"
+            "<compute_instance_id>0</compute_instance_id></mig_device>"
+            for number in range(len(gpu["slices"]))
+        ]
+        lines.append("</mig_devices></gpu>")
+    return "\n".join([*lines, "</nvidia_smi_log>", ""])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""The files by which programs with a /dev of their own reach GPUs: device files, and the driver's libraries.
+
+A program reaches the GPUs whose device files it has, and sees those among them that CUDA_VISIBLE_DEVICES
+names. A MIG slice is its GPU's file and two of /dev/nvidia-caps, which open this slice and no other. Source:
+MIG User Guide, 'Device Nodes and Capabilities', and what nvidia-container-toolkit gives a container.
+
+Not covered: switches between GPUs and channels between machines (NVSwitch, IMEX), other makers' GPUs, WSL.
+Tried with device files that stand for a GPU's; on a real GPU not yet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from strop.errors import CheckRefused
+from strop.hardware.gpus import ask_nvidia_smi, parse_slices
+
+_DEV = Path("/dev")
+_CAPABILITIES = Path("/proc/driver/nvidia/capabilities")
+_OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Za-z-]+)/(\d+)/(\d+)")
+_READ, _WRITE = 0o4, 0o2
+_LIBRARY = re.compile(
+    r"lib(cuda|cudadebugger|nvidia-(ml|cfg|nvvm|ptxjitcompiler|gpucomp|fatbinaryloader|allocator|compiler"
+    r"|opencl))\.so\.[0-9.]+"
+)
+"""What programs that compute load of the driver."""
+_LINKED = re.compile(r"\s*(\S+) \(([^)]*)\) => (\S+)")
+_MACHINES = ("x86-64", "AArch64")
+_MOUNTED_LIBRARIES = "/usr/local/nvidia/lib64"
+"""Where a container around this process may have them, unknown to its loader."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFiles:
+    """What a program needs to compute on some GPUs, and on no others."""
+
+    visible: str
+    """CUDA_VISIBLE_DEVICES, by UUID: an index counts what a program can reach."""
+    devices: Mapping[str, str]
+    """Path of each device file here to its path for the program."""
+    libraries: Mapping[str, str]
+    """Of the driver: name to path; empty where none is found."""
+    is_linked: bool
+    """Whether this machine's loader finds them by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """A GPU, as the driver numbers it."""
+
+    uuid: str
+    minor: str
+    slices: Mapping[str, tuple[str, str]]
+    """UUID of each slice to the numbers of its GPU instance and its compute instance."""
+
+
+@cache
+def find_gpu_files(names: tuple[str, ...]) -> GpuFiles:
+    """Return the files of some GPUs or MIG slices, named as in CUDA_VISIBLE_DEVICES. Asks nvidia-smi once.
+
+    Raises: CheckRefused if one is not there, or its files are missing or closed to programs in sandboxes.
+    """
+    known = _read_known()
+    found = [_files_of(name, known) for name in names]
+    paths = {path: mode for _, one in found for path, mode in one.items()}
+    both = _READ | _WRITE
+    paths |= {_DEV / "nvidiactl": both, _DEV / "nvidia-uvm": both}
+    for path, mode in paths.items():
+        _require_open(path, mode)
+    if (tools := _DEV / "nvidia-uvm-tools").exists():
+        paths[tools] = both
+    libraries, is_linked = _find_libraries()
+    return GpuFiles(
+        visible=",".join(uuid for uuid, _ in found),
+        devices={str(path): f"/dev/{path.relative_to(_DEV)}" for path in paths},
+        libraries=libraries,
+        is_linked=is_linked,
+    )
+
+
+def _read_known() -> list[_Known]:
+    answer = ask_nvidia_smi("-q", "-x")
+    try:
+        root = ET.fromstring("\n".join(answer.lines))
+    except ET.ParseError:
+        return []
+    listed = parse_slices(ask_nvidia_smi("-L").lines) if root.find(".//mig_device") is not None else {}
+    found = []
+    for gpu in root.iter("gpu"):
+        uuid = gpu.findtext("uuid", "").strip()
+        numbers = {
+            one.findtext("index", "").strip(): (
+                one.findtext("gpu_instance_id", "").strip(),
+                one.findtext("compute_instance_id", "").strip(),
+            )
+            for one in gpu.iter("mig_device")
+        }
+        slices = {one.uuid: numbers[one.index] for one in listed.get(uuid, ()) if one.index in numbers}
+        found.append(_Known(uuid=uuid, minor=gpu.findtext("minor_number", "").strip(), slices=slices))
+    return found
+
+
+def _files_of(name: str, known: list[_Known]) -> tuple[str, dict[Path, int]]:
+    """Return the UUID that a name means, and its own device files with what must be allowed on each."""
+    matches: list[tuple[_Known, str, tuple[str, str] | None]]
+    if old := _OLD_SLICE.fullmatch(name):
+        matches = [(gpu, name, (old[2], old[3])) for gpu in known if gpu.uuid == old[1]]
+    elif name.isdigit():
+        matches = [(gpu, gpu.uuid, None) for gpu in known[int(name) : int(name) + 1]]
+    else:
+        matches = [(gpu, gpu.uuid, None) for gpu in known if gpu.uuid.startswith(name)]
+        matches += [
+            (gpu, uuid, numbers)
+            for gpu in known
+            for uuid, numbers in gpu.slices.items()
+            if uuid.startswith(name)
+        ]
+    if len(matches) != 1 or not matches[0][0].minor.isdigit():
+        listed = ", ".join(uuid for gpu in known for uuid in (gpu.uuid, *gpu.slices))
+        raise CheckRefused(
+            f"the device files of GPU {name} are not known: nvidia-smi -q tells of {listed or 'no GPU'}",
+            allowed="a GPU or MIG slice of this machine, as CUDA_VISIBLE_DEVICES names it",
+            next_step="look at nvidia-smi -q and nvidia-smi -L",
+        )
+    gpu, uuid, instances = matches[0]
+    files = {_DEV / f"nvidia{gpu.minor}": _READ | _WRITE}
+    if instances is not None:
+        folder = _CAPABILITIES / f"gpu{gpu.minor}" / "mig" / f"gi{instances[0]}"
+        for place in (folder / "access", folder / f"ci{instances[1]}" / "access"):
+            files[_DEV / "nvidia-caps" / f"nvidia-cap{_read_minor(place)}"] = _READ
+    return uuid, files
+
+
+def _read_minor(place: Path) -> str:
+    try:
+        match = re.search(r"^DeviceFileMinor:\s*(\d+)", place.read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match is None:
+        raise CheckRefused(
+            f"{place} does not tell the device file of a MIG slice",
+            allowed="a driver that shows its capabilities below /proc, 450 or newer",
+            next_step="see that /proc/driver/nvidia is shown here, or use whole GPUs",
+        )
+    return match[1]
+
+
+def _require_open(path: Path, needed: int) -> None:
+    """Refuse a device file that is missing, or that a program in a sandbox may not open."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        mode = 0
+    # As root, programs in sandboxes are users that nobody else is.
+    is_open = mode & needed == needed if os.geteuid() == 0 else os.access(path, needed)
+    if not stat.S_ISCHR(mode) or not is_open:
+        why = f"closed to others (mode {mode & 0o777:o})" if stat.S_ISCHR(mode) else "no device file"
+        raise CheckRefused(
+            f"{path} is {why}, and programs in sandboxes reach a GPU by it",
+            allowed="device files of the driver that every user may open",
+            next_step="run nvidia-modprobe -u -c=0 as root, or ask who administers the machine",
+        )
+
+
+def _find_libraries() -> tuple[dict[str, str], bool]:
+    """Return the driver's libraries by name, and whether the loader finds them."""
+    found = dict(_list_linked())
+    if found:
+        return found, True
+    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), _MOUNTED_LIBRARIES]
+    paths = [path for folder in folders if folder for path in sorted(Path(folder).glob("lib*.so.*"))]
+    return {path.name: str(path) for path in paths if _LIBRARY.fullmatch(path.name)}, False
+
+
+def _list_linked() -> Iterator[tuple[str, str]]:
+    program = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
+    if program is None:
+        return
+    done = subprocess.run([program, "-p"], capture_output=True, text=True, check=False, timeout=60)
+    for line in done.stdout.splitlines():
+        match = _LINKED.fullmatch(line)
+        if match and _LIBRARY.fullmatch(match[1]) and any(one in match[2] for one in _MACHINES):
+            yield match[1], match[3]
