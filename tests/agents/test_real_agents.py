@@ -14,9 +14,13 @@ from strop.rollout import RESTART
 from strop.runtime.openhands import OPENHANDS
 from tests.agents.test_agents import attempt, gold
 from tests.conftest import require_system_part
+from tests.environments.test_repair import make, repository
+from tests.environments.test_worlds import attempt as attempt_at
 from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.real_agents import MINI_SWE_AGENT
+from tests.fixtures.sandboxes import needs_bubblewrap
 
+__all__ = ["repository"]
 FORM = "hermes"
 PAIR = ("prompt", "assistant")
 # Where they are is asked before a test has a home of its own.
@@ -85,3 +89,32 @@ def test_an_agent_of_openhands_is_trained_and_its_condensations_are_segments(tmp
     assert ["333" in turn.text for turn in rollout.turns[:8]] == [False] * 6 + [True, False]
     assert rollout.turns[9].text == "It looked."
     assert "It looked." in rollout.turns[10].text
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_an_agent_of_openhands_repairs_a_repository_in_its_sandbox(tmp_path: Path, repository: Path) -> None:
+    """With its own terminal and editor, where the attempt's files are; what it did there is graded."""
+    require_system_part("OpenHands' client (make openhands-deps)", OPENHANDS_IS_READY)
+    (tmp_path / "program").mkdir()
+    path = tmp_path / "program" / "agent.py"
+    program = documented("python", "TerminalTool").replace('os.environ["TMPDIR"]', "os.getcwd()")
+    path.write_text(program)
+    settings = {
+        "sandbox": "bubblewrap",
+        "min_isolation": "namespace",
+        "memory_gib": 4.0,
+        "agent": f"env LITELLM_LOCAL_MODEL_COST_MAP=True {OPENHANDS_PYTHON} {path}",
+        "agent_paths": [str(OPENHANDS_PYTHON.parents[1]), str(path.parent)],
+    }
+    given = {"security_risk": "LOW", "summary": "work"}
+    script = [
+        "I look. " + call("terminal", FORM, command="cat lib/add.sh; ls /root", **given),
+        call("terminal", FORM, command="sed -i 's/ - / + /' lib/add.sh", **given),
+        call("finish", FORM, message="It is done.", **given),
+    ]
+    tokenizer = tokenizer_of(tmp_path, FORM)
+    rollout = attempt_at(make(tmp_path, repository, settings), tokenizer, script, max_reply_tokens=400)
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert [turn.role for turn in rollout.turns] == [*PAIR] * 3
+    assert "$(($1 - $2))" in rollout.turns[2].text

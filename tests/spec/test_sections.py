@@ -68,7 +68,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.num_train", "task.min_words", "task.max_words", "task.partial_marks"),
         *("task.max_turns", "task.max_attempt_tokens", "task.max_attempt_s", "task.max_observation_chars"),
         *("task.tool_limit_s", "task.mcp_servers", "task.max_format_errors"),
-        *("task.min_isolation", "task.sandbox", "task.tasks", "task.num_evaluations"),
+        *("task.min_isolation", "task.sandbox", "task.agent_paths", "task.tasks", "task.num_evaluations"),
         *("task.game", "task.options", "task.taskset", "task.form", "task.packages", "task.folder"),
         *("task.agent_program", "task.config", "task.renderer", "task.max_reward", "task.min_reward"),
         *("task.dataset", "task.data_seed", "task.num_few_shot", "task.source"),

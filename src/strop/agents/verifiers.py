@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from strop.agents.task import lease_face
+from strop.agents.attempts import lease_face
 from strop.environments.contract import Action, StepResult
 from strop.environments.guests.guest import Guest, guest_of
 from strop.environments.recording import Recorder

@@ -31,7 +31,7 @@ RESERVED = frozenset(
         # TRL's name of `score`.
         "get_reward",
         # Of a `Workspace`.
-        *("opening", "sandbox_for", "grader_for", "prepare", "grade"),
+        *("opening", "sandbox_for", "grader_for", "prepare", "grade", "run_program"),
     }
 )
 """Methods of an environment that are no tools."""

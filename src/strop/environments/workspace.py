@@ -23,25 +23,29 @@ score; but where a program ended its own sandbox nothing is left to be graded, a
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import tempfile
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.environments.contract import Done
 from strop.environments.tools import ToolError
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.sandbox.contract import MIB, ExecKind, IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.allowlist import PREFIX
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.following import Shell, ShellResult
 from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.user.own_task import as_outcome
+
+T = TypeVar("T")
 
 GRACE_S = 30.0
 """A sandbox that says nothing for so long behind the limit of a command is lost."""
@@ -71,6 +75,37 @@ _MAX_SHOWN_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Guest:
+    """A program that works in the sandbox in place of the tools: what it must find there."""
+
+    endpoint: str
+    """HOST:PORT of this machine where it asks the model."""
+    paths: tuple[str, ...] = ()
+    """Shown read-only, where they are here; of a virtual environment also the Python that it is of."""
+
+    def let_in(self, spec: SandboxSpec, backend: str) -> SandboxSpec:
+        """Return a spec with the way to the model, and with what is shown."""
+        # Its programs have this machine's files and network.
+        if backend == "process":
+            return spec
+        network = spec.network
+        if network != "host":
+            network = f"{PREFIX}{self.endpoint}" if network == "none" else f"{network},{self.endpoint}"
+        known = {mount.inside_path for mount in spec.mounts}
+        shown = dict.fromkeys(path for given in self.paths for path in _with_base(given))
+        mounts = tuple(Mount(host_path=path, inside_path=path) for path in shown if path not in known)
+        return replace(spec, network=network, mounts=spec.mounts + mounts)
+
+
+def _with_base(path: str) -> tuple[str, ...]:
+    """Return a path, and where a virtual environment has its Python."""
+    whole = os.path.abspath(os.path.expanduser(path))
+    python = Path(whole, "bin", "python")
+    is_virtual = Path(whole, "pyvenv.cfg").is_file()
+    return (whole, str(python.resolve().parent.parent)) if is_virtual else (whole,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """What the run file says of an attempt's sandboxes."""
 
@@ -78,6 +113,7 @@ class Place:
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     command_limit_s: float = 60.0
     """Wall time of one command of the model's."""
+    guest: Guest | None = None
 
     @classmethod
     def of(cls, section: object, command_limit_s: float) -> Place:
@@ -131,7 +167,7 @@ class Workspace:
     async def reset(self, example: Example, seed: int) -> Any:
         """Make the sandbox, have it prepared, and open the attempt. Raises: SandboxRefused, SandboxLost."""
         self.example, spec = example, self.sandbox_for(example)
-        self.sandbox, self._is_open = await self._create(spec), True
+        self.sandbox, self._is_open = await self._create(spec, self.place.guest), True
         self._head_bytes = spec.limits.output_head_bytes
         await self.prepare(example, seed)
         self._shell = await self._open_shell()
@@ -156,6 +192,22 @@ class Workspace:
     def submit(self) -> Done:
         """End the attempt: the work is done, and is graded as it is."""
         return Done("submitted")
+
+    async def run_program(
+        self, argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], wall_limit_s: float
+    ) -> ExecResult | None:
+        """Run a program in the workspace to its end; then nothing that it started is left.
+
+        None: a program ended the sandbox. Raises: SandboxLost; AttemptFailed if there is no answer.
+        """
+        doing = self.sandbox.exec(argv, wall_limit_s=wall_limit_s, stdin=stdin, env=env, cwd=self.folder)
+        try:
+            result = await self._ask(doing, wall_limit_s)
+        except SandboxLost as error:
+            self._require_own_end(error)
+            return None
+        self._is_ruined |= result.kind is ExecKind.FROM_INSIDE
+        return None if self._is_ruined else result
 
     async def score(self) -> Outcome:
         """Have what is carried graded; what programs left running is killed before."""
@@ -205,11 +257,12 @@ class Workspace:
         if "" not in left_out:
             await grader.upload(copy, place)
 
-    async def _create(self, spec: SandboxSpec) -> ServedSandbox:
+    async def _create(self, spec: SandboxSpec, guest: Guest | None = None) -> ServedSandbox:
         # Here: most environments have no sandbox.
         from strop.sandbox.choose import choose_backend
 
         backend = await choose_backend(self.place.backend, self.place.min_level)
+        spec = spec if guest is None else guest.let_in(spec, backend.name)
         return await backend.create(replace(spec, min_level=self.place.min_level))
 
     async def _open_shell(self) -> Shell:
@@ -234,11 +287,7 @@ class Workspace:
         Raises: ToolError; SandboxLost; AttemptFailed if there is no answer.
         """
         try:
-            async with asyncio.timeout(self.place.command_limit_s + GRACE_S):
-                return await doing
-        except TimeoutError as error:
-            detail = f"the sandbox has not answered for {GRACE_S:g} s"
-            raise AttemptFailed(FailureOwner.INFRA, "sandbox_silent", detail) from error
+            return await self._ask(doing, self.place.command_limit_s)
         except SandboxLost as error:
             self._require_own_end(error)
             return Done("a program ended the sandbox")
@@ -246,6 +295,15 @@ class Workspace:
             raise
         except SandboxError as error:
             raise ToolError(_WHY.get(error.kind, f"it failed ({error.kind})")) from error
+
+    async def _ask(self, doing: Awaitable[T], limit_s: float) -> T:
+        """Wait for the sandbox. Raises: AttemptFailed if it is silent behind the limit of a command."""
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S):
+                return await doing
+        except TimeoutError as error:
+            detail = f"the sandbox has not answered for {GRACE_S:g} s"
+            raise AttemptFailed(FailureOwner.INFRA, "sandbox_silent", detail) from error
 
     def _require_own_end(self, error: SandboxLost) -> None:
         """Note that a program of the model's ended the sandbox. Raises: the error if it was nothing of it."""

@@ -90,7 +90,7 @@ class WorldTask:
 
     def make_object(self) -> WorldObject:
         """Return the class's part of an attempt."""
-        return ObjectHere(self._make_placed, self.to_outcome, self.object_limits)
+        return ObjectHere(self.make_placed, self.to_outcome, self.object_limits)
 
     @property
     def object_limits(self) -> ObjectLimits:
@@ -99,7 +99,13 @@ class WorldTask:
             tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
         )
 
-    def _make_placed(self) -> Any:
+    @property
+    def is_workspace(self) -> bool:
+        """Whether its attempts have sandboxes to work in: its class is a `Workspace`."""
+        raise NotImplementedError
+
+    def make_placed(self) -> Any:
+        """Make an object of the class that knows where the run file wants its sandboxes."""
         own = self.make_own()
         if isinstance(own, Workspace):
             own.place = Place.of(self.section, self.section.tool_limit_s)
@@ -357,6 +363,11 @@ class BuiltInWorld(WorldTask):
         """Make an object of the class."""
         return self._kind(self.section)
 
+    @property
+    def is_workspace(self) -> bool:
+        """Whether its class is a `Workspace`."""
+        return isinstance(self._specimen, Workspace)
+
     @cached_property
     def facts(self) -> Mapping[str, Any]:
         """What the class shows of itself."""
@@ -448,6 +459,11 @@ class OwnWorld(WorldTask, OwnTask):
             where=self.where,
             full_marks=self.limits.max_reward,
         )
+
+    @property
+    def is_workspace(self) -> bool:
+        """Whether its class is a `Workspace`."""
+        return self._inspected.has_sandbox
 
     def make_object(self) -> WorldObject:
         """Return what one attempt is made on: in this process, or in a sandbox."""

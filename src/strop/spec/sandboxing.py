@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from strop.spec.base import Section, expert
+from strop.spec.base import Section, SpecConflict, expert
 
 
 class SandboxSettings(Section):
@@ -28,6 +28,25 @@ class SandboxSettings(Section):
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),
     )
+    agent_paths: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Files and directories of this machine that task.agent needs where it works in an"
+        " attempt's sandbox, such as its Python environment and its script: shown there by the same paths,"
+        " read-only.",
+        json_schema_extra=expert("a sandbox shows nothing of this machine but /usr"),
+    )
+
+    @model_validator(mode="after")
+    def _check_agent_paths(self) -> Self:
+        if self.agent_paths and getattr(self, "agent", None) is None:
+            raise SpecConflict(
+                {"task.agent_paths": list(self.agent_paths)},
+                "no program is named that would find them",
+                allowed="paths together with task.agent",
+                next_step="set task.agent, or remove them",
+            )
+        return self
 
 
 class RoomSettings(SandboxSettings):

@@ -114,7 +114,7 @@ class TaskSection(Section):
         min_length=1,
         description="A program that solves the problems, and asks the model over OpenAI's protocol as often"
         " as it likes: a function as FILE.py:NAME, or a command with its words. Its answer is judged as a"
-        " reply is. none = the model answers by itself.",
+        " reply is; a command whose attempts have a workspace works there. none = the model does by itself.",
         json_schema_extra=expert("an agent may be trained as it is"),
     )
     agent_limit_s: float = Field(

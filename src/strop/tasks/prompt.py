@@ -155,6 +155,14 @@ def spell_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(_spell(message, tools) for message in messages) if tools else tuple(messages)
 
 
+def without_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation that names no tools."""
+    return tuple(
+        dataclasses.replace(message, tools=()) if isinstance(message, PosedMessage) else message
+        for message in messages
+    )
+
+
 def _spell(message: Message, tools: tuple[str, ...]) -> Message:
     if isinstance(message, PosedMessage):
         text = f"{describe_tools(tools)}\n\n{message.text}"

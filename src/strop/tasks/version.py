@@ -15,7 +15,7 @@ from strop.tasks.contract import TaskLimits
 # How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
 _NOT_HASHED = {
     # `AgentTask` makes a version of the task's own and them.
-    *("agent", "agent_limit_s", "agent_tokens"),
+    *("agent", "agent_limit_s", "agent_tokens", "agent_paths"),
     *("source", "root", "max_too_long_frac"),
     # A user's function is hashed by its source.
     "reward",

@@ -43,7 +43,7 @@ _OWN_FOLDER = "repository"
 _GIT = "git -c user.name=strop -c user.email=strop@localhost -c core.hooksPath=/dev/null"
 _OPENING = (
     "A repository is in the current directory. Solve the issue below by changing its files. Tests that you do"
-    " not see decide; changes of tests do not count. Call submit when you are done.\n\n{}"
+    " not see decide; changes of tests do not count.{}\n\n{}"
 )
 _PATCH_BYTES = 16 * MIB
 _ORDER_LIMIT_S = 600.0
@@ -153,7 +153,9 @@ class RepoRepair(Workspace):
 
     def opening(self, example: Example, seed: int) -> str:
         """Tell the issue."""
-        return _OPENING.format(example.fields["problem_statement"])
+        # A program that works in place of the tools ends by itself.
+        ending = " Call submit when you are done." if self._spec.agent is None else ""
+        return _OPENING.format(ending, example.fields["problem_statement"])
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the row's own patch, applied and submitted; without one, nothing."""

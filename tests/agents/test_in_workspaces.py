@@ -1,0 +1,152 @@
+"""Agent programs that work in the sandbox of a workspace: the repository of an issue."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import StropError
+from strop.rollout import FailureOwner, Split
+from strop.spec.reader import load_spec
+from strop.tasks import Task, build_task, self_test
+from tests.environments.test_repair import PROCESS, make, play, repository
+from tests.fixtures.sandboxes import needs_bubblewrap
+
+__all__ = ["repository"]
+AGENT = """\
+import json, os, subprocess, sys, urllib.request
+
+problem = json.load(sys.stdin)
+messages = problem["messages"]
+assert "submit" not in messages[-1]["content"]
+while True:
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    if said == "done":
+        break
+    told = subprocess.run(["sh", "-c", said], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    messages += [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": told.stdout.decode() or "nothing"},
+    ]
+"""
+FIX = "sed -i 's/ - / + /' lib/add.sh"
+BUBBLEWRAP = {"sandbox": "bubblewrap", "min_isolation": "namespace"}
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Path:
+    """A program that does what the model says, until it says that it is done."""
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "agent.py").write_text(AGENT)
+    return folder
+
+
+def make_with(tmp_path: Path, repository: Path, folder: Path, **settings: Any) -> Task:
+    given = {
+        **BUBBLEWRAP,
+        "agent": f"{sys.executable} {folder}/agent.py",
+        "agent_paths": [str(folder), sys.prefix],
+        **settings,
+    }
+    return make(tmp_path, repository, given)
+
+
+@needs_bubblewrap
+def test_a_program_repairs_a_repository_in_its_sandbox(tmp_path: Path, repository: Path, agent: Path) -> None:
+    task = make_with(tmp_path, repository, agent)
+    rollout = play(tmp_path, task, "pwd; ls /root; ls", FIX, "done")
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 3
+    assert "/repository\n" in rollout.turns[2].text
+    assert "conftest.py" in rollout.turns[2].text
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("said", "metric"),
+    [
+        (["sed -i 's/ - / * /' lib/add.sh", "done"], "fail_to_pass_frac"),
+        (["done"], "no_patch"),
+        # What it leaves running ends before its work is taken.
+        ([f"(sleep 1; {FIX}) > /dev/null 2>&1 &", "done"], "no_patch"),
+        # The model's commands may end the program, which takes no attempt back.
+        (["kill -9 $PPID; sleep 9"], "no_patch"),
+    ],
+)
+def test_nothing_else_earns_it(
+    tmp_path: Path, repository: Path, agent: Path, said: list[str], metric: str
+) -> None:
+    outcome = play(tmp_path, make_with(tmp_path, repository, agent), *said).outcome
+    assert outcome.reward == 0.0, outcome
+    assert outcome.metrics[metric] in (0.0, 1.0)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("program", "kind", "told"),
+    [
+        ("/nowhere/agent", "agent_missing", "No such file"),
+        ("sh -c 'echo no keys >&2; exit 3'", "agent_failed", "code 3: no keys"),
+        ("true", "no_call", "without asking the model"),
+    ],
+)
+def test_a_program_that_fails_is_the_tasks_failure(
+    tmp_path: Path, repository: Path, agent: Path, program: str, kind: str, told: str
+) -> None:
+    outcome = play(tmp_path, make_with(tmp_path, repository, agent, agent=program)).outcome
+    assert outcome.failure is not None
+    assert (outcome.reward, outcome.failure.owner, outcome.failure.kind) == (None, FailureOwner.TASK, kind)
+    assert told in outcome.failure.detail
+
+
+@needs_bubblewrap
+def test_what_was_done_in_its_time_counts(tmp_path: Path, repository: Path, agent: Path) -> None:
+    for limit_s in (1.5, 6.0, 60.0):
+        task = make_with(tmp_path, repository, agent, agent_limit_s=limit_s)
+        outcome = play(tmp_path, task, f"{FIX}; sleep 600").outcome
+        # Else the time was over before it had asked.
+        if outcome.failure is None:
+            break
+    assert (outcome.reward, outcome.truncated) == (1.0, True), outcome
+
+
+def test_a_sandbox_without_a_network_of_its_own_will_do(tmp_path: Path, repository: Path) -> None:
+    code = tmp_path / "agent.py"
+    code.write_text(AGENT)
+    shown = f"sh -c 'exec python3 -c \"$0\"' '{AGENT.replace(chr(39), chr(34))}'"
+    task = make_with(tmp_path, repository, tmp_path, **PROCESS, agent=shown, agent_paths=[])
+    rollout = play(tmp_path, task, FIX, "done")
+    assert rollout.outcome.reward == 1.0, rollout.outcome
+
+
+@needs_bubblewrap
+def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository: Path, agent: Path) -> None:
+    task = make_with(tmp_path, repository, agent)
+    assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["name=guess-number", "agent=env"], "are turns, and no workspace"),
+        (["name=research", "agent=a.py:solve"], "a function cannot be called there"),
+        (["name=research", "agent=env", "sandbox=remote", "runtime.serve=here"], "the model is not reached"),
+        (["name=research", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),
+        (["name=humaneval", "agent=env", 'agent_paths=["/usr"]', "source=x"], "works in no sandbox"),
+        (["name=research", 'agent_paths=["/usr"]'], "no program is named"),
+    ],
+)
+def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "a.py").write_text("def solve(): ...")
+    given = [word if "." in word.split("=")[0] else f"task.{word}" for word in words]
+    given = [word.replace("a.py", f"{tmp_path}/a.py") for word in given]
+    with pytest.raises(StropError, match=said):
+        build_task(load_spec(None, ["name=x", *given]).spec.task)
