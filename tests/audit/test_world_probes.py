@@ -85,7 +85,7 @@ TEXTS = ("label_leak", "forged_stdout", "judge_injection", "stale_submission")
 
 
 def failed(source: str, lane: str, probes: tuple[str, ...], *, is_apart: bool) -> dict[str, str]:
-    task, spec = build_spec(source, f"environment.lane={lane}", "environment.tool_limit_s=3.0", name="World")
+    task, spec = build_spec(source, f"environment.lane={lane}", "environment.tool_limit_s=60.0", name="World")
     settings = AuditSettings(num_examples=1, probes=probes)
     make_task = task_builder(spec) if is_apart else None
     report = asyncio.run(run_audit(task, settings, make_task=make_task))

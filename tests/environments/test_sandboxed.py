@@ -180,16 +180,22 @@ def test_what_a_tool_does_to_its_process_is_no_score_and_holds_up_nobody(
 ) -> None:
     limits = replace(sandboxed.LIMITS, memory_bytes=512 * MIB)
     monkeypatch.setattr(sandboxed, "LIMITS", limits)
-    limit_s = 1.0 if "tool_timeout" in kinds else 60.0
-    task = build(NASTY, INSIDE, f"environment.tool_limit_s={limit_s}", name="Nasty")
+    limit_s = 1.5 if "tool_timeout" in kinds else 60.0
+    attempts = (
+        (build(NASTY, INSIDE, f"environment.tool_limit_s={limit_s}", name="Nasty"), call("do", what=what)),
+        (build(NASTY, INSIDE, name="Nasty"), call("fine")),
+    )
 
     async def both() -> list[Rollout]:
-        make_environment, plan = choose_environment(task), plan_of(task)
-        scripts = ([call("do", what=what), "So."], [call("fine"), "So."])
         return await asyncio.gather(
             *(
-                run_rollout(make_environment(), DummyEngine(tokenizer, replies), tokenizer, plan)
-                for replies in scripts
+                run_rollout(
+                    choose_environment(task)(),
+                    DummyEngine(tokenizer, [reply, "So."]),
+                    tokenizer,
+                    plan_of(task),
+                )
+                for task, reply in attempts
             )
         )
 
@@ -204,10 +210,10 @@ def test_what_a_tool_does_to_its_process_is_no_score_and_holds_up_nobody(
 
 def test_a_step_a_reset_and_a_score_have_their_time_too(tokenizer: Tokenizer) -> None:
     for edit, kind in (
-        (("self.is_well = False", "while example.example_id and seed: pass"), "reset_timeout"),
-        (("return self.is_well", "while True: pass"), "score_timeout"),
+        (("self.is_well = False", "while example.example_id and seed: time.sleep(1)"), "reset_timeout"),
+        (("return self.is_well", "time.sleep(600)"), "score_timeout"),
     ):
-        task = build(NASTY.replace(*edit), INSIDE, "environment.tool_limit_s=0.3", name="Nasty")
+        task = build(NASTY.replace(*edit), INSIDE, "environment.tool_limit_s=1.5", name="Nasty")
         failure = attempt(task, tokenizer, ["So."], run_seed=1).outcome.failure
         assert failure is not None
         assert failure.kind == kind

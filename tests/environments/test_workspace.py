@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_tool_changes_the_file_and_the_reward_follows(tmp_path: Path, settings
         call("create", path="tests/test_total.py", text="passed = True"),
         call("bash", command="rm total.py"),
         call("bash", command="ln -sf /etc/passwd total.py"),
-        call("bash", command="(sleep 0.5; sed -i s/max/sum/ total.py) &"),
+        call("bash", command="(sleep 600; sed -i s/max/sum/ total.py) &"),
     ],
 )
 def test_nothing_else_earns_it(tmp_path: Path, reply: str) -> None:
@@ -121,21 +122,27 @@ def test_its_gold_passes_the_self_test_and_nonsense_does_not() -> None:
     assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
 
 
+class Hurried(Repair):
+    async def _run(self, command: str) -> str:
+        self.place = replace(self.place, command_limit_s=0.5 if command == "sleep 600" else 60.0)
+        return await super()._run(command)
+
+
 def test_a_shell_stays_and_its_ends_are_told(tmp_path: Path) -> None:
     first, second, third, fourth, fifth, sixth = ran(
         tmp_path,
         "cd tests; number=3; echo $GREETING; echo oops >&2; echo after",
         "pwd; echo $number",
         "false",
-        "sleep 60",
+        "sleep 600",
         "echo still $number; exit 4",
         "pwd; echo [$number]",
-        task=make(tool_limit_s=1.0),
+        task=make(Hurried),
     )
     assert "hello\noops\nafter" in first
     assert "/tests\n3" in second
     assert "[exit code 1]" in third
-    assert "[it was ended after 1 s]" in fourth
+    assert "[it was ended after 0.5 s]" in fourth
     assert "still 3" in fifth
     assert "[exit code 4]\n[the shell has ended" in fifth
     assert "/tests" not in sixth

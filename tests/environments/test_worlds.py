@@ -199,11 +199,13 @@ def test_what_a_tool_returns_is_a_text_within_its_budget(tmp_path: Path, how: st
     [
         (call("break_it", how="raise"), "RuntimeError"),
         (call("break_it", how="object"), "no_text"),
-        (call("wait", seconds=60), "tool_timeout"),
+        (call("wait", seconds=600), "tool_timeout"),
     ],
 )
 def test_a_fault_of_a_tool_is_no_reward(tmp_path: Path, reply: str, kind: str) -> None:
-    rollout = attempt(build(COUNTING, "environment.tool_limit_s=0.05"), tokenizer_of(tmp_path), [reply])
+    limit_s = 0.05 if kind == "tool_timeout" else 60.0
+    task = build(COUNTING, f"environment.tool_limit_s={limit_s}")
+    rollout = attempt(task, tokenizer_of(tmp_path), [reply])
     assert rollout.outcome.reward is None
     failure = rollout.outcome.failure
     assert failure is not None
@@ -234,9 +236,17 @@ def test_an_attempt_ends_at_its_tokens_and_is_marked_as_cut(tmp_path: Path) -> N
 
 
 def test_an_attempt_ends_at_its_time(tmp_path: Path) -> None:
-    task = build(COUNTING, "environment.max_attempt_s=0.2")
-    replies = [call("add", number=1), call("wait", seconds=0.3), call("add", number=5)]
-    rollout = attempt(task, tokenizer_of(tmp_path), replies)
+    task, tokenizer = build(COUNTING, "environment.max_attempt_s=100"), tokenizer_of(tmp_path)
+    engine = DummyEngine(tokenizer, [call("add", number=number) for number in (1, 0, 5)])
+    rollout = asyncio.run(
+        run_rollout(
+            choose_environment(task)(),
+            engine,
+            tokenizer,
+            plan_of(task),
+            clock=lambda: 60.0 * len(engine.requests),
+        )
+    )
     assert rollout.outcome.metrics["stopped_by_time"] == 1.0
     assert (rollout.outcome.truncated, rollout.outcome.reward) == (True, 1.0)
 
