@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from strop.errors import CheckRefused, StoreError
 from strop.hardware import process, spawn, tail, terminate
 from strop.hardware.process import step_back
+from tests.fixtures import waiting
 
 PYTHON = sys.executable
 LIMIT_S = 120.0
@@ -49,10 +49,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
+    waiting.wait_until(condition, limit_s=limit_s)
 
 
 def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:

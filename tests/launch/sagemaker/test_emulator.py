@@ -21,6 +21,7 @@ from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.rendezvous import SILENCE_LIMIT_S
 from strop.record.fence import GRACE_VARIABLE
 from strop.spec.eval_file import read_eval_file
+from tests.fixtures import waiting
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import PROGRAM
 from tests.launch.sagemaker.rehearsal import (
@@ -39,10 +40,7 @@ LIMIT_S = 180.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+    waiting.wait_until(condition, limit_s=limit_s, what=what)
 
 
 def wait_for_state(rehearsal: Rehearsal, request: dict[str, Any], number: int = 1) -> str:

@@ -24,6 +24,7 @@ from strop.launch.options import Site
 from strop.launch.slurm.backend import SlurmBackend
 from strop.launch.slurm.options import SlurmSite
 from strop.spec import load_spec
+from tests.fixtures.waiting import wait_until
 
 ROLE = Path(__file__).with_name("role.py")
 LIMIT_S = 150.0
@@ -115,7 +116,7 @@ class LoginNode:
                 return status
             log = "".join(path.read_text() for path in Path(ref.home).glob("job/slurm-*.out"))
             assert time.monotonic() < deadline, f"{status}\n{log}"
-            time.sleep(0.3)
+            time.sleep(0.5)
 
     def wait_for_step(self, ref: JobRef, *, trial: str = ".", attempt: int = 0) -> None:
         """Wait until the role of an attempt counts steps: it hears signals, and has something to save."""
@@ -129,10 +130,7 @@ class LoginNode:
 
     def wait_until(self, what: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait until something is so."""
-        deadline = time.monotonic() + limit_s
-        while not what():
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_until(what, limit_s=limit_s, every_s=0.2)
 
 
 def verdict(login: LoginNode, ref: JobRef, number: int = 0) -> dict[str, Any]:
