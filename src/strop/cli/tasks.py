@@ -1,4 +1,4 @@
-"""`strop tasks ls|new|check|check-judge|order convert`, `strop envs ls|run|audit` and `strop audit TASK`."""
+"""`strop tasks ls|new|check|check-judge|order convert`, `strop envs ls|run|export|audit`, `strop audit`."""
 
 from __future__ import annotations
 
@@ -290,14 +290,13 @@ def _environment_group() -> None:
 @environment_commands.command("run")
 def play(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or a name; see `strop envs ls`.")],
-    settings: Annotated[
-        list[str] | None,
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[key=value ...]",
-            help="Settings of the environment; and seed=1, which picks the example.",
+            metavar="RUN.toml|FILE.py:CLASS|NAME [key=value ...]",
+            help="The environment, see `strop envs ls`; its settings; and seed=1, which picks the example.",
         ),
-    ] = None,
+    ],
 ) -> None:
     """Play an environment in the model's place: a line is a reply, /TOOL key=value a call."""
     from strop.run.playing import play_here
@@ -305,7 +304,7 @@ def play(
     from strop.view import make_harmless
 
     output: Output = context.obj
-    wanted, words = read_audit(settings or ())
+    wanted, settings = read_audit(words[1:])
 
     def read() -> str | None:
         if sys.stdin.isatty():
@@ -314,7 +313,10 @@ def play(
         return line.rstrip("\n") if line else None
 
     outcome = play_here(
-        find_task_section(target, words), wanted.seed, read, lambda text: output.give(make_harmless(text))
+        find_task_section(words[0], settings),
+        wanted.seed,
+        read,
+        lambda text: output.give(make_harmless(text)),
     )
     if outcome.failure is not None:
         output.give(f"no score: {outcome.failure.kind}: {make_harmless(outcome.failure.detail)}")
@@ -322,6 +324,31 @@ def play(
     right = {None: "", True: ", right", False: ", not right"}[outcome.is_correct]
     metrics = "".join(f", {name} {value:g}" for name, value in outcome.metrics.items())
     output.give(f"score: {reward}{right}{metrics}")
+
+
+@environment_commands.command("export")
+def export(
+    context: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN.toml|FILE.py:CLASS|NAME [key=value ...] DIR",
+            help="The environment or task, its settings, and the folder of the package; its name is the"
+            " taskset's id.",
+        ),
+    ],
+) -> None:
+    """Write an environment as a package of verifiers v1: a taskset that strop plays."""
+    from strop.environments.export.writing import write_package
+    from strop.run.tasks import find_task_section
+
+    output: Output = context.obj
+    if len(words) < 2 or "=" in words[-1]:
+        raise typer.BadParameter("the last word is the folder of the package")
+    folder = Path(words[-1])
+    name = write_package(find_task_section(words[0], words[1:-1]), folder)
+    output.give(f"wrote {folder}")
+    output.give(f"next: pip install {folder}, where verifiers is, and vf-eval {name}")
 
 
 @environment_commands.command("ls", cls=alias(list_tasks))

@@ -14,13 +14,14 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 _LINE_BYTES = 1 << 28
 
 
-async def main(path: str) -> None:
+async def main(make_guest: Callable[..., Any]) -> None:
     """Serve until the input ends."""
     # What packages print is no answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -42,7 +43,7 @@ async def main(path: str) -> None:
         answers.flush()
 
     settings = json.loads(await reader.readline())
-    beginning = asyncio.create_task(_begin(path, settings))
+    beginning = asyncio.create_task(_begin(make_guest, settings))
     await asyncio.wait([beginning])
     answer(0, beginning)
     while line := await reader.readline():
@@ -58,8 +59,8 @@ async def main(path: str) -> None:
     os._exit(0)
 
 
-async def _begin(path: str, settings: dict[str, Any]) -> Any:
-    guest = load(path).Guest(**settings)
+async def _begin(make_guest: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    guest = make_guest(**settings)
     await guest.start()
     return guest
 
@@ -79,4 +80,4 @@ def load(path: str) -> Any:
 if __name__ == "__main__":
     # Not this folder: its files are no modules for a package to find.
     sys.path.pop(0)
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(lambda **settings: load(sys.argv[1]).Guest(**settings)))
