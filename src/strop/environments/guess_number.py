@@ -52,13 +52,15 @@ class GuessNumber:
     """
 
     name = "guess-number"
-    version = "guess-2"
+    version = "guess-3"
     max_turns = 5
 
     def __init__(self, spec: GuessNumberSpec) -> None:
         self._spec = spec
-        # The last number of the opening is a guess too.
-        self.limits = TaskLimits(max_reply_tokens=16, stop_strings=("\n",), chance=1 / spec.max_value)
+        # What a number in the middle earns that is said in every turn: it is found, or half is ruled out.
+        chance = (spec.max_value + 5) / (4 * spec.max_value)
+        # Seven digits and the end of a turn. The last number of the opening is a guess too.
+        self.limits = TaskLimits(max_reply_tokens=8, stop_strings=("\n",), chance=chance)
         self._low, self._high = 1, spec.max_value
         self._meant = 0
         self._is_found = False
