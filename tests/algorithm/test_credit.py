@@ -94,6 +94,13 @@ def test_a_group_with_one_scored_member_is_dropped() -> None:
     assert (credit.num_dropped_groups, credit.num_zero_variance_groups) == (1, 0)
 
 
+def test_a_group_with_less_than_half_of_its_members_scored_is_dropped() -> None:
+    lost = [1, 0, None, None]
+    credit = assign_credit(GRPO, [[*lost, None], lost], [[2] * 5, [2] * 4], [[False] * 5, [False] * 4], 9)
+    assert (credit.num_dropped_groups, credit.num_counted_tokens) == (1, 4)
+    assert [is_forwarded_G.any() for is_forwarded_G in credit.is_forwarded_P_G] == [False, True]
+
+
 def test_an_empty_reply_counts_as_a_rollout() -> None:
     # S = 2, so the one token of the other rollout has weight 1 / (2 x 1), and not 1.
     credit = assign_credit(GRPO, [[1, 0]], [[1, 0]], [[False, False]], 9)

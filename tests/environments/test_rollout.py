@@ -24,6 +24,7 @@ from strop.environments import (
     run_group,
     run_rollout,
 )
+from strop.environments.groups import NUM_REFILLS
 from strop.errors import ConfigError, DataError, SandboxLost, WeightMismatch
 from strop.rollout import (
     RESTART,
@@ -44,6 +45,7 @@ from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
+from strop.train.measure import measure_rollouts
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES
 
@@ -416,8 +418,40 @@ def test_group_shares_one_prompt_and_keeps_the_order(tokenizer: Tokenizer) -> No
 
 
 def test_one_lost_rollout_leaves_the_others(tokenizer: Tokenizer) -> None:
-    group = group_of(DummyEngine(tokenizer, ["7", OSError("cable")]), tokenizer, [plan(0), plan(1)])
+    cable = OSError("cable")
+    group = group_of(DummyEngine(tokenizer, ["7", cable, cable, cable]), tokenizer, [plan(0), plan(1)])
     assert [rollout.outcome.reward for rollout in group.rollouts] == [1.0, None]
+    assert group.rollouts[1].outcome.metrics[NUM_REFILLS] == 2.0
+
+
+def test_what_the_engine_loses_is_made_again_as_it_would_have_been(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, ["7", OSError("cable"), ScriptedReply(text="7", is_aborted=True), "7"])
+    kept, lost = group_of(engine, tokenizer, [plan(0), plan(1)]).rollouts
+    assert (kept.outcome.reward, lost.outcome.reward) == (1.0, 1.0)
+    assert (NUM_REFILLS in kept.outcome.metrics, lost.outcome.metrics[NUM_REFILLS]) == (False, 2.0)
+    _, *again = engine.requests
+    # The same stream, so that the attempt is what it would have been.
+    assert len({request.seed for request in again}) == 1
+    metrics = measure_rollouts([Group(example=SUM, rollouts=(kept, lost))])
+    assert (metrics["failed_frac"], metrics["refilled_frac"]) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_attempts"), [(SandboxLost("gone", kind="gone"), 3), (KeyError("a bug"), 1)]
+)
+def test_a_world_is_made_anew_for_the_machines_failures_alone(
+    tokenizer: Tokenizer, error: Exception, num_attempts: int
+) -> None:
+    made: list[Failing] = []
+
+    def make_environment() -> Failing:
+        made.append(Failing("step", error))
+        return made[-1]
+
+    engine = DummyEngine(tokenizer, lambda request: "7")
+    (lost,) = asyncio.run(run_group(make_environment, engine, tokenizer, [plan()])).rollouts
+    assert (lost.outcome.reward, len(made)) == (None, num_attempts)
+    assert [one.num_closes for one in made] == [1] * num_attempts
 
 
 def test_what_ends_the_run_ends_the_group(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,14 +264,19 @@ def test_smp_2_replies_cut_at_4_tokens_raise_an_alarm_in_step_1(tmp_path: Path, 
 class AbortsSome:
     """An engine that gives up on every third reply after 5 tokens, as one does while weights move."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, num_times: int) -> None:
+        """`num_times`: how often it gives up on one reply."""
         self._engine = engine
-        self._num_asked = 0
+        self._num_times = num_times
+        self._places: dict[int, int] = {}
+        self._times_asked: Counter[int] = Counter()
         self.texts: list[str] = []
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        self._num_asked += 1
-        is_aborted = self._num_asked % 3 == 0
+        # What is asked again has the same seed.
+        place = self._places.setdefault(request.seed, len(self._places))
+        self._times_asked[request.seed] += 1
+        is_aborted = place % 3 == 0 and self._times_asked[request.seed] <= self._num_times
         completion = await self._engine.generate(request)
         if not is_aborted:
             return completion
@@ -305,7 +311,7 @@ def test_smp_3_an_aborted_reply_is_never_judged_and_its_fate_is_recorded(
     """Incident: replies cut at a weight update were accepted if they had one token."""
     task = Listening()
     made = Composition(tiny_spec(train={"steps": 2}), tiny_model_dir, new_run(tmp_path), task=task)
-    made.run(lambda roles: replace(roles, engine=AbortsSome(roles.engine)))
+    made.run(lambda roles: replace(roles, engine=AbortsSome(roles.engine, num_times=9)))
     assert "cut short" not in task.judged
     for line in made.notes.steps:
         rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
@@ -318,4 +324,16 @@ def test_smp_3_an_aborted_reply_is_never_judged_and_its_fate_is_recorded(
         kept = sum(r.num_sampled_tokens for r in rollouts if r not in aborted)
         assert line["num_scored_tokens"] == kept
         assert line["failed_frac"] == pytest.approx(4 / 12)
+        assert line["refilled_frac"] == pytest.approx(4 / 12)
     assert made.notes.causes("tripwire") == ["verifier_errors"] * 2
+
+
+def test_smp_3_what_was_aborted_is_asked_again(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = Listening()
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path), task=task)
+    made.run(lambda roles: replace(roles, engine=AbortsSome(roles.engine, num_times=1)))
+    assert "cut short" not in task.judged
+    (line,) = made.notes.steps
+    assert line["failed_frac"] == 0.0
+    assert line["refilled_frac"] == pytest.approx(4 / 12)
+    assert made.notes.causes("tripwire") == []

@@ -30,7 +30,8 @@ AdvantageFn = Callable[[Float64Array], Float64Array]
 """From the rewards of n >= 2 scored members, not all equal, to their advantages; float64."""
 
 MIN_MEMBERS = 2
-"""Scored members below which a group has nothing to compare and is dropped."""
+"""Scored members below which a group has nothing to compare."""
+
 _SPREAD_OFFSET = 1e-4
 _SPREAD_FLOOR = 1e-6
 
@@ -175,6 +176,15 @@ def scale_batch(
 def find_scored(rewards_G: Sequence[float | None]) -> NDArray[np.bool_]:
     """Say which members of a group have a reward: not None, not NaN, not infinite."""
     return np.isfinite(as_rewards(rewards_G))
+
+
+def has_enough_scored(rewards_G: Sequence[float | None], *, is_relative: bool = True) -> bool:
+    """Whether a group may take part: half of its members are scored, and two where they are compared.
+
+    Of fewer, the lost ones would decide what the others are compared with.
+    """
+    num_scored = int(np.sum(find_scored(rewards_G)))
+    return num_scored >= MIN_MEMBERS and 2 * num_scored >= len(rewards_G) if is_relative else num_scored > 0
 
 
 def as_rewards(rewards_G: Sequence[float | None]) -> Float64Array:

@@ -34,6 +34,7 @@ from strop.algorithm.advantages import (
     compare_members,
     compare_turns,
     find_scored,
+    has_enough_scored,
     is_constant,
     scale_batch,
     sums_to_one,
@@ -90,11 +91,11 @@ def needs_replacement(
 ) -> bool:
     """Whether a group is to be replaced by another before the batch is full (dynamic sampling).
 
-    True only under `zero_variance = "resample"`, for a group that shows no difference. One with fewer than
-    two scored members failed, which another group would only hide. The caller bounds how often new groups are
+    True only under `zero_variance = "resample"`, for a group that shows no difference. One with too few
+    scored members failed, which another group would only hide. The caller bounds how often new groups are
     sampled.
     """
-    if algorithm.zero_variance != "resample" or int(np.sum(find_scored(rewards_G))) < MIN_MEMBERS:
+    if algorithm.zero_variance != "resample" or not has_enough_scored(rewards_G):
         return False
     shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
     return not _has_signal(algorithm, rewards_G, shaped_G)
@@ -273,7 +274,7 @@ def _credit_group(
 ) -> _GroupCredit:
     is_scored_G = find_scored(rewards_G)
     shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
-    is_short = int(np.sum(is_scored_G)) < (MIN_MEMBERS if algorithm.is_relative else 1)
+    is_short = not has_enough_scored(rewards_G, is_relative=algorithm.is_relative)
     has_difference = _has_signal(algorithm, rewards_G, shaped_G)
     # What was to be replaced and is still here could not be.
     is_dropped = is_short or (not has_difference and algorithm.zero_variance in ("drop", "resample"))

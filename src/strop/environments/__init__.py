@@ -1,6 +1,7 @@
 """The world that the model acts in: asked, answered, stepped and scored through one rollout path.
 
-`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A single-turn
+`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example, again where
+the machine or the engine failed. A single-turn
 task is an environment with one step (`SingleTurn`); `choose_environment` alone decides which one a run has.
 An author writes a plain class with `reset`, `step` or tools, and `score` (`worlds`): `Done` ends an attempt,
 `ToolError` tells the model what cannot be done; attempts of a `Workspace` have a sandbox.
@@ -11,12 +12,8 @@ Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 
 from strop.environments.contract import Action, Choosing, Done, Environment, StepResult
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as
-from strop.environments.rollout import (
-    RolloutPlan,
-    run_group,
-    run_groups,
-    run_rollout,
-)
+from strop.environments.groups import run_group, run_groups
+from strop.environments.rollout import RolloutPlan, run_rollout
 from strop.environments.single_turn import SingleTurn, choose_environment
 from strop.environments.tools import ToolError
 from strop.environments.workspace import Workspace

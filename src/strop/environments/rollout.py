@@ -3,7 +3,7 @@
 Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
 names. None ever becomes a reward of 0.
 
-Left out on purpose: retries, which are the loop's decision.
+Left out on purpose: what is attempted again, which is the group's decision (`groups`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from strop.rollout import (
     Failure,
     FailureOwner,
     FinishReason,
-    Group,
     IntArray,
     Message,
     Outcome,
@@ -397,65 +396,3 @@ async def _close(environment: Environment) -> Failure | None:
         async with asyncio.timeout(_CLOSE_LIMIT_S):
             await environment.close()
     return caught.failure
-
-
-async def run_group(
-    make_environment: Callable[[], Environment],
-    engine: Engine,
-    tokenizer: Tokenizer,
-    plans: Sequence[RolloutPlan],
-) -> Group:
-    """Attempt one example several times at once; the prompt is rendered and encoded once.
-
-    The rollouts stand in the order of the plans. For a task: `choose_environment(task)`.
-    Raises: DataError if there is no plan or the plans differ in example or prompt format; else
-        like `run_rollout`, after the other rollouts were cancelled.
-    """
-    if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
-        num_examples = len({plan.example.example_id for plan in plans})
-        raise DataError(
-            f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
-        )
-    prompts = PromptCache(tokenizer, plans[0].prompt_format)
-    running = [
-        asyncio.ensure_future(run_rollout(make_environment(), engine, tokenizer, plan, prompts=prompts))
-        for plan in plans
-    ]
-    try:
-        rollouts = await asyncio.gather(*running)
-    finally:
-        # Where one ended the run, the others must not go on behind it.
-        for rollout in running:
-            rollout.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    return Group(example=plans[0].example, rollouts=tuple(rollouts))
-
-
-async def run_groups(
-    make_environment: Callable[[], Environment],
-    engine: Engine,
-    tokenizer: Tokenizer,
-    plans_P_G: Sequence[Sequence[RolloutPlan]],
-    *,
-    on_group: Callable[[], None] | None = None,
-) -> list[Group]:
-    """Attempt several examples at once, each several times; groups stand in the order of the plans.
-
-    `on_group` is called whenever a group is done, so that a watcher sees long stages move.
-    Raises: like `run_group`, after every other group was cancelled.
-    """
-
-    async def run(plans_G: Sequence[RolloutPlan]) -> Group:
-        group = await run_group(make_environment, engine, tokenizer, plans_G)
-        if on_group is not None:
-            on_group()
-        return group
-
-    running = [asyncio.ensure_future(run(plans_G)) for plans_G in plans_P_G]
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        # Not a task group: it would wrap the one exception that ended the run in a group.
-        for group in running:
-            group.cancel()
-        await asyncio.gather(*running, return_exceptions=True)

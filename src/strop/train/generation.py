@@ -25,6 +25,7 @@ from statistics import fmean
 import numpy as np
 
 from strop.algorithm import Algorithm, needs_replacement
+from strop.algorithm.advantages import has_enough_scored
 from strop.cluster import Roles
 from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.errors import Starved
@@ -146,7 +147,7 @@ def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStat
     for group, is_forwarded_G in zip(groups, batch.credit.is_forwarded_P_G, strict=True):
         if bool(is_forwarded_G.any()):
             statuses.append(GroupStatus.TRAINED)
-        elif sum(rollout.outcome.is_scored for rollout in group.rollouts) < 2:
+        elif not has_enough_scored([rollout.outcome.reward for rollout in group.rollouts]):
             statuses.append(GroupStatus.FAILED)
         else:
             statuses.append(GroupStatus.SKIPPED)
@@ -200,7 +201,7 @@ class GroupStatus(StrEnum):
     EVICTED = "evicted"
     """It was too old when its step came."""
     FAILED = "failed"
-    """It was part of a batch, and fewer than two of its rollouts could be scored."""
+    """It was part of a batch, and fewer than two or half of its rollouts could be scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.algorithm.corrections import describe_mismatch
+from strop.environments.groups import NUM_REFILLS
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.learner import Term
 from strop.policy.optimizer import StepReport, join_totals
@@ -59,6 +60,9 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         "prompt_too_long_frac": num_too_long / len(rollouts),
         "duplicate_frac": (num_rollouts - num_distinct) / num_later if num_later else 0.0,
     }
+    num_refilled = sum(NUM_REFILLS in rollout.outcome.metrics for rollout in rollouts)
+    if num_refilled:
+        metrics["refilled_frac"] = num_refilled / len(rollouts)
     if scored:
         metrics["reward_mean"] = fmean(rollout.outcome.reward or 0.0 for rollout in scored)
         metrics["truncated_frac"] = fmean(rollout.outcome.truncated for rollout in scored)

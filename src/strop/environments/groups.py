@@ -1,0 +1,108 @@
+"""The attempts at one example, which are compared with each other.
+
+What the machine or the engine failed at is attempted again, with the same seeds: the attempt is then what it
+would have been. What the task or its world failed at would fail again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from strop.engine import Engine
+from strop.environments.contract import Environment
+from strop.environments.extending import PromptCache
+from strop.environments.rollout import RolloutPlan, run_rollout
+from strop.errors import DataError
+from strop.rollout import FailureOwner, Group, Rollout
+from strop.tokenizer import Tokenizer
+
+MAX_REFILLS = 2
+"""How often an attempt is made again at most."""
+NUM_REFILLS = "num_refills"
+"""Metric of an attempt that was made again: how often."""
+_PAUSE_S = 0.1
+"""Before an attempt is made again for the first time; twice as long before the second."""
+Result = TypeVar("Result")
+_REFILLED = (FailureOwner.INFRA, FailureOwner.ENGINE)
+
+
+async def run_group(
+    make_environment: Callable[[], Environment],
+    engine: Engine,
+    tokenizer: Tokenizer,
+    plans: Sequence[RolloutPlan],
+) -> Group:
+    """Attempt one example several times at once; the prompt is rendered and encoded once.
+
+    The rollouts stand in the order of the plans. For a task: `choose_environment(task)`.
+    Raises: DataError if there is no plan or the plans differ in example or prompt format; else
+        like `run_rollout`, after the other rollouts were cancelled.
+    """
+    if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
+        num_examples = len({plan.example.example_id for plan in plans})
+        raise DataError(
+            f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
+        )
+    prompts = PromptCache(tokenizer, plans[0].prompt_format)
+
+    async def attempt(plan: RolloutPlan) -> Rollout:
+        return await run_rollout(make_environment(), engine, tokenizer, plan, prompts=prompts)
+
+    rollouts = await _run_all([_refill(partial(attempt, plan)) for plan in plans])
+    return Group(example=plans[0].example, rollouts=tuple(rollouts))
+
+
+async def run_groups(
+    make_environment: Callable[[], Environment],
+    engine: Engine,
+    tokenizer: Tokenizer,
+    plans_P_G: Sequence[Sequence[RolloutPlan]],
+    *,
+    on_group: Callable[[], None] | None = None,
+) -> list[Group]:
+    """Attempt several examples at once, each several times; groups stand in the order of the plans.
+
+    `on_group` is called whenever a group is done, so that a watcher sees long stages move.
+    Raises: like `run_group`, after every other group was cancelled.
+    """
+
+    async def run(plans_G: Sequence[RolloutPlan]) -> Group:
+        group = await run_group(make_environment, engine, tokenizer, plans_G)
+        if on_group is not None:
+            on_group()
+        return group
+
+    return await _run_all([run(plans_G) for plans_G in plans_P_G])
+
+
+async def _run_all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Do all at once. Raises: what the first of them raises, after the others were cancelled."""
+    running = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        # Where one ended the run, the others must not go on behind it. Not a task group: it would wrap the
+        # one exception that ended the run in a group.
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _refill(attempt: Callable[[], Awaitable[Rollout]]) -> Rollout:
+    """Make an attempt, and again what the machine or the engine took from it; the last one counts."""
+    num_refills = 0
+    while True:
+        rollout = await attempt()
+        failure = rollout.outcome.failure
+        if failure is None or failure.owner not in _REFILLED or num_refills == MAX_REFILLS:
+            break
+        num_refills += 1
+        await asyncio.sleep(_PAUSE_S * num_refills)
+    if not num_refills:
+        return rollout
+    metrics = {**rollout.outcome.metrics, NUM_REFILLS: float(num_refills)}
+    return replace(rollout, outcome=replace(rollout.outcome, metrics=metrics))
