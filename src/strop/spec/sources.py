@@ -429,6 +429,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("task", "agent"): is_code,
     ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
+    ("task", "salt_file"): _is_any_text,
     ("task", "rubric"): _is_rubric_path,
     ("task", "calibration"): _is_data_path,
     ("sft", "source"): _is_no_address,

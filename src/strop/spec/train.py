@@ -383,6 +383,14 @@ class TripwireSpec(Section):
         description="Replies that go on to another question behind their answer." + _FRAC,
         json_schema_extra=expert("base models go on behind their answer until they have learned to stop"),
     )
+    max_dev_gap: float | None = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="How much more hidden development scores may promise than sealed ones give, as a share of"
+        " the way from floor to ceiling, on average over a step's attempts. none = not watched.",
+        json_schema_extra=expert("small development data are noisy"),
+    )
     min_used_length_ratio: float | None = Field(
         default=0.9,
         gt=0.0,

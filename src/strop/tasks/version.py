@@ -16,7 +16,7 @@ from strop.tasks.contract import TaskLimits
 _NOT_HASHED = {
     # `AgentTask` makes a version of the task's own and them.
     *("agent", "agent_limit_s", "agent_tokens", "agent_paths"),
-    *("source", "root", "max_too_long_frac"),
+    *("source", "root", "salt_file", "max_too_long_frac"),
     # A user's function is hashed by its source.
     "reward",
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),

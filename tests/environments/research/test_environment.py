@@ -23,10 +23,23 @@ from strop.environments.research.suite import TASKS, make_instance
 from strop.environments.worlds import PlayedWorld
 from strop.errors import ConfigError
 from strop.evaluate import EvalSettings, evaluate_task
-from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Split, make_example
+from strop.rollout import (
+    Example,
+    FailureOwner,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Sampling,
+    Split,
+    make_example,
+)
+from strop.spec.train import TripwireSpec
 from strop.tasks import Task, build_task, self_test
 from strop.tasks.contract import CEILING
 from strop.testing.dummy_engine import DummyEngine
+from strop.train.measure import measure_rollouts
+from strop.train.watch.tripwires import find_alarms
 from tests.environments.research.test_tasks import score_of
 from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.sandboxes import needs_bubblewrap
@@ -313,3 +326,63 @@ def test_an_evaluation_has_the_scores_of_each_task_and_the_area_under_the_profil
     assert result.greedy.profile_area == pytest.approx(sum(areas.values()) / len(areas))
     assert result.greedy.reward_mean == 0
     assert result.greedy.accuracy == 0
+
+
+def test_what_is_better_where_it_was_tried_is_an_alarm() -> None:
+    """Work that holds the answers of the development rows alone, which evaluations gave away one by one."""
+    example = example_of("glyphs")
+    gaps = [0.4, 0.3, None]
+    rollouts = tuple(
+        Rollout(
+            example=example,
+            step=0,
+            sample_index=index,
+            turns=(),
+            outcome=Outcome(parts={"progress": 0.1}, metrics={} if gap is None else {"dev_gap": gap}),
+            sampling=Sampling(),
+        )
+        for index, gap in enumerate(gaps)
+    )
+    metrics = measure_rollouts([Group(example=example, rollouts=rollouts)])
+    assert metrics["dev_gap"] == pytest.approx(0.35)
+    assert "dev_gap" in [alarm.cause for alarm in find_alarms(TripwireSpec(), 1, metrics)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_salt_makes_instances_that_its_source_does_not_tell(name: str) -> None:
+    example = example_of(name)
+    salted, again = (instance_of(example, b"a secret of ours") for _ in range(2))
+    assert salted is again
+    others = [
+        instance_of(example),
+        instance_of(example, b"another secret.."),
+        instance_of(example_of(name, 1)),
+    ]
+    shown = [(dict(one.files), one.marks) for one in (salted, *others)]
+    assert shown[0] not in shown[1:]
+
+
+def test_a_salt_is_told_by_the_version_alone(tmp_path: Path) -> None:
+    for name, text in {
+        "one": "0123456789abcdef",
+        "same": "0123456789abcdef\n",
+        "other": "fedcba9876543210",
+    }.items():
+        (tmp_path / name).write_text(text)
+    one, same, other = (build(salt_file=str(tmp_path / name)) for name in ("one", "same", "other"))
+    assert one.version == same.version
+    assert len({one.version, other.version, build().version}) == 3
+    example = one.examples(Split.TRAIN)[0]
+    assert dict(example.fields) == dict(build().examples(Split.TRAIN)[0].fields)
+    outcome, (told, *_) = asyncio.run(play(one, example, [call("bash", command="cat *; env"), SUBMIT]))
+    assert outcome.reward == 0.0
+    assert "0123456789abcdef" not in told
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("short", "it has 5 bytes")])
+def test_a_salt_that_is_none_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "salt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        _ = build(salt_file=str(path)).version

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -22,6 +25,7 @@ from strop.environments.research.judging import judge_artefact, read_artefact
 from strop.environments.research.suite import SUMMARIES, make_instance
 from strop.environments.tools import ToolError
 from strop.environments.workspace import Workspace
+from strop.errors import ConfigError
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
@@ -50,6 +54,7 @@ _FIRST_TRAINED = 1_000_000
 """Number of the first instance that is trained on; held-out ones begin with 0."""
 _EXACT = frozenset({"blotto", "sat3", "cpole"})
 """Tasks whose oracle earns full marks to the digit: what the self-test may ask of it."""
+_MIN_SALT_BYTES = 16
 _LIMITS = Limits(
     memory_bytes=1024 * MIB,
     has_address_limit=False,
@@ -78,6 +83,14 @@ class ResearchSpec(SandboxSettings, EnvironmentSection):
         le=10**4,
         description="How often an attempt may have its work scored on hidden development data.",
         json_schema_extra=expert("each score tells something of what is hidden"),
+    )
+    salt_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with a secret of 16 bytes or more, from which all draws of the instances then"
+        " follow too: else who knows strop's source can repeat what is hidden. It is read outside of"
+        " sandboxes. none = the suite's own draws, the same for everybody.",
+        json_schema_extra=expert("a model may have read the suite's source"),
     )
     num_train: int = Field(
         default=1100, ge=1, le=10**6, description="Instances to train on, of all tasks together."
@@ -121,6 +134,16 @@ class Research(Workspace):
         self._dev_share: float | None = None
         """Of the range from floor to ceiling, by the last evaluation."""
 
+    @property
+    def data_digest(self) -> str:
+        """A hash that names the salt and does not tell it; empty without one. Raises: ConfigError."""
+        salt = _read_salt(self._spec.salt_file)
+        return hmac.digest(salt, b"which salt", "sha256").hex() if salt else ""
+
+    def _instance_of(self, example: Example) -> Instance:
+        """Return the instance that an example names, by the run's salt. Raises: ConfigError."""
+        return instance_of(example, _read_salt(self._spec.salt_file))
+
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield instances, the tasks taking turns. An example names its own draw only."""
         is_held_out = split is Split.HELD_OUT
@@ -148,7 +171,7 @@ class Research(Workspace):
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Begin with the starter."""
-        instance = instance_of(example)
+        instance = self._instance_of(example)
         files = {**instance.files, "README.md": f"{instance.statement}\n".encode()}
         return SandboxSpec(limits=_LIMITS, files=files)
 
@@ -158,7 +181,7 @@ class Research(Workspace):
 
     async def reset(self, example: Example, seed: int) -> Any:
         """Make the instance, where nothing waits for it, and then as every workspace."""
-        instance = await asyncio.to_thread(instance_of, example)
+        instance = await asyncio.to_thread(self._instance_of, example)
         self.carried = (instance.artefact,)
         self.floor = instance.marks.normalise(None)
         return await super().reset(example, seed)
@@ -168,7 +191,7 @@ class Research(Workspace):
         if not self._num_left:
             raise ToolError("no evaluation is left")
         self._num_left -= 1
-        return await self._tell(self._evaluate(instance_of(self.example)))
+        return await self._tell(self._evaluate(self._instance_of(self.example)))
 
     async def _evaluate(self, instance: Instance) -> str:
         async with self._open_grader(instance.artefact) as grader:
@@ -183,7 +206,7 @@ class Research(Workspace):
 
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
         """Judge on the sealed draws."""
-        instance = instance_of(self.example)
+        instance = self._instance_of(self.example)
         try:
             artefact = await read_artefact(instance, sandbox)
             if artefact == instance.starter:
@@ -205,7 +228,7 @@ class Research(Workspace):
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the oracle's work, where it earns full marks to the digit."""
-        instance = instance_of(example)
+        instance = self._instance_of(example)
         if instance.task in _EXACT:
             work = {"path": instance.artefact, "text": instance.oracle.decode()}
             # The work comes last: cut short, it is none.
@@ -216,9 +239,32 @@ class Research(Workspace):
             )
 
 
-def instance_of(example: Example) -> Instance:
-    """Return the instance that an example names."""
-    return make_instance(example.fields["task"], example.fields["instance"])
+def instance_of(example: Example, salt: bytes = b"") -> Instance:
+    """Return the instance that an example names; with a salt, one that nobody makes without it."""
+    task, number = example.fields["task"], example.fields["instance"]
+    if salt:
+        digest = hmac.digest(salt, f"{SUITE_VERSION}/{task}/{number}".encode(), "sha256")
+        number = int.from_bytes(digest, "big")
+    return make_instance(task, number)
+
+
+@cache
+def _read_salt(path: str | None) -> bytes:
+    """Return what is in a salt's file; nothing without a path. Raises: ConfigError."""
+    if path is None:
+        return b""
+    try:
+        salt = Path(path).expanduser().read_bytes().strip()
+        why = f"it has {len(salt)} bytes"
+    except OSError as error:
+        salt, why = b"", str(error.strerror)
+    if len(salt) < _MIN_SALT_BYTES:
+        raise ConfigError(
+            f"task.salt_file={path}: {why}",
+            allowed=f"a file with a secret of {_MIN_SALT_BYTES} bytes or more",
+            next_step="write one, such as by `openssl rand -hex 32`, and keep it: it is in no record",
+        )
+    return salt
 
 
 def to_outcome(instance: Instance, score: float | None, refusal: str | None = None) -> Outcome:

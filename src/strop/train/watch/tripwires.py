@@ -76,6 +76,14 @@ _WIRES = (
         " and training pays for; add what begins it to task.stop",
     ),
     _Wire(
+        cause="dev_gap",
+        metric="dev_gap",
+        setting="max_dev_gap",
+        is_upper=True,
+        advice="the work is better on what it was tried on than on what it is judged on; lower"
+        " task.num_evaluations, and look whether attempts read or guess the development data",
+    ),
+    _Wire(
         cause="verifier_errors",
         metric="failed_frac",
         setting="max_failed_frac",
@@ -115,6 +123,7 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
         "max_duplicate_frac": spec.max_duplicate_frac,
         "max_truncated_frac": spec.max_truncated_frac,
         "max_runaway_frac": spec.max_runaway_frac,
+        "max_dev_gap": spec.max_dev_gap,
         "max_failed_frac": spec.max_failed_frac,
         "max_drift_nats": spec.max_drift_nats,
         "min_entropy_nats": spec.min_entropy_nats,
