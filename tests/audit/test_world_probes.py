@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from strop.audit import AuditSettings, ProbeStatus, run_audit
+from strop.audit.world_attacks import Slot
 from strop.audit.world_probes import WORLD_PROBES
 from strop.tasks import task_builder
 from tests.environments.test_worlds import build_spec
@@ -133,6 +135,13 @@ def test_what_runs_what_is_said_is_found_wherever_its_class_lives(
     source = WORLD.replace("    TOOL\n", tool)
     assert failed(source, "process", ALL, is_apart=True).keys() == here
     assert failed(source, "sandbox", ALL, is_apart=False).keys() == inside
+
+
+def test_a_text_is_said_beside_an_argument_of_any_name() -> None:
+    """A workspace's `create` takes a path and a text: a note's probe was lost on it."""
+    slot = Slot(tool="create", parameter="path", others={"text": "a"})
+    said = json.loads(slot.say("notes", text="b").split("\n")[1])
+    assert said["arguments"] == {"path": "notes", "text": "b"}
 
 
 def test_a_probe_that_may_end_the_process_is_not_asked_in_it() -> None:

@@ -169,6 +169,11 @@ def test_a_wrong_call_is_told_counted_and_scored(tmp_path: Path, reply: str, tol
     assert rollout.outcome.format_ok is False
 
 
+@pytest.mark.parametrize(("reply", "is_formed"), [(" ", False), ("I am done.", True)])
+def test_white_space_is_no_reply_in_the_asked_form(tmp_path: Path, reply: str, is_formed: bool) -> None:
+    assert attempt(build(), tokenizer_of(tmp_path), [reply]).outcome.format_ok is is_formed
+
+
 def test_a_model_that_has_lost_the_form_is_stopped(tmp_path: Path) -> None:
     bad = call("subtract")
     rollout = attempt(build(COUNTING, "environment.max_format_errors=2"), tokenizer_of(tmp_path), [bad] * 9)

@@ -36,7 +36,7 @@ class Slot:
     others: Mapping[str, Any]
     """The other arguments that the tool must have."""
 
-    def say(self, text: str, **others: str) -> str:
+    def say(self, text: str, /, **others: str) -> str:
         """Return the reply that says a text here."""
         if self.tool is None:
             return text

@@ -250,6 +250,7 @@ class PlayedWorld:
         self._num_turns = 0
         self._is_over = False
         """Whether the world ended the attempt by itself."""
+        self._has_said = False
         self._num_bad_replies = 0
         """In a row, up to now."""
         self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
@@ -259,7 +260,7 @@ class PlayedWorld:
         require_whole(self._task.name, example)
         await self.close()
         self._object = self._task.make_attempt()
-        self._num_turns, self._is_over = 0, False
+        self._num_turns, self._is_over, self._has_said = 0, False, False
         return self._task.pose(await self._object.reset(example, seed), example)
 
     async def step(self, action: Action) -> StepResult:
@@ -267,6 +268,7 @@ class PlayedWorld:
         if self._object is None or self._is_over or self._num_turns == self.max_turns:
             raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
         self._num_turns += 1
+        self._has_said |= bool(action.text.strip())
         if self._task.tools:
             messages = await self._act(self._object, action)
         else:
@@ -283,7 +285,8 @@ class PlayedWorld:
         if self._task.tools:
             metrics |= self._counts
             if outcome.format_ok is None:
-                outcome = replace(outcome, format_ok=not self._counts["num_format_errors"])
+                is_formed = self._has_said and not self._counts["num_format_errors"]
+                outcome = replace(outcome, format_ok=is_formed)
         if not self._is_over and self._num_turns == self.max_turns:
             metrics["out_of_turns"] = 1.0
         return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
