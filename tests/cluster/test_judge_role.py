@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strop.cluster import ModelSource, judge_role
-from strop.cluster.judge_role import JudgeRoles
+from strop.cluster import ModelSource, servers
+from strop.cluster.servers import JudgeRoles
 from strop.engine.server import CHAT_PATH
 from strop.errors import ConfigError, EngineError
 from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
@@ -94,7 +94,7 @@ def test_a_judge_listens_where_it_is_asked(
     placement = {"kind": "ray", "rollout_workers": num_workers}
     job = run.job.model_copy(update={"nodes": num_nodes})
     run = run.model_copy(update={"placement": run.placement.model_copy(update=placement), "job": job})
-    assert judge_role._find_host(run) == ("127.0.0.1" if is_local else "10.0.0.7")
+    assert servers._find_host(run) == ("127.0.0.1" if is_local else "10.0.0.7")
 
 
 def test_what_passes_while_no_judge_dies_is_handed_on(tiny_model_dir: Path, tmp_path: Path) -> None:

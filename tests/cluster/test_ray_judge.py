@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from strop.cluster import ModelSource
-from strop.cluster.judge_role import JudgeRoles
 from strop.cluster.ray.placement import RayPlacement
+from strop.cluster.servers import JudgeRoles
 from strop.environments import RolloutPlan
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
 from strop.io.endpoints import ENDPOINTS_VARIABLE

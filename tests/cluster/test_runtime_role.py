@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import runtime_role
-from strop.cluster.runtime_role import RuntimeRole
+from strop.cluster import servers
+from strop.cluster.servers import RuntimeRole
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
 from strop.sandbox import remote
@@ -38,7 +38,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
         return (python, "-c", SERVICE, folder, "bad" if "podman" in words else "good")
 
-    monkeypatch.setattr(runtime_role, "serve_argv", argv)
+    monkeypatch.setattr(servers, "serve_argv", argv)
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
 
 

@@ -14,11 +14,10 @@ from strop import __version__
 from strop.cli.arguments import alias
 from strop.cli.doctor import doctor, sandbox_commands
 from strop.cli.eval import evaluate, rescore
-from strop.cli.imports import import_commands
 from strop.cli.jobs import cancel, drill, fetch, logs, status
 from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
-from strop.cli.plan import explain, plan
+from strop.cli.plan import explain, import_commands, plan
 from strop.cli.runs import compare, list_runs, view
 from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit

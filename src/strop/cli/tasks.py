@@ -299,8 +299,7 @@ def play(
     ],
 ) -> None:
     """Play an environment in the model's place: a line is a reply, /TOOL key=value a call."""
-    from strop.run.playing import play_here
-    from strop.run.tasks import find_task_section, read_audit
+    from strop.run.tasks import find_task_section, play_here, read_audit
     from strop.view import make_harmless
 
     output: Output = context.obj

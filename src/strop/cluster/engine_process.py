@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import strop
-from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.engine.remote import RemoteEngine
 from strop.engine.server import LOOPBACK
 from strop.engine.vllm.environment import find_python
 from strop.engine.wire import ReadyForm, require_server_part
@@ -50,7 +50,6 @@ class EngineProcess:
         work_dir: Path,
         *,
         version: int = 0,
-        limits: WaitLimits | None = None,
         host: str = LOOPBACK,
         environment: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
@@ -65,7 +64,6 @@ class EngineProcess:
         self._work_dir = work_dir.absolute()
         self._log_dir = (log_dir or work_dir).absolute()
         self._version = version
-        self._limits = limits
         self._host = host
         own = level_variables(log_level_of(spec.output.log_level, "engine"))
         self._environment = {**own, **(environment or {})}
@@ -146,7 +144,6 @@ class EngineProcess:
             self._key,
             find_death=lambda: _describe_end(child),
             read_log=child.tail,
-            limits=self._limits,
             is_streamed=streams_replies(self._spec),
         )
         return self._engine

@@ -31,7 +31,6 @@ from strop.cluster.publishers import (
 )
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
-from strop.engine.remote import WaitLimits
 from strop.engine.server import LOOPBACK
 from strop.errors import EngineError
 from strop.hardware import free_memory_bytes
@@ -299,12 +298,10 @@ class InlinePlacement:
 class ProcessPlacement:
     """Learner here, engine in a child process."""
 
-    def __init__(
-        self, spec: RunSpec, source: ModelSource, work_dir: Path, *, limits: WaitLimits | None = None
-    ) -> None:
+    def __init__(self, spec: RunSpec, source: ModelSource, work_dir: Path) -> None:
         self._spec = spec
         self._source = source
-        self._process = EngineProcess(spec, source.path, work_dir, limits=limits)
+        self._process = EngineProcess(spec, source.path, work_dir)
         self._work_dir = work_dir.absolute()
         self._weights_dir = self._work_dir / "weights"
         self._memory = ExitStack()

@@ -93,7 +93,7 @@ class OpenAiEngine:
             call |= {"top_k": sampling.top_k or 0, "include_stop_str_in_output": True}
         elif sampling.top_k is not None:
             raise self._unusable(f"sampling.top_k={sampling.top_k} is no setting of its completions")
-        choice = await self._ask("completions", call)
+        choice = await self._ask(call)
         values = (choice.get("logprobs") or {}).get("token_logprobs")
         token_ids = choice.get("token_ids")
         if token_ids is None:
@@ -127,7 +127,7 @@ class OpenAiEngine:
         await self._find_model()
         token_ids = [*prompt_ids.tolist(), *reply_ids.tolist()]
         call = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-        choice = await self._ask("completions", {**call, "temperature": 0.0})
+        choice = await self._ask({**call, "temperature": 0.0})
         values = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[len(prompt_ids) :]
         values = values[: len(reply_ids)]
         if len(values) != len(reply_ids) or None in values:
@@ -167,10 +167,10 @@ class OpenAiEngine:
         self._model = chosen
         self._is_vllm = listed[chosen].get("owned_by") == "vllm"
 
-    async def _ask(self, path: str, call: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the first choice that the server answers with."""
         async with self._places:
-            answer = await self._exchange(path, call)
+            answer = await self._exchange("completions", call)
         choices = answer.get("choices") or []
         if not choices or not isinstance(choices[0], dict):
             raise self._unusable("its answer has no choices")

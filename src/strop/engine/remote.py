@@ -234,7 +234,7 @@ class RemoteEngine:
         call = GenerateCall.of([waiting.request for waiting in batch])
         try:
             if self.is_streamed:
-                await self._guard("/v1/replies", self._receive_parts("/v1/replies", call, batch))
+                await self._guard("/v1/replies", self._receive_parts(call, batch))
                 return
             answer = await self._ask("/v1/generate", call, GenerateAnswer)
             for waiting, outcome in zip(batch, answer.read(len(batch)), strict=True):
@@ -242,8 +242,9 @@ class RemoteEngine:
         except StropError as error:
             fail([waiting.reply for waiting in batch], error)
 
-    async def _receive_parts(self, path: str, call: GenerateCall, batch: Sequence[Waiting]) -> None:
+    async def _receive_parts(self, call: GenerateCall, batch: Sequence[Waiting]) -> None:
         """Deliver replies line by line, as they come."""
+        path = "/v1/replies"
         left = dict(enumerate(batch))
         async with self._post(path, call) as response:
             if not response.is_success:

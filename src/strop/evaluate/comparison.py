@@ -48,7 +48,6 @@ def _interval_of_mean(
     values_P: Sequence[float] | NDArray[np.float64],
     problems_P: Sequence[str] | None,
     ends: tuple[float, float],
-    confidence: float,
 ) -> Interval:
     """Estimate the mean of a bounded score over examples, one at least.
 
@@ -76,7 +75,7 @@ def _interval_of_mean(
     squares = float(np.sum((totals_C - middle * sizes_C) ** 2)) / mean_size**2
     squares += PSEUDO_PROBLEMS * ((low - middle) ** 2 + (high - middle) ** 2)
     deviation = math.sqrt(squares / num_problems / (num_problems - 1))
-    half = NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
+    half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * deviation
     return Interval(
         estimate=float(np.mean(values_P)), low=max(low, middle - half), high=min(high, middle + half)
     )
@@ -97,7 +96,6 @@ def _sum_up(
 def clustered_interval(
     solved_P_G: Sequence[Sequence[bool]],
     problems_P: Sequence[str] | None = None,
-    confidence: float = CONFIDENCE,
 ) -> Interval:
     """Estimate the solved share of examples that were tried once or several times each.
 
@@ -106,19 +104,17 @@ def clustered_interval(
     Units: shares in [0, 1]; every example counts the same, however often it was tried.
     """
     shares_P = [sum(solved_G) / len(solved_G) if solved_G else None for solved_G in solved_P_G]
-    return _interval_of_shares(shares_P, problems_P, confidence)
+    return _interval_of_shares(shares_P, problems_P)
 
 
-def _interval_of_shares(
-    shares_P: Sequence[float | None], problems_P: Sequence[str] | None, confidence: float
-) -> Interval:
+def _interval_of_shares(shares_P: Sequence[float | None], problems_P: Sequence[str] | None) -> Interval:
     """Estimate the mean of the shares that there are."""
     is_known = [share is not None for share in shares_P]
     known_P = [share for share in shares_P if share is not None]
     if not known_P:
         return Interval(estimate=math.nan, low=0.0, high=1.0)
     names_P = None if problems_P is None else list(itertools.compress(problems_P, is_known))
-    return _interval_of_mean(known_P, names_P, (0.0, 1.0), confidence)
+    return _interval_of_mean(known_P, names_P, (0.0, 1.0))
 
 
 def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
@@ -143,7 +139,6 @@ def pass_at_k_interval(
     solved_P_G: Sequence[Sequence[bool]],
     k: int,
     problems_P: Sequence[str] | None = None,
-    confidence: float = CONFIDENCE,
 ) -> Interval:
     """Estimate pass@k over examples that were tried k times or more.
 
@@ -153,7 +148,7 @@ def pass_at_k_interval(
     estimates_P = [
         pass_at_k(len(solved_G), sum(solved_G), k) if len(solved_G) >= k else None for solved_G in solved_P_G
     ]
-    return _interval_of_shares(estimates_P, problems_P, confidence)
+    return _interval_of_shares(estimates_P, problems_P)
 
 
 def sign_test(num_up: int, num_down: int) -> float:
@@ -177,7 +172,6 @@ def paired_difference(
     problems_P: Sequence[str] | None = None,
     *,
     full_scale: float = 1.0,
-    confidence: float = CONFIDENCE,
 ) -> Interval:
     """Estimate by how much the mean score of the same examples has changed.
 
@@ -201,7 +195,7 @@ def paired_difference(
             allowed="changes within the full scale",
             next_step="give the scale that the scores have",
         )
-    return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale), confidence)
+    return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale))
 
 
 _Read = Callable[[ExampleScore], float | None]

@@ -19,7 +19,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -48,10 +47,10 @@ LOST_FACT = "strop.lost"
 _MACHINES = frozenset({FailureOwner.ENGINE, FailureOwner.INFRA})
 
 
-def cut_shards(num_examples: int, per_shard: int = EXAMPLES_PER_SHARD) -> list[Shard]:
+def cut_shards(num_examples: int) -> list[Shard]:
     """Cut the examples into shards; the last one may be smaller."""
-    starts = range(0, num_examples, per_shard)
-    return [Shard(examples=range(start, min(start + per_shard, num_examples))) for start in starts]
+    starts = range(0, num_examples, EXAMPLES_PER_SHARD)
+    return [Shard(examples=range(start, min(start + EXAMPLES_PER_SHARD, num_examples))) for start in starts]
 
 
 class ShardFolder:
@@ -107,12 +106,7 @@ class ShardFolder:
                 self._lock.release()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the lock back."""
         self._lock.release()
 

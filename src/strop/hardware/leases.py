@@ -207,10 +207,10 @@ def find_living(folder: Path | None = None) -> list[Lease]:
     return [lease for lease in find_leases(folder) if state_of(lease, folder) is LeaseState.ALIVE]
 
 
-def find_inherited(folder: Path | None = None) -> Lease | None:
+def find_inherited() -> Lease | None:
     """Return the living lease that this process was started under; None if there is none."""
     carried = os.environ.get(LEASE_VARIABLE)
-    return next((lease for lease in find_living(folder) if lease.lease_id == carried), None)
+    return next((lease for lease in find_living() if lease.lease_id == carried), None)
 
 
 def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:

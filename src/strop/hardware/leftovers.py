@@ -93,12 +93,12 @@ def find_processes(lease_id: str) -> list[int]:
     return [pid for pid in _list_pids() if read_lease_id(pid) == lease_id]
 
 
-def find_strays(folder: Path | None = None) -> dict[int, str]:
+def find_strays() -> dict[int, str]:
     """Return processes that carry the id of a lease that is not there, with that id.
 
     For people to look at: their lease may be in a folder that this process cannot see.
     """
-    known = {lease.lease_id for lease in find_leases(folder)}
+    known = {lease.lease_id for lease in find_leases()}
     found = {pid: read_lease_id(pid) for pid in _list_pids()}
     return {pid: lease_id for pid, lease_id in found.items() if lease_id and lease_id not in known}
 

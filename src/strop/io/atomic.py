@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from stat import S_ISREG
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from strop.errors import CorruptRecord, StoreError
@@ -147,12 +146,7 @@ class AtomicDirectory:
             raise explain_write_failure(error, self.path) from error
         return self._partial_path
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Publish, or clean up after an error."""
         try:
             if error is None:

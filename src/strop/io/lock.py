@@ -74,7 +74,14 @@ class FileLock:
                 next_step="keep runs and cache on a local disk (STROP_CACHE moves the cache)",
             ) from error
         self._descriptor = descriptor
-        self._write_holder(descriptor)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except OSError as error:
+            # A full disk: without the name of its holder the lock would be held but unexplained.
+            self.release()
+            raise explain_write_failure(error, self.path) from error
         return True
 
     def acquire(self) -> None:
@@ -115,13 +122,3 @@ class FileLock:
     def __exit__(self, *_: object) -> None:
         """Give the lock back."""
         self.release()
-
-    def _write_holder(self, descriptor: int) -> None:
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-        except OSError as error:
-            # A full disk: without the name of its holder the lock would be held but unexplained.
-            self.release()
-            raise explain_write_failure(error, self.path) from error

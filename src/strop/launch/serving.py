@@ -87,7 +87,11 @@ def service_roles(
     if options.max_jobs:
         pool = (python, "-m", "strop.launch.pool", "--dir", FOLDER, "--on", site)
         more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
-        settings = (*_node_settings(spec), *(f"{flag.name}={flag.value}" for flag in of_site))
+        # Each job of the pool asks for what the service's own does.
+        job = spec.job
+        given = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
+        own = (f"{key}={value}" for key, value in given.items() if value is not None)
+        settings = (f"name={spec.name}-pool", *own, *(f"{flag.name}={flag.value}" for flag in of_site))
         roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), must_succeed=False))
     return roles
 
@@ -96,14 +100,6 @@ def joining_request(request: JobRequest, folder: Path, options: ServiceOptions) 
     """Return a job of one node that joins the service with a folder, from a request for a service."""
     argv = serve_argv(request.python, str(folder), "--node", "1/0", *options.words)
     return replace(request, roles=(RolePlan(name=RUNTIME, argv=argv),))
-
-
-def _node_settings(spec: RunSpec) -> list[str]:
-    """Return what each job of a pool asks for, as the service's own does."""
-    job = spec.job
-    given = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
-    words = [f"{place}={value}" for place, value in given.items() if value is not None]
-    return [f"name={spec.name}-pool", *words]
 
 
 def runtime_role(spec: RunSpec, python: str) -> RolePlan:

@@ -217,7 +217,6 @@ def predict_run(
     given: OfflineData | None,
     *,
     cache_dir: Path | None = None,
-    machine: Machine | None = None,
 ) -> Prediction | None:
     """Return what a run that is about to start should take here; None without an example to render.
 
@@ -235,7 +234,7 @@ def predict_run(
     prompt = _plan_prompt(spec, task, known)
     if prompt is None:
         return None
-    machine = machine or describe_machine()
+    machine = describe_machine()
     speeds = choose_speeds(spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir))
     limit = _bound_attempt(task, known, prompt.tokens_max)
     lengths = settle_lengths(spec, task, known, prompt)

@@ -96,7 +96,6 @@ def distill_and_gradients(
     teacher: TeacherRows,
     *,
     into: HeadGradients,
-    chunk_rows: int | None = None,
 ) -> HeadResult:
     """Compute divergence and gradients of the scored positions; add the head's own to buffers.
 
@@ -110,7 +109,7 @@ def distill_and_gradients(
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_U_D.device)
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), chunk_rows or DISTILL_CHUNK_ROWS):
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), DISTILL_CHUNK_ROWS):
         hidden = hidden_U_D[rows]
         projected = head.project(hidden)
         logp = _finish(projected, head, temperature)

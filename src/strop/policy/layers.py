@@ -225,15 +225,6 @@ def log_sum_exp(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.logsumexp(logits.float() / temperature, dim=-1)
 
 
-@_compiled_on_gpus
-def _spread_gradient_(
-    logits: torch.Tensor, log_sums: torch.Tensor, factors: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Replace logits by -factor * p. Shapes: (N, V), (N), (N)."""
-    probs = torch.exp(logits.float() / temperature - log_sums[:, None])
-    return logits.copy_(probs * -factors[:, None])
-
-
 def token_gradient_(
     logits: torch.Tensor,
     log_sums: torch.Tensor,
@@ -254,5 +245,5 @@ def token_gradient_(
     places[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
     sums = torch.zeros_like(grads).index_add_(0, places, grads[order])
     own = torch.empty_like(grads).index_copy_(0, order, sums[places]) - factors[row] * probs
-    _spread_gradient_(logits, log_sums, factors, temperature)
+    logits.copy_(torch.exp(logits.float() / temperature - log_sums[:, None]) * -factors[:, None])
     logits[row, targets] = own.to(logits.dtype)

@@ -275,8 +275,7 @@ async def _train(
     with importing():
         from strop.cluster import ModelSource
         from strop.cluster.build import build_placement, with_frozen
-        from strop.cluster.judge_role import JudgeRoles
-        from strop.cluster.runtime_role import RuntimeRole
+        from strop.cluster.servers import JudgeRoles, RuntimeRole
         from strop.environments.sandboxed import keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 

@@ -41,13 +41,13 @@ def find_description(uri: str, cache_dir: Path | None = None) -> Path | None:
     return None if found is None else found.parent
 
 
-def fetch_description(uri: str, cache_dir: Path | None = None) -> Path:
+def fetch_description(uri: str) -> Path:
     """Bring the files of a model that describe it, without its weights, and return their folder.
 
     Raises: ConfigError for a name that neither a store nor a hub can have; RemoteMissing if no source that
         may be asked has config.json; HubUnreachable and other StoreErrors if one fails.
     """
-    path = _place(uri, cache_dir or user_cache_dir())
+    path = _place(uri, user_cache_dir())
     policy, match = read_policy(), HUB_PATTERN.match(uri)
     if uri.startswith("s3://"):
         return _fetch(path, partial(_from_store, uri))

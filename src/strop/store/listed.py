@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from strop.errors import CorruptRecord, RemoteMissing, StoreError
 from strop.io.atomic import (
@@ -52,7 +51,7 @@ ARROW_END = b"\x00\x00\x00\x00"
 _PARQUET_END = b"PAR1"
 
 
-def fetch_listed_model(uri: str, path: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+def fetch_listed_model(uri: str, path: Path) -> None:
     """Bring a model that has no COMPLETE to a local path, once its listing is proven whole; tell of it.
 
     Raises: RemoteMissing naming what is not there; CorruptRecord as `_fetch`; StoreErrors as `Store.get`.
@@ -64,7 +63,7 @@ def fetch_listed_model(uri: str, path: Path, *, facts: Mapping[str, Any] | None 
     if not _has_copy(path, files):
         _refuse_unfinished(objects, uri, files)
         _require_model(objects, uri, files)
-        _fetch(objects, uri, path, files, facts or {})
+        _fetch(objects, uri, path, files)
     tell(_describe(uri, files))
 
 
@@ -87,7 +86,7 @@ def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_check
     if not _has_copy(path, files):
         if is_checked:
             _refuse_unfinished(objects, uri, files)
-        _fetch(objects, uri, path, files, {})
+        _fetch(objects, uri, path, files)
     tell(_describe(uri, files))
 
 
@@ -208,7 +207,7 @@ def _versions_of(files: Files) -> dict[str, str]:
     return {name: stored.version for name, stored in files.items()}
 
 
-def _fetch(objects: S3Objects, uri: str, path: Path, files: Files, facts: Mapping[str, Any]) -> None:
+def _fetch(objects: S3Objects, uri: str, path: Path, files: Files) -> None:
     """Fetch files under the ETags of a listing, list once more, and seal them.
 
     Raises: CorruptRecord if a file arrives in two forms, or is cut; StoreError if one changes meanwhile.
@@ -226,22 +225,26 @@ def _fetch(objects: S3Objects, uri: str, path: Path, files: Files, facts: Mappin
                 # Of an earlier content of the same place.
                 shutil.rmtree(left, ignore_errors=True)
         # A file is there once it is whole, so those of an interrupted call stay.
-        names = [name for name, one in files.items() if not _is_there(incoming / name, one.size_bytes)]
+        names = [
+            name
+            for name, one in files.items()
+            if not ((there := incoming / name).is_file() and there.stat().st_size == one.size_bytes)
+        ]
         side_by_side(lambda name: _fetch_file(objects, files[name], incoming / name), names)
         for name in files:
             _require_end(incoming / name, files[name])
         if _versions_of(list_files(objects, uri, versions.__contains__)) != versions:
-            raise _changed(uri)
+            raise StoreError(
+                f"{uri} changed while it was read: somebody still sends to it",
+                allowed="a directory that nobody writes to meanwhile",
+                next_step="start the same command again when the sender is done",
+            )
         try:
-            seal_directory(incoming, facts={**facts, "uri": uri, _VERSIONS: versions})
+            seal_directory(incoming, facts={"uri": uri, _VERSIONS: versions})
             publish_directory(incoming, path, replace=True)
             fsync_directory(path.parent)
         except OSError as error:
             raise explain_write_failure(error, path) from error
-
-
-def _is_there(path: Path, size_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == size_bytes
 
 
 def _fetch_file(objects: S3Objects, stored: StoredObject, path: Path) -> None:
@@ -299,12 +302,4 @@ def _damaged(stored: StoredObject, cause: str) -> CorruptRecord:
         f"{stored.uri} was cut or damaged before it was sent: {cause}",
         allowed="a whole file",
         next_step="send it again from where it is whole",
-    )
-
-
-def _changed(uri: str) -> StoreError:
-    return StoreError(
-        f"{uri} changed while it was read: somebody still sends to it",
-        allowed="a directory that nobody writes to meanwhile",
-        next_step="start the same command again when the sender is done",
     )

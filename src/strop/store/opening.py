@@ -11,13 +11,13 @@ from strop.store.s3_objects import S3Objects
 from strop.store.uris import is_remote, require_known_scheme
 
 
-def open_store(uri: str, settings: S3Settings | None = None) -> Store:
+def open_store(uri: str) -> Store:
     """Return the store that a URI belongs to; nothing is asked yet.
 
     Raises: ConfigError for a scheme that strop does not know.
     """
     require_known_scheme(uri)
-    return HubStore() if uri.startswith("hf://") else open_record_store(uri, settings)
+    return HubStore() if uri.startswith("hf://") else open_record_store(uri)
 
 
 def open_record_store(uri: str, settings: S3Settings | None = None) -> RecordStore:

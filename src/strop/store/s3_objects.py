@@ -101,7 +101,7 @@ class S3Objects:
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Page through all keys below the URI."""
         place = parse_s3(uri)
-        for page in self._pages(uri, "list_objects_v2", Prefix=f"{place.key}/" if place.key else ""):
+        for page in self._pages(uri, Prefix=f"{place.key}/" if place.key else ""):
             for entry in page.get("Contents", ()):
                 # Consoles make objects that stand for folders; their names end in a slash.
                 if not entry["Key"].endswith("/"):
@@ -265,7 +265,7 @@ class S3Objects:
         """Page through the common prefixes."""
         place = parse_s3(uri)
         prefix = f"{place.key}/" if place.key else ""
-        for page in self._pages(uri, "list_objects_v2", Prefix=prefix, Delimiter="/"):
+        for page in self._pages(uri, Prefix=prefix, Delimiter="/"):
             for entry in page.get("CommonPrefixes", ()):
                 yield entry["Prefix"].removeprefix(prefix).rstrip("/")
 
@@ -284,9 +284,11 @@ class S3Objects:
     def _explained(self, uri: str, doing: str) -> AbstractContextManager[None]:
         return errors_explained(uri, doing, self._settings.retries)
 
-    def _pages(self, uri: str, operation: str, **request: str) -> Iterator[dict[str, Any]]:
+    def _pages(self, uri: str, **request: str) -> Iterator[dict[str, Any]]:
         with self._explained(uri, "listed"):
-            pages = self._client.get_paginator(operation).paginate(Bucket=parse_s3(uri).bucket, **request)
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=parse_s3(uri).bucket, **request
+            )
             yield from pages
 
     def _etag_of(self, content: Path | bytes) -> str:

@@ -245,13 +245,9 @@ class Blend:
             and all(limit.verify_keeps_time for limit in limits if limit.verify_limit_s is not None),
         )
 
-    @property
+    @cached_property
     def version(self) -> str:
         """Hash over the weights, the version of the part with the data, and what the others judge by."""
-        return self._version
-
-    @cached_property
-    def _version(self) -> str:
         spec = self._spec
         settings = {"data": spec.data, "alpha": spec.alpha, "format_weight": spec.format_weight}
         parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
@@ -326,20 +322,7 @@ class Blend:
 
         Raises: whatever the verifier of a part raises that the reward cannot do without.
         """
-        return self._add_up({part.label: self._judge(part, example, text) for part in self._parts})
-
-    def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
-        known = self._part_example(part, example)
-        limits = limits_of(part.task, example) if part is self._data else part.task.limits
-        if part.weight != 0.0 and not part.optional:
-            return within_bounds(part.task.verify(known, text), limits)
-        outcome = Outcome(parts={})
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
-            # Of each part: the sum of all would hide what a small weight makes small.
-            outcome = within_bounds(part.task.verify(known, text), limits)
-        return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
-
-    def _add_up(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+        outcomes = {part.label: self._judge(part, example, text) for part in self._parts}
         # Shares of the parts' full marks.
         scores: dict[str, float | None] = {}
         for part in self._parts:
@@ -379,6 +362,17 @@ class Blend:
             metrics=metrics | {"blend_renormalised": float(factor != 1.0)},
             failure=failure,
         )
+
+    def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
+        known = self._part_example(part, example)
+        limits = limits_of(part.task, example) if part is self._data else part.task.limits
+        if part.weight != 0.0 and not part.optional:
+            return within_bounds(part.task.verify(known, text), limits)
+        outcome = Outcome(parts={})
+        with catch_failure(lambda: FailureOwner.TASK) as caught:
+            # Of each part: the sum of all would hide what a small weight makes small.
+            outcome = within_bounds(part.task.verify(known, text), limits)
+        return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
 
     def _part_example(self, part: _Part, example: Example) -> Example:
         """Return the example as a part knows it: a judge reads the question as it is posed."""

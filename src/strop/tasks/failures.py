@@ -10,7 +10,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from strop.errors import (
     ConfigError,
@@ -67,9 +66,7 @@ class CaughtFailure:
         """Begin the block."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Keep an exception, unless it concerns the whole run."""
         # boundary: rollout worker
         if not isinstance(error, Exception) or isinstance(error, _OF_THE_RUN):

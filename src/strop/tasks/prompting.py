@@ -33,13 +33,9 @@ class Prompted(TaskWrapper):
             # Only then: a task without an order of its own is shuffled.
             self.epoch_order = epoch_order
 
-    @property
+    @cached_property
     def version(self) -> str:
         """Hash over the task's own and the settings; reads the data where the task's own does."""
-        return self._version
-
-    @cached_property
-    def _version(self) -> str:
         return hash_prompting(self._task.version, self._spec)
 
     def examples(self, split: Split) -> Sequence[Example]:

@@ -108,7 +108,7 @@ class Chart:
     """Edges of the plot; its top is the highest tick."""
 
 
-def choose_ticks(low: float, high: float, num_ticks: int = NUM_TICKS) -> list[float]:
+def choose_ticks(low: float, high: float) -> list[float]:
     """Return round numbers that span [low, high]: steps of 1, 2 or 5 times a power of ten.
 
     The first is at or below `low`, the last at or above `high`. An empty span is widened around its
@@ -118,7 +118,7 @@ def choose_ticks(low: float, high: float, num_ticks: int = NUM_TICKS) -> list[fl
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-200):
         margin = abs(low) * 0.5 or 1.0
         low, high = low - margin, high + margin
-    rough = (high - low) / max(num_ticks - 1, 1)
+    rough = (high - low) / (NUM_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
     first = math.floor(low / step + 1e-9)
@@ -211,7 +211,16 @@ def build_chart(
         title=title,
         description=_describe(series, estimates, label),
         lines=tuple(_draw_line(one, x, y) for one in series),
-        whiskers=tuple(_draw_whisker(estimate, x, y) for estimate in estimates),
+        whiskers=tuple(
+            Whisker(
+                x=x.at(one.step),
+                y=y.at(one.value),
+                y_low=y.at(one.low),
+                y_high=y.at(one.high),
+                label=one.label,
+            )
+            for one in estimates
+        ),
         x_ticks=tuple(Tick(position=x.at(value), label=f"{value:,.0f}") for value in x_values),
         y_ticks=tuple(
             Tick(position=y.at(value), label=text) for value, text in zip(y_values, labels, strict=True)
@@ -244,16 +253,6 @@ def _stretches(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Po
             stretch.append((step, value))
     if stretch:
         yield stretch
-
-
-def _draw_whisker(estimate: Estimate, x: _Scale, y: _Scale) -> Whisker:
-    return Whisker(
-        x=x.at(estimate.step),
-        y=y.at(estimate.value),
-        y_low=y.at(estimate.low),
-        y_high=y.at(estimate.high),
-        label=estimate.label,
-    )
 
 
 def _describe(series: Sequence[Series], estimates: Sequence[Estimate], label: _Label) -> str:

@@ -69,7 +69,8 @@ class AttachedCluster:
         try:
             if colon and port.isdecimal():
                 # Ray itself goes on asking for minutes.
-                await asyncio.wait_for(_knock(host.strip("[]"), int(port)), _KNOCK_LIMIT_S)
+                knock = asyncio.open_connection(host.strip("[]"), int(port))
+                (await asyncio.wait_for(knock, _KNOCK_LIMIT_S))[1].close()
         except (OSError, TimeoutError) as error:
             raise self._refuse(f"nothing answers there ({str(error) or 'in time'})") from error
         import ray
@@ -176,8 +177,3 @@ class AttachedCluster:
             allowed="the address of a running cluster with this Ray and Python, or 'auto' on a node of it",
             next_step="look at `ray status` there, or leave ray.address out: the run starts its own",
         )
-
-
-async def _knock(host: str, port: int) -> None:
-    _, writer = await asyncio.open_connection(host, port)
-    writer.close()

@@ -126,12 +126,12 @@ class DeathWatch:
         try:
             cause = await _wait(ending)
         except RayError as error:
-            cause = await self._explain_loss(role, error)
+            cause = await self._explain_loss(error)
         words = read_log(role.log_path, role.host)
         where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
         self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
 
-    async def _explain_loss(self, role: FollowedRole, error: Exception) -> str:
+    async def _explain_loss(self, error: Exception) -> str:
         """Say why a process ended, as far as Ray knows; that of a whole node is the node's."""
         found = _DETAIL.search(str(error))
         cause = found[1].strip() if found else str(error).strip()

@@ -33,7 +33,7 @@ from strop.cluster.ray.settings import (
 )
 from strop.cluster.ray.workers import EngineAddress, EngineHost, RolloutWorker, RolloutWorkers, assign_engines
 from strop.engine.contract import Engine, default_rows
-from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.engine.remote import RemoteEngine
 from strop.errors import ConfigError, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE
@@ -82,19 +82,16 @@ class RayPlacement:
         source: ModelSource,
         work_dir: Path,
         *,
-        limits: WaitLimits | None = None,
         make_task: Callable[[], Task] | None = None,
     ) -> None:
         """Nothing is started yet.
 
-        `limits` are those of the engines' clients; `make_task` builds what rollout workers judge by, the
-        spec's task without it.
+        `make_task` builds what rollout workers judge by, the spec's task without it.
         """
         self._spec = spec
         self._make_task = make_task or task_builder(spec.task)
         self._source = replace(source, path=source.path.absolute())
         self._work_dir = work_dir.absolute()
-        self._limits = limits
         self._attempt = os.environ.get(ATTEMPT_VARIABLE, "local")
         self._num_nodes = 1
         self._head: RayHead | AttachedCluster | None = None
@@ -272,7 +269,6 @@ class RayPlacement:
             address.endpoint.key,
             find_death=lambda: watch.find(role.slot.name),
             read_log=lambda: read_log(log_path, role.facts.host),
-            limits=self._limits,
             is_streamed=address.is_streamed,
         )
 

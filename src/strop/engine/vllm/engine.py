@@ -270,7 +270,7 @@ class VllmEngine:
 
         flaw = await asyncio.to_thread(find_adapter_flaw, path, update.digest)
         if flaw is not None:
-            raise _mismatch(
+            raise WeightMismatch(
                 flaw,
                 allowed="exactly the adapter that the policy published",
                 next_step="the engine keeps its old adapter; start the run again to publish anew",
@@ -371,12 +371,8 @@ def _salt(version: int, digest: str) -> str:
     return f"{version}/{digest[:16]}"
 
 
-def _mismatch(given: str, *, allowed: str, next_step: str) -> WeightMismatch:
-    return WeightMismatch(given, allowed=allowed, next_step=next_step)
-
-
 def _unproven(update: WeightUpdate, flaw: str) -> WeightMismatch:
-    return _mismatch(
+    return WeightMismatch(
         f"weight update {update.version} ended with other weights than the published ones: {flaw}",
         allowed="an engine whose live tensors are those of the update",
         next_step="the engine serves nothing now; start the run again, it resumes at its last checkpoint",

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import print_exception
-from types import TracebackType
 from typing import Any, TextIO
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckRefused, Interrupted, StropError
@@ -121,12 +120,7 @@ class _EndRecord:
         """Begin."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Write how the node ended. An error is its cause, and goes no further."""
         if isinstance(error, StropError):
             self.end = NodeEnd(exit_code=error.exit_code, cause=str(error), role="agent")

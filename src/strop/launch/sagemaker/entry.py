@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
-from types import TracebackType
 from typing import Any
 
 from strop.errors import (
@@ -151,12 +150,7 @@ class _FailureFile:
         """Return this, which holds host and exit code."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Write the error to the failure file, and swallow it."""
         if error is None or not isinstance(error, Exception):
             return False

@@ -59,7 +59,7 @@ def read_function(row: Row) -> list[Call]:
 
     Raises: DataError naming the row, if it is not that.
     """
-    table = _read_table(row, "ground_truth")
+    table = _read_ground_truth(row)
     if not isinstance(table.get("func_name"), str):
         raise _refuse(row, f"ground_truth with the keys {sorted(table)}", "a table with func_name, a text")
     return [(table["func_name"], {key: value for key, value in table.items() if key != "func_name"})]
@@ -70,7 +70,7 @@ def read_literal(row: Row) -> list[Call]:
 
     Raises: DataError naming the row, if it is not that.
     """
-    table = _read_table(row, "ground_truth")
+    table = _read_ground_truth(row)
     renamed = {"instruction_id_list": table.get("instruction_id"), "kwargs": table.get("kwargs")}
     return _pair(row, "ground_truth: instruction_id and kwargs", renamed)
 
@@ -129,16 +129,16 @@ def _length(value: object) -> str:
     return str(len(value)) if isinstance(value, list) else f"a {type(value).__name__} for"
 
 
-def _read_table(row: Row, column: str) -> dict[str, Any]:
+def _read_ground_truth(row: Row) -> dict[str, Any]:
     """Read a table, or a list with one, that may be written as JSON or as a Python literal."""
-    value = row.values.get(column)
+    value = given = row.values.get("ground_truth")
     if isinstance(value, str):
         value = _parse_literal(value)
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
-        shown = str(row.values.get(column))[:120]
-        raise _refuse(row, f"{column} {shown!r}", "a table, or a list with one, as JSON or a Python literal")
+        allowed = "a table, or a list with one, as JSON or a Python literal"
+        raise _refuse(row, f"ground_truth {str(given)[:120]!r}", allowed)
     return value
 
 
@@ -427,7 +427,17 @@ class InstructionTask(RowTask):
 
     def _read_splits(self) -> SplitExamples:
         if self._skips_rows:
-            splits = self._drop_unjudged(read_examples(self._reading, self._source))
+            splits = read_examples(self._reading, self._source)
+            kept = tuple(example for example in splits.held_out if example.fields["constraints"])
+            if not kept:
+                raise DataError(
+                    f"all {len(splits.held_out)} rows of {self._source} have an instruction without a"
+                    " checker",
+                    allowed="at least one row without such an instruction",
+                    next_step="use more of the data set",
+                )
+            left_out = {"no checker": len(splits.held_out) - len(kept)}
+            splits = replace(splits, held_out=kept[: self._spec.num_held_out], left_out=left_out)
         else:
             splits = super()._read_splits()
         used = {item["id"] for part in Split for e in splits.of(part) for item in e.fields["constraints"]}
@@ -436,17 +446,6 @@ class InstructionTask(RowTask):
         if self._has_harness_rules and SENTENCES_ID in used:
             require_punkt()
         return splits
-
-    def _drop_unjudged(self, splits: SplitExamples) -> SplitExamples:
-        kept = tuple(example for example in splits.held_out if example.fields["constraints"])
-        if not kept:
-            raise DataError(
-                f"all {len(splits.held_out)} rows of {self._source} have an instruction without a checker",
-                allowed="at least one row without such an instruction",
-                next_step="use more of the data set",
-            )
-        left_out = {"no checker": len(splits.held_out) - len(kept)}
-        return replace(splits, held_out=kept[: self._spec.num_held_out], left_out=left_out)
 
     def _to_example(self, row: Row) -> Example:
         source = _SOURCES[self.name]

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord
@@ -73,12 +72,10 @@ class WorkerPool:
         limit_s: float,
         max_bytes: int = 1 << 32,
         max_slow: int = MAX_SLOW,
-        log_path: Path | None = None,
     ) -> None:
         self._make_handler = make_handler
         self._limit_s = limit_s
         self._max_bytes = max_bytes
-        self._log_path = log_path
         self._num_workers = num_workers
         self._slots = _Slots(num_workers, max_slow)
         self._starting = asyncio.Lock()
@@ -102,7 +99,12 @@ class WorkerPool:
         self.counts["call"] += 1
         self._num_under_way += 1
         try:
-            return await self._try_twice(payload)
+            reply = await self._try(payload, self._limit_s)
+            if not isinstance(reply, CallFailure):
+                return reply
+            self.counts["retry"] += 1
+            factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
+            return await self._try(payload, self._limit_s * factor, is_retry=True)
         except _PoolClosed:
             return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
         finally:
@@ -121,14 +123,6 @@ class WorkerPool:
             self._none_under_way.clear()
             await self._none_under_way.wait()
         await self._end_fork_server()
-
-    async def _try_twice(self, payload: Any) -> Any:
-        reply = await self._try(payload, self._limit_s)
-        if not isinstance(reply, CallFailure):
-            return reply
-        self.counts["retry"] += 1
-        factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
-        return await self._try(payload, self._limit_s * factor, is_retry=True)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -271,16 +265,15 @@ class WorkerPool:
     def _spawn_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         job = pickle.dumps((self._make_handler, self._max_bytes))
         ours, theirs = socket.socketpair()
-        log_path = Path(os.devnull) if self._log_path is None else self._log_path
         devices = os.environ.get(ENV_DEVICES)
         added = {} if devices is None else {VISIBLE_DEVICES: devices}
-        with theirs, log_path.open("ab") as log:
+        with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 env={**os.environ, **added},
             )

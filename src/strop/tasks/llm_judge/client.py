@@ -224,7 +224,7 @@ class CallLimiter:
     @property
     def num_calls(self) -> int:
         """Calls begun so far, in all processes."""
-        with _locked(self._file, 0):
+        with _locked(self._file):
             return self._read()[0]
 
     @contextmanager
@@ -241,7 +241,7 @@ class CallLimiter:
 
     def begin_call(self, wait_limit_s: float) -> str | None:
         """Count a call, and wait until the rate allows it. Returns a kind of failure, or None."""
-        with _locked(self._file, 0):
+        with _locked(self._file):
             num_calls, next_at = self._read()
             if num_calls >= self._limits.max_calls:
                 return "judge_budget"
@@ -269,12 +269,12 @@ class CallLimiter:
 
 
 @contextmanager
-def _locked(file: int, start: int) -> Iterator[None]:
-    fcntl.lockf(file, fcntl.LOCK_EX, 1, start)
+def _locked(file: int) -> Iterator[None]:
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
     try:
         yield
     finally:
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, start)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 0)
 
 
 def _open_unnamed() -> int:

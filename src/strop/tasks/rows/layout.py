@@ -342,33 +342,30 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, str(error), "JSONL in UTF-8") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
-        yield from _parse_list(path, text)
-    else:
-        yield from _parse_lines(path, text.split("\n"))
-
-
-def _parse_list(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise _unreadable(path, str(error), "one JSON list of tables") from error
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, dict):
-            raise _unreadable(path, f"item {number} is a {type(value).__name__}", "one JSON list of tables")
-        yield value
-
-
-def _parse_lines(path: Path, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        allowed = "one JSON list of tables"
         try:
-            value = json.loads(line)
+            values = json.loads(text)
         except ValueError as error:
-            raise _unreadable(path, f"line {number}: {error}", "one JSON table a line") from error
+            raise _unreadable(path, str(error), allowed) from error
+        found: Iterator[tuple[str, Any]] = (
+            (f"item {number}", value) for number, value in enumerate(values, start=1)
+        )
+    else:
+        allowed = "one JSON table a line"
+        found = _read_lines(path, text, allowed)
+    for place, value in found:
         if not isinstance(value, dict):
-            raise _unreadable(path, f"line {number} is a {type(value).__name__}", "one JSON table a line")
+            raise _unreadable(path, f"{place} is a {type(value).__name__}", allowed)
         yield value
+
+
+def _read_lines(path: Path, text: str, allowed: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"line {number}", json.loads(line)
+            except ValueError as error:
+                raise _unreadable(path, f"line {number}: {error}", allowed) from error
 
 
 def _unreadable(path: Path, cause: str, allowed: str) -> DataError:

@@ -14,7 +14,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -98,9 +97,7 @@ class Caught:
     def __enter__(self) -> Caught:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.error = error
         return True
 

@@ -45,7 +45,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     fork_server = start_fork_server(set_process_option)
-    job = json.loads(_read_all(0))
+    job = json.loads(sys.stdin.buffer.read())
     _write(f"{STARTED} {job['nonce']}\n")
     _write(json.dumps({"nonce": job["nonce"], **judge(fork_server, job)}) + "\n")
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
@@ -73,13 +73,6 @@ def judge(fork_server: Any, job: dict[str, Any]) -> dict[str, Any]:
         counts[status] = counts.get(status, 0) + 1
     cause = next((why for status, why in results if status != PASSED), "")
     return {"counts": counts, "total": len(results), "cause": cause}
-
-
-def _read_all(descriptor: int) -> bytes:
-    parts = []
-    while part := os.read(descriptor, 1 << 20):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _write(text: str) -> None:

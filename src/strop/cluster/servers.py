@@ -1,13 +1,16 @@
-"""Judges of a run's own: an engine process for each, from before the first reply to the end of the run.
+"""Servers of a run's own, from before the first rollout to its end: judges, and the sandbox service.
 
-A judge's process dies with this one. It listens on this machine only, or where rollout workers of other
-nodes ask it too. What it does not answer stays unscored; its death ends the run with its name.
+A judge is an engine process; what it does not answer stays unscored. It listens on this machine only, or
+where rollout workers of other nodes ask it too. A server that is started here dies with this process, and its
+death ends the run with its name. A sandbox service may also be a role of the job on its CPU nodes, which ends
+with the job, or one that was there before and stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +19,27 @@ from typing import Any, TypeVar
 from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
 from strop.engine.server import LOOPBACK
-from strop.errors import ConfigError, EngineError
+from strop.errors import ConfigError, EngineError, SandboxLost
 from strop.hardware.allocation import take_devices
-from strop.hardware.process import tail
+from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.atomic import explain_write_failure
-from strop.io.endpoints import Endpoint, hand_over, withdraw
+from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.io.variables import log_level_of
+from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
+from strop.sandbox.remote import require_service
 from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
+from strop.spec.runtime import RuntimeSpec
 from strop.tasks.llm_judge.client import endpoint_name
 from strop.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _LOOK_EVERY_S = 1.0
 _MIN_REVISION_CHARS = 8
+_SERVICE_LIMIT_S = 300.0
+_SERVICE_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +148,72 @@ class JudgeRoles:
             work_dir,
             host=host,
             environment=take_devices(f"judge {section.judge_model}", share, os.environ) if share else {},
+        )
+
+
+class RuntimeRole:
+    """The service that a run's workers use; there may be none."""
+
+    def __init__(self, spec: RuntimeSpec, run_path: Path, servers_dir: Path) -> None:
+        """`servers_dir` is where the run hands its servers over."""
+        self._spec = spec
+        self._servers_dir = servers_dir
+        self._folder = ServiceDir(run_path / "runtime")
+        self._child: ChildProcess | None = None
+
+    async def start(self) -> None:
+        """Find or start the service, wait until it listens, and hand it over.
+
+        Raises: ConfigError for a bad key file; SandboxRefused if one that was there does not answer, or not
+        to that key; CheckRefused if one does not come; SandboxLost with its last log lines if it ended.
+        """
+        endpoint = await self._find()
+        if endpoint is not None:
+            hand_over(self._servers_dir, {RUNTIME: endpoint})
+
+    async def _find(self) -> Endpoint | None:
+        if self._spec.url is not None and self._spec.key_file is not None:
+            found = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
+            await require_service(found)
+            return found
+        if self._spec.serve == "none":
+            return None
+        if self._spec.serve == "here":
+            # What an earlier attempt announced is gone.
+            self._folder.retire()
+            self._child = spawn(
+                serve_argv(sys.executable, str(self._folder.path), *backend_words(self._spec.backend)),
+                self._folder.path / "serve.log",
+            )
+        return await self._folder.wait_for(self._folder.find, limit_s=_SERVICE_LIMIT_S, check=self._check)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a work, and end it if a service that was started here dies meanwhile.
+
+        Raises: SandboxLost with its last log lines.
+        """
+        return await guard_work(work, self._find_failure)
+
+    async def stop(self) -> None:
+        """End a service that was started here, with all of its sandboxes. May be called twice."""
+        withdraw(self._servers_dir, [RUNTIME])
+        child, self._child = self._child, None
+        if child is not None:
+            await asyncio.to_thread(terminate, child, _SERVICE_GRACE_S)
+
+    def _check(self) -> None:
+        failure = self._find_failure()
+        if failure is not None:
+            raise failure
+
+    def _find_failure(self) -> SandboxLost | None:
+        if self._child is None or (code := self._child.poll()) is None:
+            return None
+        return SandboxLost(
+            f"the sandbox service ended with {code}. Its last log lines:\n{tail(self._child.log_path)}\n",
+            allowed="a service that lives as long as the run",
+            next_step="mend the cause and start the run again; it goes on from its last checkpoint",
+            kind="infra",
         )
 
 
