@@ -236,6 +236,43 @@ def test_a_program_that_ends_its_judge_earns_the_floor() -> None:
         assert outcome.reward == make_instance(name, 0).marks.normalise(None)
 
 
+BESIDE = {
+    "prints a hundred megabytes": "import os\nfor _ in range(1600):\n    os.write(1, b'1.0 ' * 16384)\n",
+    "looks for the judge in its process": """\
+import gc, sys
+frame, names = sys._getframe(), [type(one).__name__ for one in gc.get_objects()]
+while frame is not None:
+    names += [*frame.f_locals, *frame.f_globals]
+    frame = frame.f_back
+words = ("label", "truth", "sealed", "partner", "marks", "reward")
+assert not [name for name in names if name.lower().startswith(words)]
+""",
+    "sets seeds and the clock back": """\
+import os, random, time
+random.seed(0)
+os.utime(__file__ if "__file__" in globals() else "player.py", (0, 0))
+time.time = lambda: 0.0
+""",
+    "replaces what a judge might call": """\
+import builtins, json, math, sys
+json.dumps = lambda *_, **__: "[1]"
+builtins.sum = max
+math.fsum = lambda _: 1e9
+sys.exit = lambda *_: None
+""",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_a_program_does_beside_its_answers_changes_no_score(beside: str) -> None:
+    instance = make_instance("bos", 0)
+    work = BESIDE[beside].encode() + instance.starter
+    outcome = earns("bos", write("bos", work), SUBMIT)
+    honest, found = score_of(instance, instance.starter), outcome.metrics.get("raw_score")
+    # Where it breaks its own answers, it has none.
+    assert found == honest or (found is None and beside.startswith("replaces")), outcome
+
+
 def test_a_program_without_an_end_is_ended() -> None:
     endless = b"def act(history):\n    while True:\n        pass\n"
     outcome, told = attempt("bos", write("bos", endless), call("evaluate"), SUBMIT, tool_limit_s=1.0)
