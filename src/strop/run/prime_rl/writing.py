@@ -18,8 +18,7 @@ from typing import Any
 from strop.errors import ConfigError, split_error
 from strop.io.atomic import write_bytes_atomically
 from strop.io.leftovers import partial_path_of
-from strop.run.prime_rl.keys import RULES
-from strop.run.prime_rl.reasons import NEEDS_NO_EQUIVALENT, REASONS
+from strop.run.prime_rl.keys import NEEDS_NO_EQUIVALENT, REASONS, RULES
 from strop.run.prime_rl.translation import Given, Translation, take_settings
 from strop.spec import load_spec
 from strop.spec.display import KeyPath, dotted, format_value
