@@ -51,9 +51,15 @@ def test_a_python_that_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path / "a cache"))
     said: list[str] = []
-    empty = PythonEnvironment(folder="parts", name="empty", pip_steps=())
+    # Of a module that no step of the installation imports.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    program = (
+        "import sys; sys.path.insert(0, sys.prefix)\nopen(sys.prefix + '/own.py', 'w').close()\nimport own"
+    )
+    empty = PythonEnvironment(folder="parts", name="empty", pip_steps=(), first_program=program)
     python = ensure_environment(empty, say=said.append)
     assert python.exists()
+    assert len(list(empty.path.glob("__pycache__/own.*.pyc"))) == 1
     marker = python.parent / "marker"
     marker.touch()
     assert ensure_environment(empty, say=said.append) == python

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,9 @@ class PythonEnvironment:
     """The Python that it is made with, which must be on this host; None: the one that runs this."""
     nltk_data: str | None = None
     """Folder of nltk's data packages in one of the packages, below where packages are installed."""
+    first_program: str | None = None
+    """What its interpreter runs when all is installed, and keeps the bytecode of: a sandbox that is shown the
+    environment cannot keep any."""
 
     @property
     def path(self) -> Path:
@@ -154,13 +158,22 @@ def _make(environment: PythonEnvironment) -> None:
             command = ["ln", "-s", folder, "nltk_data"]
             raise _failed(command, environment, "no package that was installed has this folder")
         (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
+    if environment.first_program is not None:
+        _run([python, "-c", environment.first_program], environment)
     record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps, "uv_step": environment.uv_step}
     write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
 
 
 def _run(command: list[str], environment: PythonEnvironment) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env={**os.environ, **KEEP_BYTECODE},
+        )
     except OSError as error:
         raise _failed(command, environment, str(error)) from error
     if done.returncode:
