@@ -152,8 +152,9 @@ def injected_argv(request: StartRequest, where: Callable[[str], str]) -> tuple[l
     words = list(request.command)
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     code = (
-        f"import os, site; del os.environ['LD_LIBRARY_PATH']; site.addsitedir({packages!r});"
-        " from openhands.agent_server.__main__ import main; main()"
+        f"import gc, os, site; del os.environ['LD_LIBRARY_PATH']; site.addsitedir({packages!r});"
+        # Nothing of its modules is garbage.
+        " gc.disable(); from openhands.agent_server.__main__ import main; gc.freeze(); gc.enable(); main()"
     )
     return [python, "-B", "-c", code, *words[first:]], {"LD_LIBRARY_PATH": f"{where(str(base))}/lib"}
 
