@@ -25,7 +25,7 @@ KINDS = ("sft", "rl-sequence", "distill", "naive")
 HIDDEN_WIDTH = 256
 LENGTHS = (512, 2048, 8192)
 VOCABULARIES = (4_096, 32_768, 151_936)
-QUICK = (("sft", "naive"), (512, 1024), (4_096,))
+QUICK = (("sft", "naive"), (512,), (4_096,))
 MAX_LOGITS = 320_000_000
 """A point of more is left out: it would take minutes, and its growth shows in the others."""
 MAX_NAIVE_BYTES = 4 << 30

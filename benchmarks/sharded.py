@@ -37,6 +37,8 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+_SMALL_SIZES = {**_SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+"""For a try."""
 
 
 def measure_sharded(*, is_quick: bool) -> Measured:
@@ -71,13 +73,13 @@ def measure_sharded(*, is_quick: bool) -> Measured:
     return Measured(figures=figures, details={"ranks": {str(count): ranks for count, ranks in found.items()}})
 
 
-def _write_model(path: Path) -> None:
+def _write_model(path: Path, sizes: dict[str, Any]) -> None:
     import torch
     from transformers import LlamaConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    module: Any = AutoModelForCausalLM.from_config(LlamaConfig(**_SIZES))  # type: ignore[no-untyped-call]
+    module: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))  # type: ignore[no-untyped-call]
     module.save_pretrained(path)
 
 
@@ -176,7 +178,7 @@ def main() -> None:
     parser.add_argument("num_groups", type=int)
     given = parser.parse_args()
     if not (given.scratch / "model").exists():
-        _write_model(given.scratch / "model")
+        _write_model(given.scratch / "model", _SMALL_SIZES if given.num_groups == 1 else _SIZES)
     spawn(_serve, (given.num_ranks, given.scratch, given.num_groups), nprocs=given.num_ranks)  # type: ignore[no-untyped-call]
 
 
