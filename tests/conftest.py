@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from strop.evaluate.harness import LM_EVAL
-from strop.hardware import tune_process
+from strop.hardware import importing, tune_process
 
 if TYPE_CHECKING:
     from strop.store import ModelHandle
@@ -55,6 +55,13 @@ def require_system_part(name: str, found: bool) -> None:
     if os.environ.get("STROP_CI") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests and what they test without looking for garbage among it, now and later."""
+    with importing():
+        return (yield)
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
