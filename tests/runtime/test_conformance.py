@@ -66,7 +66,7 @@ def environment() -> None:
 
 def require_passed(service: Processes, cases: tuple[int, ...], **options: object) -> None:
     """Run cases, none of which may be left out."""
-    chosen = ConformanceOptions(cases=cases, **options)  # type: ignore[arg-type]
+    chosen = ConformanceOptions(cases=cases, start_limit_s=600.0, **options)  # type: ignore[arg-type]
     results = list(run_conformance(service.url, service.key, chosen, say=print))
     assert [one.number for one in results] == list(cases)
     bad = [f"{one.number}, {one.title}: {one.detail}" for one in results if one.status != "passed"]

@@ -89,8 +89,9 @@ class NodeSettings:
     capacity: Slot | None = None
     """None: what `measure_capacity` finds."""
     silence_limit_s: float = 60.0
-    start_limit_s: float = 120.0
-    """For a server inside a sandbox to answer."""
+    start_limit_s: float = 300.0
+    """For a server inside a sandbox to answer. OpenHands' own needs 10 s of processor time, which took more than
+    120 s beside twenty other processes on two cores."""
 
 
 class Node:
