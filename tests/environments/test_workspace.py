@@ -65,7 +65,7 @@ class Repair(Workspace):
         await self.sandbox.write("tests/test_total.py", b"raise SystemExit(0)")
 
     async def grade(self, sandbox: ServedSandbox) -> bool:
-        result = await sandbox.exec([*sandbox.python_argv, "-c", TESTS], wall_limit_s=30)
+        result = await sandbox.exec([*sandbox.python_argv, "-c", TESTS], wall_limit_s=120)
         return result.exit_code == 0
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
@@ -212,8 +212,8 @@ def test_the_grader_is_out_of_the_models_reach(tmp_path: Path) -> None:
             search = f"find {self.sandbox.scratch} /tmp -name secret-4711 2>/dev/null"
             async with self._open_grader(*self.carried) as grader:
                 await grader.write("secret-4711", b"x")
-                seen = await self.sandbox.exec(["sh", "-c", search], wall_limit_s=30)
-                listed = await grader.exec(["find", ".", "-type", "f"], wall_limit_s=30)
+                seen = await self.sandbox.exec(["sh", "-c", search], wall_limit_s=120)
+                listed = await grader.exec(["find", ".", "-type", "f"], wall_limit_s=120)
             assert seen.stdout == b""
             return sorted(listed.stdout.split()) == [b"./secret-4711", b"./total.py"]
 
@@ -299,7 +299,7 @@ def test_nothing_is_left_when_it_is_closed() -> None:
         await environment.close()
         await environment.close()
         with pytest.raises(SandboxLost, match="stopped"):
-            await made[0].sandbox.exec(["true"], wall_limit_s=10)
+            await made[0].sandbox.exec(["true"], wall_limit_s=120)
 
     asyncio.run(act())
 
@@ -320,7 +320,7 @@ class Own(Workspace):
         return "Make the file 'made'."
 
     async def grade(self, sandbox):
-        return (await sandbox.exec(["test", "-f", "made"], wall_limit_s=10)).exit_code == 0
+        return (await sandbox.exec(["test", "-f", "made"], wall_limit_s=120)).exit_code == 0
 '''
 
 

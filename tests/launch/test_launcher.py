@@ -117,7 +117,7 @@ def test_a_real_kill_frees_the_name_and_loses_no_job(world: World) -> None:
         target=submit_and_be_killed, args=(str(world.folder),)
     )
     process.start()
-    process.join(timeout=60.0)
+    process.join(timeout=300.0)
     assert process.exitcode == -signal.SIGKILL
     world.environ = {"HOME": str(world.folder)}
     again = world.launcher.submit(world.request(now=NOW + 60.0))
@@ -227,9 +227,9 @@ def test_two_submitters_at_the_same_time_submit_once(world: World) -> None:
         process.start()
     time.sleep(1.0)
     gate.touch()
-    found = [answers.get(timeout=60.0) for _ in processes]
+    found = [answers.get(timeout=300.0) for _ in processes]
     for process in processes:
-        process.join(timeout=60.0)
+        process.join(timeout=300.0)
     assert sorted(found) == [("fake-1", False), ("fake-1", True)]
     assert len(list((world.folder / "scheduler").iterdir())) == 1
 

@@ -53,7 +53,7 @@ def with_client(
 
 def test_requests_at_once_take_turns_and_connections_are_kept() -> None:
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
-        asked = (client.ask("GET", f"{url}/{n}", headers={}, limit_s=10.0) for n in range(100))
+        asked = (client.ask("GET", f"{url}/{n}", headers={}, limit_s=60.0) for n in range(100))
         assert [reply.body for reply in await asyncio.gather(*asked)] == [b"/%d" % n for n in range(100)]
         assert len(writers) <= 8
 
@@ -62,10 +62,10 @@ def test_requests_at_once_take_turns_and_connections_are_kept() -> None:
 
 def test_a_kept_connection_that_was_closed_meanwhile_costs_no_request() -> None:
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
-        await client.ask("GET", f"{url}/a", headers={}, limit_s=10.0)
+        await client.ask("GET", f"{url}/a", headers={}, limit_s=60.0)
         writers[0].close()
         assert (
-            await client.ask("POST", f"{url}/b", headers={}, content=b"body", limit_s=10.0)
+            await client.ask("POST", f"{url}/b", headers={}, content=b"body", limit_s=60.0)
         ).body == b"body"
         assert len(writers) == 2
 
@@ -78,7 +78,7 @@ def test_a_body_is_sent_as_it_comes_and_a_query_arrives() -> None:
             yield part
 
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
-        reply = await client.ask("POST", f"{url}/?x=1", headers={}, content=parts(), limit_s=10.0)
+        reply = await client.ask("POST", f"{url}/?x=1", headers={}, content=parts(), limit_s=60.0)
         assert (reply.status, reply.body) == (201, b"one two")
         assert reply.is_success
 
@@ -88,7 +88,7 @@ def test_a_body_is_sent_as_it_comes_and_a_query_arrives() -> None:
 def test_a_connection_that_is_to_close_is_not_kept() -> None:
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
         for _ in range(2):
-            await client.ask("GET", f"{url}/a", headers={"connection": "close"}, limit_s=10.0)
+            await client.ask("GET", f"{url}/a", headers={"connection": "close"}, limit_s=60.0)
         assert len(writers) == 2
 
     with_client(echo, work)
@@ -104,7 +104,7 @@ def test_what_is_no_whole_answer_is_an_error(said: bytes) -> None:
 
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
         with pytest.raises(RequestFailed):
-            await client.ask("GET", f"{url}/", headers={}, limit_s=10.0)
+            await client.ask("GET", f"{url}/", headers={}, limit_s=60.0)
 
     with_client(serve, work)
 

@@ -73,7 +73,7 @@ class Replay:
             return await post_build(self.it.client, base64.b64encode(archive_of()), **names)
         url = httpx.URL(self.it.serving.url).join(self.fill(exchange["url"]))
         headers = self.fill(exchange["headers"])
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30.0) as plain:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=120.0) as plain:
             return await plain.request(exchange["method"], url, headers=headers, json=self.fill(body))
 
     async def expect(self, exchange: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def test_killed_parts_live_again_and_an_end_leaves_nothing(
                 return str(client.session("s")["url"])
             return ""
 
-        wait_for(ask, lambda url: url == record["url"], limit_s=30.0)
+        wait_for(ask, lambda url: url == record["url"], limit_s=300.0)
         # The very sandbox, by its old address and key.
         assert client.run(record, "cat /tmp/kept")["stdout"] == "kept\n"
 

@@ -151,7 +151,7 @@ def test_14_only_declared_paths_are_there(tmp_path: Path) -> None:
 
     async def work(sandbox: ServedSandbox) -> None:
         result = await sandbox.exec(
-            ["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=10
+            ["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=60
         )
         prefix_tops = {sandbox.python_argv[0].split("/")[1]}
         seen, *names = result.stdout.decode().split()

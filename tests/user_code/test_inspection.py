@@ -77,14 +77,14 @@ def test_what_cannot_be_used_is_refused_by_file_and_line(tmp_path: Path, code: s
 def test_an_endless_import_is_ended_with_all_that_it_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "IMPORT_LIMIT_S", 1.0)
+    monkeypatch.setattr(inspection, "IMPORT_LIMIT_S", 4.0)
     note = tmp_path / "pid"
     code = f"import os, time\nif os.fork() == 0:\n    open({str(note)!r}, 'w').write(str(os.getpid()))\n"
-    with pytest.raises(ConfigError, match=r"r\.py:score was not imported after 1 s"):
+    with pytest.raises(ConfigError, match=r"r\.py:score was not imported after 4 s"):
         inspect_function(write(tmp_path / "r.py", code + "while True:\n    time.sleep(1)\n"))
     pid = int(note.read_text())
     # The orphan is reaped by whoever has adopted it, which may take a moment.
-    ends_at = time.monotonic() + 30
+    ends_at = time.monotonic() + 300
     while _is_running(pid) and time.monotonic() < ends_at:
         time.sleep(0.05)
     assert not _is_running(pid)

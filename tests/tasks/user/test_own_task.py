@@ -189,7 +189,7 @@ def test_a_class_that_cannot_be_asked_is_refused_by_line(
 
 def test_examples_without_an_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_task, "POSE_LIMIT_S", 2.0)
-    code = CODE.replace("numbers = range", "while True: pass\n        numbers = range")
+    code = CODE.replace("numbers = range", "__import__('time').sleep(600)\n        numbers = range")
     with pytest.raises(ConfigError, match="was not asked for its examples after 2 s"):
         task_of(tmp_path, code=code).examples(Split.TRAIN)
 
@@ -211,7 +211,8 @@ def test_a_judgement_that_fails_has_no_score(tmp_path: Path, old: str, new: str,
 
 def test_an_endless_judgement_is_killed(tmp_path: Path) -> None:
     code = CODE.replace(
-        "return example.answer in", "while text == 'hang': pass\n        return example.answer in"
+        "return example.answer in",
+        "while text == 'hang': __import__('time').sleep(1)\n        return example.answer in",
     )
     found = judge(load(tmp_path, "task.judge_limit_s=0.5", code=code).spec.task, "hang", "4")
     assert [one.failure.kind if one.failure else one.reward for one in found] == ["verifier_timeout", 1.0]

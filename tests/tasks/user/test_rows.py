@@ -173,7 +173,7 @@ def score(reply, answer):
     if reply == "fork" and os.fork() == 0:
         time.sleep(600)
     while reply == "hang":
-        pass
+        time.sleep(1)
     return 1
 """
     found = judge(spec_of(tmp_path, code=code, reward_limit_s=0.5), "a", "hang", "fork", "b")
