@@ -90,8 +90,8 @@ class NodeSettings:
     """None: what `measure_capacity` finds."""
     silence_limit_s: float = 60.0
     start_limit_s: float = 300.0
-    """For a server inside a sandbox to answer. OpenHands' own needs 10 s of processor time, which took more than
-    120 s beside twenty other processes on two cores."""
+    """For a server inside a sandbox to answer. OpenHands' own needs 10 s of processor time; 120 s were
+    too few beside twenty other processes on two cores."""
 
 
 class Node:

@@ -27,7 +27,7 @@ from strop.spec import load_spec
 from tests.fixtures.waiting import wait_until
 
 ROLE = Path(__file__).with_name("role.py")
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 """For one thing that a cluster does: ample, as other work may keep the machine busy."""
 TIME_LIMIT_S = 900.0
 """Of jobs that are to end by themselves, or are ended."""

@@ -63,4 +63,6 @@ def test_a_job_that_does_not_listen_ends_at_its_limit_and_is_not_started_again(
     login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state.is_terminal)
     answer = login.backend.poll([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.TIMEOUT, 0)
+    # What the batch shell writes comes after that.
+    login.wait_until(lambda: list((Path(ref.home) / "attempts").glob("*/verdict.json")))
     assert len(list((Path(ref.home) / "attempts").glob("*/verdict.json"))) == 1
