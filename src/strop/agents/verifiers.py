@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field
 
 from strop.agents.attempts import lease_face
 from strop.environments.contract import Action, StepResult
@@ -24,7 +24,7 @@ from strop.environments.recording import Recorder
 from strop.errors import ConfigError, DataError
 from strop.io.notices import tell
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec.base import check_free_table, expert
+from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.store.python_environment import PythonEnvironment, ensure_environment
 from strop.tasks.contract import TURN, TaskLimits, within_bounds
@@ -94,7 +94,7 @@ class VerifiersSpec(TaskSection):
         " chat = one message, one reply, without a process.",
         json_schema_extra=expert("agents may have tools and programs"),
     )
-    config: dict[str, JsonValue] = Field(
+    config: FreeTable = Field(
         default={},
         description="Further settings of verifiers' environment, handed on as they stand.",
         json_schema_extra=expert("environments have settings of their own"),
@@ -124,12 +124,6 @@ class VerifiersSpec(TaskSection):
         default=None, ge=1, le=10**6, description="Tasks trained on, behind the held-out ones. none = all."
     )
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Tasks held out, from the first.")
-
-    @field_validator("config", mode="before")
-    @classmethod
-    def _check_config(cls, config: Any) -> Any:
-        check_free_table(("task", "config"), config)
-        return config
 
 
 _MOST_TASKS = 1000

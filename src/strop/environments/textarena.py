@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field
 
 from strop.environments.contract import Done
 from strop.environments.guests.guest import Guest, guest_of
 from strop.errors import ConfigError
 from strop.io.notices import tell
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.spec.base import check_free_table, expert
+from strop.spec.base import FreeTable, expert
 from strop.spec.task import EnvironmentSection
 from strop.store.python_environment import PythonEnvironment, ensure_environment
 from strop.tasks.contract import TaskLimits
@@ -37,19 +37,13 @@ class TextarenaSpec(EnvironmentSection):
         " refused, and so are those that fetch word lists, unless these are here.",
         json_schema_extra=expert("the package has many games"),
     )
-    options: dict[str, JsonValue] = Field(
+    options: FreeTable = Field(
         default={},
         description="Settings of the game itself, handed on as they stand.",
         json_schema_extra=expert("games have settings of their own"),
     )
     num_train: int = Field(default=1000, ge=1, le=10**6, description="Games to train on, each with a seed.")
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Games that are held out.")
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _check_options(cls, options: Any) -> Any:
-        check_free_table(("task", "options"), options)
-        return options
 
 
 @built_in(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import datetime as dt
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 from pydantic.config import JsonDict
 
 from strop.errors import format_error
@@ -104,6 +104,16 @@ def check_free_table(path: KeyPath, value: Any) -> None:
             allowed="texts, finite numbers, integers of 63 bits, true, false, lists and tables",
             next_step=advice,
         )
+
+
+def _check_setting(value: Any, info: ValidationInfo) -> Any:
+    # Before the type check, whose findings inside free values are hard to read.
+    check_free_table(("task", info.field_name or ""), value)
+    return value
+
+
+FreeTable = Annotated[dict[str, JsonValue], BeforeValidator(_check_setting)]
+"""A setting of a task that is handed on as it stands, and must be what a TOML file can hold."""
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field
 
 from strop.environments.contract import Done
 from strop.environments.openenv.websocket import WebSocket
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.spec.base import check_free_table, expert
+from strop.spec.base import FreeTable, expert
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
@@ -57,7 +57,7 @@ class OpenenvSpec(EnvironmentSection):
         description="What the model is told before the first observation, such as what an action is.",
         json_schema_extra=expert("a server says nothing to a model but its observations"),
     )
-    options: dict[str, JsonValue] = Field(
+    options: FreeTable = Field(
         default={},
         description="Given to the environment's reset, beside the seed.",
         json_schema_extra=expert("environments have settings of their own"),
@@ -78,12 +78,6 @@ class OpenenvSpec(EnvironmentSection):
         default=1000, ge=1, le=10**6, description="Attempts to train on, each with a seed."
     )
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _check_options(cls, options: Any) -> Any:
-        check_free_table(("task", "options"), options)
-        return options
 
 
 @built_in(

@@ -21,11 +21,11 @@ from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import check_free_table, expert
+from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
@@ -67,7 +67,7 @@ class ReasoningGymSpec(TaskSection):
         max_length=100,
         description="Name of the reasoning-gym data set, for example 'chain_sum'.",
     )
-    config: dict[str, JsonValue] = Field(
+    config: FreeTable = Field(
         default={},
         description="The data set's own settings, handed on as they stand. A file that extends another"
         " adds to the table key by key; naming another data set starts it anew.",
@@ -90,13 +90,6 @@ class ReasoningGymSpec(TaskSection):
     def judges_by_data(self) -> bool:
         """True: the generator's scorer wants the problem that it made."""
         return True
-
-    @field_validator("config", mode="before")
-    @classmethod
-    def _check_config(cls, config: Any) -> Any:
-        # Before the type check, whose findings inside free values are hard to read.
-        check_free_table(("task", "config"), config)
-        return config
 
 
 @built_in(
