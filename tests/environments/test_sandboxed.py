@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from strop.environments import choose_environment, run_rollout, sandboxed
+from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError, SandboxRefused
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.sandbox.contract import MIB
@@ -269,12 +269,9 @@ def test_an_opening_that_another_process_would_not_give_is_refused(words: tuple[
 @pytest.fixture
 def printed_file(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "environments.log"
-    sandboxed.keep_prints(path)
+    keep_prints(path)
     yield path
-    for handler in sandboxed.printed.handlers[:]:
-        sandboxed.printed.removeHandler(handler)
-        handler.close()
-    sandboxed.printed.setLevel(logging.NOTSET)
+    forget_prints()
 
 
 def test_what_a_class_prints_is_kept(printed_file: Path, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from strop.environments.contract import Done
+from strop.environments.printed import Heard, are_prints_kept, hearing
 from strop.environments.tools import Tool, call_tool, cut_text, find_tools, to_text
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
@@ -60,15 +61,20 @@ class ObjectHere:
         self._to_outcome = to_outcome
         self._limits = limits
         self._own: Any = None
+        self._heard: Heard | None = None
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make a new object, and have it open the attempt."""
-        self._own = self._make_own()
-        return to_messages(await _finished(self._own.reset(example, seed)))
+        if are_prints_kept():
+            self._heard = Heard(f"{example.task} {example.example_id} seed {seed}")
+        with hearing(self._heard):
+            self._own = self._make_own()
+            return to_messages(await _finished(self._own.reset(example, seed)))
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
         """Give a reply to the object."""
-        returned = await _finished(self._own.step(text))
+        with hearing(self._heard):
+            returned = await _finished(self._own.step(text))
         is_over = isinstance(returned, Done)
         if isinstance(returned, Message | list | tuple):
             return to_messages(returned), False
@@ -78,24 +84,32 @@ class ObjectHere:
     async def call(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool; what it returns is a text within the budget."""
         limits = self._limits
-        return await call_tool(
-            self._own,
-            _tools_of(type(self._own)),
-            call,
-            # A workspace ends by itself what takes too long.
-            limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
-            max_chars=limits.max_observation_chars,
-        )
+        with hearing(self._heard):
+            return await call_tool(
+                self._own,
+                _tools_of(type(self._own)),
+                call,
+                # A workspace ends by itself what takes too long.
+                limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
+                max_chars=limits.max_observation_chars,
+            )
 
     async def score(self) -> Outcome:
         """Have the object score the attempt."""
-        return self._to_outcome(await _finished(self._own.score()))
+        with hearing(self._heard):
+            return self._to_outcome(await _finished(self._own.score()))
 
     async def close(self) -> None:
         """Close the object, where it has `close`."""
         own, self._own = self._own, None
-        if own is not None and callable(getattr(own, "close", None)):
-            await _finished(own.close())
+        try:
+            if own is not None and callable(getattr(own, "close", None)):
+                with hearing(self._heard):
+                    await _finished(own.close())
+        finally:
+            heard, self._heard = self._heard, None
+            if heard is not None:
+                heard.tell()
 
 
 _tools_of: Callable[[type], dict[str, Tool]] = cache(find_tools)

@@ -8,7 +8,6 @@ strop. Whatever the class does to that process is a failure of the attempt, neve
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import site
 import socket
@@ -16,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,11 +22,12 @@ from weakref import WeakKeyDictionary
 import strop
 from strop.environments.inside import READY, SOCKET
 from strop.environments.objects import ObjectLimits
+from strop.environments.printed import END_BYTES, tell
 from strop.environments.tools import CallRefused, ToolError
 from strop.errors import ConfigError, CorruptRecord, SandboxLost, SandboxRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
 from strop.sandbox import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec, choose_backend
-from strop.sandbox.contract import KIB, MIB
+from strop.sandbox.contract import MIB
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.served_job import ServedJob
@@ -38,9 +37,6 @@ from strop.tasks.judging.judge import outcome_from_json
 from strop.user_code import CodeRef
 from strop.user_code.sources import list_sources, root_of
 
-printed = logging.getLogger("strop.environments.printed")
-"""What code of environments prints in sandboxes. Nobody hears of it unless a run keeps it (`keep_prints`)."""
-
 MAX_AT_ONCE = 256
 """Sandboxes of one process; further attempts wait for one."""
 LIMITS = Limits(
@@ -48,8 +44,8 @@ LIMITS = Limits(
     # Libraries reserve addresses freely.
     has_address_limit=False,
     max_open_files=256,
-    output_head_bytes=8 * KIB,
-    output_tail_bytes=8 * KIB,
+    output_head_bytes=END_BYTES,
+    output_tail_bytes=END_BYTES,
 )
 _START_LIMIT_S = 60.0
 _CLOSE_LIMIT_S = 5.0
@@ -57,7 +53,6 @@ _GRACE_S = 0.5
 """A tool that waits for something is told inside that its time is up."""
 _CHUNK_BYTES = 1 << 18
 _MAX_TOLD_CHARS = 2000
-_MAX_LOG_BYTES = 8 * MIB
 _ENDS: Mapping[ExecKind, tuple[str, str]] = {
     ExecKind.OOM: ("out_of_memory", "took more memory than its sandbox has"),
     ExecKind.OUTPUT_FLOOD: ("output_flood", f"printed more than {LIMITS.flood_bytes >> 20} MiB"),
@@ -283,28 +278,8 @@ class SandboxedObject:
 
     def _log(self, result: ExecResult) -> None:
         """Write down what was printed: beginning and end of each stream."""
-        for name, data, omitted in (
-            ("stdout", result.stdout.removeprefix(READY), result.stdout_omitted),
-            ("stderr", result.stderr, result.stderr_omitted),
-        ):
-            if data:
-                note = f" ({omitted} bytes left out in the middle)" if omitted else ""
-                printed.info("%s %s%s:\n%s", self._about, name, note, data.decode(errors="replace").rstrip())
-
-
-def keep_prints(path: Path) -> None:
-    """Keep what code of environments prints in sandboxes of this process, of each attempt at its end.
-
-    The file holds `_MAX_LOG_BYTES` at most; the one before it is kept beside.
-    """
-    for handler in printed.handlers[:]:
-        printed.removeHandler(handler)
-        handler.close()
-    handler = RotatingFileHandler(path, maxBytes=_MAX_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    printed.addHandler(handler)
-    printed.setLevel(logging.INFO)
-    printed.propagate = False
+        tell(self._about, "stdout", result.stdout.removeprefix(READY), result.stdout_omitted)
+        tell(self._about, "stderr", result.stderr, result.stderr_omitted)
 
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from strop.audit import (
 )
 from strop.environments import Environment, choose_environment
 from strop.environments.contract import Action
+from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.rollout import FinishReason, Message, Outcome, Split, ToolCall
@@ -324,6 +326,9 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     examples = task.examples(Split.HELD_OUT)
     example = examples[seed % len(examples)]
 
+    # What is printed in a sandbox, or by a guest, else nobody hears of.
+    keep_prints(sys.stderr)
+
     async def play() -> Outcome:
         judge = open_judge(task, task_builder(spec))
         environment = choose_environment(task, judge)()
@@ -334,7 +339,10 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
             await environment.close()
             await judge.close()
 
-    return asyncio.run(play())
+    try:
+        return asyncio.run(play())
+    finally:
+        forget_prints()
 
 
 async def _converse(environment: Environment, opening: Sequence[Message], read: Read, tell: Tell) -> None:

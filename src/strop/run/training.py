@@ -276,7 +276,7 @@ async def _train(
         from strop.cluster import ModelSource
         from strop.cluster.build import build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole
-        from strop.environments.sandboxed import keep_prints
+        from strop.environments.printed import forget_prints, keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
@@ -314,6 +314,7 @@ async def _train(
         await judge.close()
         await judges.stop()
         await runtime.stop()
+        forget_prints()
     return TrainOutcome(
         run_path=run_dir.path,
         # From the record: an earlier attempt may have made them.

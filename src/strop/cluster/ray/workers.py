@@ -127,7 +127,7 @@ class RolloutWorker(RayRole):
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments import choose_environment
-        from strop.environments.sandboxed import keep_prints
+        from strop.environments.printed import keep_prints
         from strop.tasks.judging import open_judge
         from strop.tokenizer import Tokenizer
 

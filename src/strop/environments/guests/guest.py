@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from strop.environments.printed import tell
 from strop.errors import ConfigError
-from strop.io.variables import user_cache_dir
 from strop.rollout import FailureOwner
 from strop.tasks.failures import AttemptFailed
 
@@ -28,6 +27,8 @@ _TOLD_CHARS = 2000
 _START_S = 300.0
 """Wall time that importing a package may take; on a busy machine some take half a minute."""
 _END_S = 5.0
+_CHUNK_BYTES = 1 << 16
+_LAST_WORDS_S = 1.0
 
 
 class GuestLost(Exception):
@@ -39,10 +40,8 @@ class Guest:
 
     def __init__(self, python: Path, module: str, settings: str) -> None:
         """Start it. `settings`: of the module's `Guest`, as JSON. Raises: ConfigError if it cannot."""
-        folder = user_cache_dir() / "guests"
-        folder.mkdir(parents=True, exist_ok=True)
-        log, name = tempfile.mkstemp(prefix=f"{Path(module).stem}-", suffix=".log", dir=folder)
-        self.log_path = Path(name)
+        self._name = Path(module).stem
+        self._last_words = b""
         self._asked: dict[int, Future[Any]] = {0: Future()}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -51,23 +50,24 @@ class Guest:
             [str(python), str(_HOST), str(_HOST.with_name(module))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=subprocess.PIPE,
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
             start_new_session=True,
         )
-        os.close(log)
         self.pid = self._process.pid
         atexit.register(self.end)
         threading.Thread(target=self._hear, daemon=True).start()
+        self._overhearing = threading.Thread(target=self._overhear, daemon=True)
+        self._overhearing.start()
         self._write(settings)
         try:
             self._asked[0].result(_START_S)
         except (RuntimeError, GuestLost, TimeoutError) as error:
             self.end()
             raise ConfigError(
-                f"{Path(module).stem} cannot begin: {error}",
+                f"{self._name} cannot begin: {error}",
                 allowed="an environment that loads",
-                next_step=f"correct its settings; the package's own words are in {self.log_path}",
+                next_step=f"correct its settings; the package's own last words: {self._tell_last_words()}",
             ) from error
 
     def ask(self, do: str, **given: Any) -> Any:
@@ -100,8 +100,6 @@ class Guest:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self.log_path.is_file() and not self.log_path.stat().st_size:
-            self.log_path.unlink()
 
     def _send(self, do: str, given: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         with self._lock:
@@ -143,9 +141,20 @@ class Guest:
             if asked.set_running_or_notify_cancel():
                 asked.set_exception(GuestLost(self._why()))
 
+    def _overhear(self) -> None:
+        """Keep what the package prints; see `printed`."""
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            while data := os.read(stream.fileno(), _CHUNK_BYTES):
+                self._last_words = (self._last_words + data)[-_TOLD_CHARS:]
+                tell(f"{self._name} {self.pid}", "stderr", data)
+
     def _why(self) -> str:
-        told = self.log_path.read_text(encoding="utf-8", errors="replace").strip()[-_TOLD_CHARS:]
-        return f"its process has ended; the end of {self.log_path}: {told}"
+        return f"its process has ended; its last words: {self._tell_last_words()}"
+
+    def _tell_last_words(self) -> str:
+        self._overhearing.join(_LAST_WORDS_S)
+        return self._last_words.decode(errors="replace").strip() or "none"
 
 
 _starting = threading.Lock()
