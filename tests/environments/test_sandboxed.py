@@ -14,12 +14,14 @@ from strop.environments import choose_environment, run_rollout, sandboxed
 from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError, SandboxRefused
 from strop.rollout import FailureOwner, Rollout, Split
-from strop.sandbox.contract import MIB
+from strop.sandbox.choose import make_backend
+from strop.sandbox.contract import MIB, SandboxSpec
+from strop.spec.reader import load_spec
 from strop.tasks import Task, self_test
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import COUNTING, attempt, build, call, plan_of, tokenizer_of
-from tests.fixtures.sandboxes import needs_bubblewrap
+from tests.fixtures.sandboxes import DOCKER, needs_bubblewrap, needs_podman
 
 pytestmark = needs_bubblewrap
 INSIDE = "environment.lane=sandbox"
@@ -94,6 +96,54 @@ def test_both_lanes_give_identical_rollouts(
         one, other = (attempt(task, tokenizer, replies, run_seed=seed) for task in (here, inside))
         assert told(one) == told(other)
         assert kind_of(one) == kind_of(other)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "process",
+        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
+        DOCKER,
+        pytest.param("remote", marks=pytest.mark.slow),
+    ],
+)
+def test_every_backend_gives_identical_rollouts(
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, backend: str
+) -> None:
+    words = [INSIDE, f"environment.sandbox={backend}"]
+    words += {"process": ["environment.min_isolation=rlimit"], "remote": ["runtime.serve=here"]}.get(
+        backend, []
+    )
+    if backend == "remote":
+        request.getfixturevalue("service")
+    for source, name, replies in (
+        (WALK, "Walk", ["left", "list", "right", "what?"]),
+        (
+            COUNTING,
+            "Counting",
+            [call("break_it", how="told"), call("add", number="x"), call("add", number=1)],
+        ),
+        (COUNTING, "Counting", [call("break_it", how="raise")]),
+    ):
+        here, inside = build(source, name=name), build(source, *words, name=name)
+        one, other = (attempt(task, tokenizer, replies, run_seed=1) for task in (here, inside))
+        assert told(one) == told(other)
+        assert kind_of(one) == kind_of(other)
+    task = build(NASTY, *words, name="Nasty")
+    for what, kinds in (("_exit", {"exited"}), ("forge", {"forged"})):
+        failure = attempt(task, tokenizer, [call("do", what=what)]).outcome.failure
+        assert failure is not None
+        assert (failure.owner, failure.kind in kinds) == (FailureOwner.TASK, True), failure
+
+
+@pytest.mark.slow
+def test_a_service_prepares_sandboxes_for_strops_own_program_alone(service: None) -> None:
+    async def make() -> None:
+        await make_backend("remote").create_prepared(SandboxSpec(), "os.path")
+
+    with pytest.raises(SandboxRefused) as refused:
+        asyncio.run(make())
+    assert refused.value.kind == "limits"
 
 
 NASTY = '''
@@ -285,16 +335,20 @@ def test_what_a_class_prints_is_kept(printed_file: Path, tokenizer: Tokenizer) -
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ("environment.sandbox=podman",),
-        (INSIDE, "environment.sandbox=process"),
-        (INSIDE, "environment.sandbox=remote"),
+        (("environment.sandbox=podman",), "have no sandbox"),
+        ((INSIDE, "environment.sandbox=remote"), "no sandbox service"),
     ],
 )
-def test_a_sandbox_that_no_attempt_would_have_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"no such sandbox|have no sandbox"):
+def test_a_sandbox_that_no_attempt_would_have_is_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         build(WALK, *words, name="Walk")
+
+
+def test_an_environment_of_strops_own_has_no_lane() -> None:
+    with pytest.raises(ConfigError, match=r"lane"):
+        load_spec(None, ["name=x", "environment.name=guess-number", INSIDE])
 
 
 def test_a_machine_without_such_sandboxes_is_named(

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import site
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import strop
 from strop.environments.inside import READY, SOCKET
 from strop.environments.objects import ObjectLimits
 from strop.environments.printed import END_BYTES, tell
@@ -29,7 +26,8 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
 from strop.sandbox import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec, choose_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.frames import pack, unpack
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.prepared import ENVIRONMENTS, package_folders
+from strop.sandbox.served import ServedSandbox
 from strop.sandbox.served_job import ServedJob
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.failures import AttemptFailed
@@ -72,7 +70,7 @@ class SandboxedClass:
     order: Mapping[str, Any]
     """What the process inside is told first."""
     mounts: tuple[str, ...]
-    """Folders that it imports from, beside its sources."""
+    """Folders that it imports from, beside its sources and the installed packages."""
 
     @classmethod
     def read(
@@ -87,7 +85,7 @@ class SandboxedClass:
     ) -> SandboxedClass:
         """Read the sources. `more`: `values`, `where` and `full_marks` as `inside` takes them."""
         order = {"place": ref.place, "name": ref.name, "digest": None, "sources": {}, **more}
-        mounts = package_folders()
+        mounts: tuple[str, ...] = ()
         if ref.is_file:
             root = root_of(ref.path)
             texts = {
@@ -95,22 +93,15 @@ class SandboxedClass:
                 for one in list_sources(ref.path)
             }
             order |= {"place": str(ref.path.relative_to(root)), "sources": texts, "digest": digest}
-        elif not any(file.is_relative_to(folder) for folder in mounts):
+        elif not any(file.is_relative_to(folder) for folder in package_folders()):
             # An installed package that is developed elsewhere.
-            mounts = (*mounts, str(root_of(file)))
+            mounts = (str(root_of(file)),)
         return cls(
             backend=settings.sandbox,
             min_level=IsolationLevel[settings.min_isolation.upper()],
             order={**order, "limits": asdict(limits)},
             mounts=mounts,
         )
-
-
-@cache
-def package_folders() -> tuple[str, ...]:
-    """Return the folders of installed packages, and the one that strop is in."""
-    found = [*site.getsitepackages(), site.getusersitepackages(), str(Path(strop.__file__).parent.parent)]
-    return tuple(dict.fromkeys(str(folder) for folder in found if Path(folder).is_dir()))
 
 
 class SandboxedObject:
@@ -123,7 +114,7 @@ class SandboxedObject:
     def __init__(self, made_of: SandboxedClass) -> None:
         self._made_of = made_of
         self._limits = ObjectLimits(**made_of.order["limits"])
-        self._sandbox: LocalSandbox | None = None
+        self._sandbox: ServedSandbox | None = None
         self._job: ServedJob | None = None
         self._connection: socket.socket | None = None
         self._buffer = bytearray()
@@ -178,9 +169,7 @@ class SandboxedObject:
         backend = await choose_backend(self._made_of.backend, self._made_of.min_level)
         mounts = tuple(Mount(host_path=path, inside_path=path) for path in self._made_of.mounts)
         spec = SandboxSpec(limits=LIMITS, mounts=mounts, min_level=self._made_of.min_level)
-        sandbox = await backend.create(spec, main_source=_main_source(self._made_of.mounts))
-        assert isinstance(sandbox, LocalSandbox)
-        self._sandbox = sandbox
+        self._sandbox = sandbox = await backend.create_prepared(spec, ENVIRONMENTS)
         self._job = await sandbox.start_main()
         async with asyncio.timeout(_START_LIMIT_S):
             said = await self._job.read()
@@ -296,17 +285,3 @@ def _describe_end(result: ExecResult) -> tuple[str, str]:
     if result.signal is not None:
         return "killed", f"was ended by signal {result.signal}"
     return "exited", f"exited with code {result.exit_code}"
-
-
-@cache
-def _main_source(folders: tuple[str, ...]) -> str:
-    """Return the Python that the prepared interpreter loads: all that `inside` imports."""
-    return f"""\
-import os, sys
-sys.path += {list(folders)!r}
-# A thread would not live in a fork.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-import strop.environments
-from strop.environments.inside import main
-del os.environ["OPENBLAS_NUM_THREADS"]
-"""

@@ -110,6 +110,8 @@ class SandboxTerms(_Flow):
     has_workspace: bool = False
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     snapshot: SnapshotTerms | None = None
+    module: Literal["strop.environments.inside"] | None = None
+    """Whose `main` it is made for. Such a sandbox shows the packages of the node agent's Python."""
 
     @field_validator("limits")
     @classmethod

@@ -54,6 +54,8 @@ class Kind:
     network: str
     min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
+    module: str | None = None
+    """What it is prepared for; see `LocalBackend.create_prepared`."""
     is_user_hint: bool = False
     """Whether it is made without `user` where this host cannot give that."""
 
@@ -109,6 +111,7 @@ class Maker:
             has_workspace=terms.has_workspace,
             network=terms.network,
             min_level=terms.min_level,
+            module=terms.module,
         )
 
     def _backends_for(self, request: StartRequest) -> tuple[str, ...]:
@@ -191,6 +194,8 @@ class Maker:
                 snapshot=snapshot,
             )
             backend = LocalBackend(kind.backend)
+            if kind.module is not None:
+                return await backend.create_prepared(spec, kind.module)
             try:
                 return await backend.create(spec)
             except SandboxRefused as refusal:

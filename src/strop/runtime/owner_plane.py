@@ -293,7 +293,13 @@ def _is_details(value: Any) -> bool:
 _COMMAND_FIELDS = {"env": _is_env, "cwd": _is_text_or_none}
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "describe": {},
-    "start": {"argv": _is_words, "wall_limit_s": _is_time, "has_stdin": _is_bool, **_COMMAND_FIELDS},
+    "start": {
+        "argv": _is_words,
+        "wall_limit_s": _is_time,
+        "has_stdin": _is_bool,
+        "is_main": _is_bool,
+        **_COMMAND_FIELDS,
+    },
     "builtin": {"builtin": _is_builtin, "details": _is_details, "wall_limit_s": _is_time},
     "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
     "run": {"shell": _is_number, "wall_limit_s": _is_time},
@@ -303,7 +309,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "output": {"job": _is_number, "positions": _is_pair},
 }
 """Of each operation that an owner may ask for: its fields, and what they may be."""
-_OPTIONAL = frozenset({"has_stdin"})
+_OPTIONAL = frozenset({"has_stdin", "is_main"})
 _UNANSWERED = frozenset({"cancel", "end", "drop", "input_end", "signal"})
 
 

@@ -7,7 +7,6 @@ interpreter that loaded it once. The judge of programs is made of it.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import shutil
 import socket
@@ -38,8 +37,9 @@ from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.place import identify
+from strop.sandbox.prepared import package_folders, prepared_source
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
-from strop.sandbox.served_job import ServedJob, as_result
+from strop.sandbox.served_job import as_result
 
 _START_LIMIT_S = 60.0
 _PROBE_LIMIT_S = 60.0
@@ -91,11 +91,6 @@ class LocalSandbox(ServedSandbox):
         """
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
         return as_result(*await self._run({**request, "env": self._env}, stdin))
-
-    async def start_main(self) -> ServedJob:
-        """Start the `main` that the sandbox was made with, and return; see `run_main` and `start`."""
-        request = {"op": "start", "argv": list(self.python_argv), "is_main": True, "wall_limit_s": math.inf}
-        return ServedJob(self.client, *self.client.begin({**request, "env": self._env}))
 
     async def snapshot(self) -> LocalSnapshot:
         """Keep what its programs have written; see `Sandbox.snapshot`."""
@@ -190,6 +185,16 @@ class LocalBackend:
             # All are there: the sandbox is the caller's.
             stack.pop_all()
         return made
+
+    async def create_prepared(self, spec: SandboxSpec, module: str) -> LocalSandbox:
+        """Return a sandbox that shows this Python's packages, and whose `start_main` runs a module's `main`.
+
+        Raises: as `create`.
+        """
+        folders = (*(one.inside_path for one in spec.mounts), *package_folders())
+        mounts = tuple(Mount(host_path=path, inside_path=path) for path in package_folders())
+        spec = replace(spec, mounts=(*spec.mounts, *mounts))
+        return await self.create(spec, main_source=prepared_source(module, folders))
 
 
 _PROGRAMS = {

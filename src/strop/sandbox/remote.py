@@ -82,10 +82,21 @@ class RemoteBackend:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
 
-    async def create(self, spec: SandboxSpec, *, main_source: str = "") -> RemoteSandbox:
+    async def create_prepared(self, spec: SandboxSpec, module: str) -> RemoteSandbox:
+        """Return a sandbox that shows the packages of its node's Python, which is the one that serves.
+
+        Its `start_main` runs the module's `main`, of the strop that is there.
+        Raises: as `create`; SandboxRefused with kind limits for another module than `prepared` names.
+        """
+        return await self.create(spec, module=module)
+
+    async def create(
+        self, spec: SandboxSpec, *, main_source: str = "", module: str | None = None
+    ) -> RemoteSandbox:
         """Return a fresh sandbox; see `SandboxBackend.create`. It waits for a slot while the service does.
 
         `main_source`: Python that defines `main`, for `run_main`. It is loaded inside, anew at each call.
+        `module`: see `create_prepared`.
 
         Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service where
         it does not answer, lost where its node was, or what the node's backend says (`LocalBackend.create`).
@@ -97,7 +108,7 @@ class RemoteBackend:
             async with _Service(self.endpoint) as service:
                 # Until its node has begun with it.
                 with nullcontext() if snapshot is None else snapshot.hold():
-                    record = await service.start(spec, snapshot)
+                    record = await service.start(spec, snapshot, module)
                     end = partial(_stop, self.endpoint, record["runtime_id"])
                     stack.push_async_callback(end)
                     record = await service.wait_ready(record)
@@ -346,7 +357,9 @@ class _Service:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def start(self, spec: SandboxSpec, snapshot: RemoteSnapshot | None) -> dict[str, Any]:
+    async def start(
+        self, spec: SandboxSpec, snapshot: RemoteSnapshot | None, module: str | None
+    ) -> dict[str, Any]:
         terms = {
             "limits": asdict(spec.limits),
             "user": spec.user,
@@ -354,6 +367,7 @@ class _Service:
             "has_workspace": spec.has_workspace,
             "min_level": int(spec.min_level),
             "snapshot": None if snapshot is None else snapshot.terms,
+            "module": module,
         }
         body = {
             "image": spec.image or _HOST_IMAGE,

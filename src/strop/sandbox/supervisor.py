@@ -197,7 +197,7 @@ class Supervisor:
 
     def _start(self, header: dict[str, Any], body: bytes) -> None:
         argv, is_main = header.get("argv", []), header.get("is_main", False)
-        if is_main and (self._first is None or argv[0] != sys.executable):
+        if is_main and (self._first is None or argv[:1] != [sys.executable]):
             # Later processes know of earlier requests; and this Python may be out of a program's reach.
             argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
         request = Request(

@@ -23,7 +23,7 @@ class SandboxSettings(Section):
         default="auto",
         description="What makes the sandboxes that code of the model runs in. 'auto': the first of this"
         " machine's that is isolated enough. 'remote': the run's sandbox service, `[runtime]`, on whichever"
-        " node it has room; there code has the standard library only.",
+        " node it has room; there programs have the standard library, and a class of task.lane the packages.",
         json_schema_extra=expert(
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),

@@ -437,14 +437,12 @@ class UserEnvironmentSpec(UserCodeSection, SandboxSettings, EnvironmentSection):
         given = {f"task.{name}": getattr(self, name) for name in ("lane", *SandboxSettings.model_fields)}
         usual = [type(self).model_fields[name].default for name in SandboxSettings.model_fields]
         has_own = self.ref.is_here and self.inspect().has_sandbox
-        if self.lane == "sandbox" and (has_own or self.sandbox in ("process", "remote")):
+        if self.lane == "sandbox" and has_own:
             raise SpecConflict(
                 given,
-                f"{self.ref} makes sandboxes itself"
-                if has_own
-                else "no such sandbox shows a class its packages",
-                allowed="task.lane=sandbox with a class that makes none, in auto, bubblewrap, podman, docker",
-                next_step="set task.lane=process, or another task.sandbox",
+                f"{self.ref} makes sandboxes itself",
+                allowed="task.lane=sandbox with a class that makes none",
+                next_step="set task.lane=process",
             )
         if self.lane == "process" and [*given.values()][1:] != usual and self.ref.is_here and not has_own:
             raise SpecConflict(
