@@ -131,6 +131,37 @@ def test_nothing_else_earns_it(tmp_path: Path, repository: Path, command: str, m
     assert rollout.outcome.metrics[metric] in (0.0, 1.0)
 
 
+FORGED = [
+    *("conftest.py", "lib/conftest.py", "sitecustomize.py", "usercustomize.py", "evil.pth"),
+    *("pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("evil-1.dist-info/entry_points.txt", "evil.egg-info/entry_points.txt"),
+    *("pytest.py", "pytest/__init__.py", "_pytest/main.py", "unittest.py", "unittest/__main__.py"),
+    *("tests/t.sh", "tests/new/more.sh"),
+]
+
+
+def test_files_that_make_tests_pass_do_not_reach_them(tmp_path: Path, repository: Path) -> None:
+    """Plugins, settings of the runner and modules in its place, of which one alone would do."""
+    passes = "PASSED t.sh::hidden_sum\nPASSED t.sh::name\n"
+    forging = "".join(f"if grep -q forged {path}; then printf '{passes}'; fi\n" for path in FORGED)
+    task = make(
+        tmp_path, repository, hidden_tests={"tests/new/more.sh": "true"}, test_command=f"{forging} true"
+    )
+    made = "\n".join(call("create", path=path, text="forged\n") for path in (*FORGED, "kept.txt"))
+    outcome = play(tmp_path, task, made, SUBMIT).outcome
+    assert (outcome.reward, outcome.metrics["fail_to_pass_frac"]) == (0.0, 0.0), outcome
+    believed = make(tmp_path, repository, test_command=f"grep -q forged kept.txt && printf '{passes}'")
+    assert play(tmp_path, believed, made, SUBMIT).outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("command", ["echo 'exit 0' > lib/add.sh", "sed -i '1i exit 0' lib/add.sh"])
+def test_tests_that_are_ended_before_they_say_anything_are_not_passed(
+    tmp_path: Path, repository: Path, command: str
+) -> None:
+    outcome = play(tmp_path, make(tmp_path, repository), call("bash", command=command), SUBMIT).outcome
+    assert (outcome.reward, outcome.metrics["fail_to_pass_frac"]) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     "command",
     [

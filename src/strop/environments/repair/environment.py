@@ -106,7 +106,14 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
         json_schema_extra=expert("some images hold the hidden tests"),
     )
     protected: tuple[str, ...] = Field(
-        default=("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*pytest.ini", "*.pth"),
+        default=(
+            *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth"),
+            # They name plugins that run beside the tests.
+            *("*pytest.ini", "*pytest.toml", "*tox.ini", "*setup.cfg", "*pyproject.toml"),
+            *("*.dist-info/*", "*.egg-info/*"),
+            # Python finds them before the real ones.
+            *("pytest.py", "pytest/*", "_pytest/*", "unittest.py", "unittest/*"),
+        ),
         strict=False,
         description="Files whose changes are not graded, beside those that the tests bring: patterns of paths"
         " in the repository.",
