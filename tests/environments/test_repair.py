@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.environments.repair.environment import RepoRepairSpec
+from strop.audit import AuditSettings, ProbeStatus, run_audit
+from strop.engine import GenerationRequest
+from strop.environments import choose_environment, run_group
+from strop.environments.groups import NUM_REFILLS
+from strop.environments.repair.environment import RepoRepair, RepoRepairSpec
 from strop.environments.repair.rows import Hidden
 from strop.environments.repair.test_logs import read_passed
 from strop.errors import DataError
-from strop.rollout import FailureOwner, Rollout, Split
-from strop.tasks import Task, build_task, self_test
-from tests.environments.test_worlds import attempt, call, tokenizer_of
+from strop.rollout import Example, FailureOwner, Rollout, Split
+from strop.tasks import Task, build_task, self_test, task_builder
+from strop.testing.dummy_engine import DummyEngine
+from tests.environments.test_worlds import attempt, call, plan_of, tokenizer_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import copy_programs, imported
 
@@ -129,6 +137,37 @@ def test_nothing_else_earns_it(tmp_path: Path, repository: Path, command: str, m
     rollout = play(tmp_path, make(tmp_path, repository), call("bash", command=command), SUBMIT)
     assert rollout.outcome.reward == 0.0, rollout.outcome
     assert rollout.outcome.metrics[metric] in (0.0, 1.0)
+
+
+def test_an_attempt_whose_sandbox_dies_is_made_again_and_never_a_wrong_one(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RepoRepair] = []
+    prepare = RepoRepair.prepare
+
+    async def note(self: RepoRepair, example: Example, seed: int) -> None:
+        await prepare(self, example, seed)
+        made.append(self)
+
+    monkeypatch.setattr(RepoRepair, "prepare", note)
+    task, tokenizer = make(tmp_path, repository), tokenizer_of(tmp_path)
+    killed: list[int] = []
+
+    def script(request: GenerationRequest) -> str:
+        if "sed" not in tokenizer.decode(request.prompt_ids, with_special=True):
+            return FIX
+        if not killed:
+            killed.append(made[0].sandbox.supervisor_pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return SUBMIT
+
+    plans = [replace(plan_of(task), sample_index=index) for index in range(2)]
+    engine = DummyEngine(tokenizer, script)
+    group = asyncio.run(run_group(choose_environment(task), engine, tokenizer, plans))
+    outcomes = [rollout.outcome for rollout in group.rollouts]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0], outcomes
+    assert sorted(outcome.metrics.get(NUM_REFILLS, 0.0) for outcome in outcomes) == [0.0, 1.0]
+    assert len(made) == 3
 
 
 FORGED = [
@@ -357,3 +396,14 @@ PASSED
     }
     assert not passed["tests/a.py::test_c"]
     assert not passed["test_f (pkg.tests.Case)"]
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_the_audits_attacks_find_nothing(tmp_path: Path, repository: Path) -> None:
+    make(tmp_path, repository, {"sandbox": "bubblewrap", "min_isolation": "namespace"})
+    spec = RepoRepairSpec(name="repo-repair", source=str(tmp_path), memory_gib=0.25, disk_gib=0.0625)
+    settings = AuditSettings(num_examples=1, probes=("empty", "gold", "stale_submission"))
+    report = asyncio.run(run_audit(build_task(spec), settings, make_task=task_builder(spec)))
+    found = {one.probe: (one.status, one.detail) for one in report.probes}
+    assert {status for status, _ in found.values()} == {ProbeStatus.PASS}, found

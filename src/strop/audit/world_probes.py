@@ -38,7 +38,8 @@ from strop.tasks.judging.pool import CallFailure, WorkerPool
 from strop.tasks.traits import world_of
 
 _ATTACK_LIMIT_S = 10.0
-"""Wall time of an attempt in a process of its own."""
+"""Wall time of an attempt in a process of its own; several in one have more."""
+_MOST_LIMITS = 4
 _AT_ONCE = 2
 _NO_PROCESS = "this audit has no process of its own for the class; `strop audit` has"
 Script = Sequence[str]
@@ -104,7 +105,7 @@ def _play_in_fork(task: Task, order: Mapping[str, Any]) -> Any:
         finally:
             os._exit(0)
     os.close(answer_w)
-    text, until = b"", time.monotonic() + _ATTACK_LIMIT_S
+    text, until = b"", time.monotonic() + _ATTACK_LIMIT_S * min(len(order["scripts"]), _MOST_LIMITS)
     while select.select([answer_r], [], [], max(0.0, until - time.monotonic()))[0]:
         part = os.read(answer_r, 1 << 16)
         if not part:
@@ -128,6 +129,7 @@ class Arena:
         world = world_of(context.task)
         assert isinstance(world, World)
         self.world = world
+        self.max_turns: int = world.make_environment().max_turns
         self.slots = find_slots(world.tools, has_step=world.has_step)
         self.example = context.examples[0]
         self._pool: WorkerPool | None = None
@@ -290,14 +292,25 @@ async def _look_for_notes(probe: _Attacking, path: str, word: str) -> None:
     for one, other in itertools.permutations(slots, 2):
         if one.tool is not None and one.tool == other.tool:
             writes.append(("a path", one, one.say(path, **{other.parameter: content})))
-    for kind, slot, write in itertools.chain.from_iterable(probe.context.in_time(writes)):
+    for kind, slot, write in itertools.chain.from_iterable(probe.context.in_time(writes, num_first=1)):
         ways = dict.fromkeys((kind, "a path"))
         reads = [fill(attacks.READS[way], PATH=_quote(path), BARE=path) for way in ways]
-        scripts = [one.script(read) for read in reads for one in slots]
-        _, *seen = await probe.arena.play([write], *scripts, is_held=True)
+        scripts = _in_few_attempts([(one, read) for read in reads for one in slots], probe.arena.max_turns)
+        wrote, *seen = await probe.arena.play([write], *scripts, is_held=True)
+        if _has_ended(wrote):
+            # It was not written, so nothing can be said of who reads it.
+            continue
         for found in seen:
             where = os.path.dirname(path) or "its own directory"
             probe.note(f"{kind} in {slot.name}, in {where}", found, is_bad=content in found.told)
+
+
+def _in_few_attempts(said: Sequence[tuple[attacks.Slot, str]], max_turns: int) -> list[list[str]]:
+    """Return scripts that say texts at places: a plain reply in every turn, calls one after the other."""
+    plain = [slot.script(text) for slot, text in said if slot.tool is None]
+    calls = [slot.say(text) for slot, text in said if slot.tool is not None]
+    size = max(1, max_turns - 1)
+    return plain + [[*calls[first : first + size], "Done."] for first in range(0, len(calls), size)]
 
 
 async def probe_stale_submission(context: AuditContext) -> ProbeResult:
