@@ -18,6 +18,7 @@ from strop.environments.openenv.websocket import WebSocket
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.traits import world_of
 from tests.conftest import require_system_part
 from tests.environments.test_worlds import attempt, tokenizer_of
 from tests.fixtures.real_agents import OPENENV
@@ -105,6 +106,19 @@ def test_a_server_that_is_full_is_waited_for(url: str) -> None:
         return await asyncio.gather(*(one() for _ in range(5)))
 
     assert len(set(asyncio.run(attempt_all()))) == 1
+
+
+@pytest.mark.slow
+def test_attempts_that_are_played_at_once_share_the_servers_room(url: str) -> None:
+    """Their openings were asked for in sessions of their own, while all the server's room was held."""
+    task = make(url, tool_limit_s=20.0)
+    example = task.examples(Split.TRAIN)[0]
+
+    async def play_all() -> list[float | None]:
+        found = await asyncio.gather(*(world_of(task).play(example, ONE) for _ in range(3)))
+        return [outcome.reward for outcome in found]
+
+    assert asyncio.run(play_all()) == [1.0] * 3
 
 
 @pytest.mark.slow

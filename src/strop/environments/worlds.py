@@ -212,7 +212,9 @@ class World:
 
         Raises: as the environment does; ConfigError for another opening than an earlier process saw.
         """
-        self._require_posed(example, await environment.reset(example, OPENING_SEED))
+        # Before, and in a thread: it may open an attempt too, and wait for room that attempts here hold.
+        posed = await asyncio.to_thread(self._task.render, example)
+        self._require_posed(example, posed, await environment.reset(example, OPENING_SEED))
         for turn in range(environment.max_turns):
             reply = replies[min(turn, len(replies) - 1)]
             result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
@@ -221,11 +223,9 @@ class World:
                 break
         return await environment.score()
 
-    def _require_posed(self, example: Example, opening: Sequence[Message]) -> None:
+    def _require_posed(self, example: Example, posed: Sequence[Message], opening: Sequence[Message]) -> None:
         """Refuse another opening than the one that another process saw. Raises: ConfigError."""
-        first, second = (
-            [one.to_json() for one in messages] for messages in (self._task.render(example), opening)
-        )
+        first, second = ([one.to_json() for one in messages] for messages in (posed, opening))
         if first != second:
             raise ConfigError(
                 f"{self._task.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
