@@ -26,10 +26,11 @@ FIGURES = (
     *("verify", "code-judge", "sandboxes", "remote-sandboxes", "runtime", "runtime-kills", "store", "mirror"),
     *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
+    "long-tail",
     *("worlds", "lanes", "busy", "reverse-text", "demo", "demo-agent"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
-WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy")
+WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy", "long-tail")
 """Those that need a model's directory."""
 EXTRAS = ("start-up", "gradient-cosine", *FIGURES)
 
