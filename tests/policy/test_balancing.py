@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,21 @@ def test_shards_are_balanced_and_may_be_empty() -> None:
     assert sorted(map(len, shard_groups([whole], 2, keeps_groups=True))) == [0, 1]
     assert shard_groups([], 2) == [[], []]
     assert sorted(len(shard) for shard in shard_groups(groups[:1], 3)) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("keeps_groups", [False, True])
+def test_shards_are_even_in_what_a_model_computes(keeps_groups: bool) -> None:
+    # The longest reply has the work of all others: a third of their positions, and twice their pairs.
+    groups = [World(seed).packed(1, [length]) for seed, length in enumerate((129, *[65] * 3, *[9] * 39))]
+    cost = PositionCost(per_pair=1.0)
+
+    def unevenness(shards: list[list[PackedGroup]]) -> float:
+        loads = [sum(cost.of_reply(g.num_positions - 1, 1, 1) for g in shard) for shard in shards]
+        return max(loads) / fmean(loads)
+
+    by_work = unevenness(shard_groups(groups, 2, cost=cost, keeps_groups=keeps_groups))
+    by_positions = unevenness(shard_groups(groups, 2, keeps_groups=keeps_groups))
+    assert by_work < 1.15 < 1.3 < by_positions, (by_work, by_positions)
 
 
 def test_what_ranks_find_comes_back_in_order() -> None:

@@ -163,8 +163,9 @@ def shard_groups(
     Weights of tokens are left as they are: they were fixed for the whole batch.
     """
     if keeps_groups:
-        sizes = np.array([group.num_positions for group in groups], dtype=np.float64)
-        bins = partition(sizes, num_ranks).tolist() if groups else []
+        measured = [_measure(group, cost or PositionCost()) for group in groups]
+        costs = np.array([prompt + sum(replies) for prompt, replies in measured], dtype=np.float64)
+        bins = partition(costs, num_ranks).tolist() if groups else []
         return [
             [group for group, chosen in zip(groups, bins, strict=True) if chosen == rank]
             for rank in range(num_ranks)

@@ -26,6 +26,7 @@ from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
+    from strop.policy.balancing import PositionCost
     from strop.policy.device_wires import DeviceSender, Wire
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Learner, Term
@@ -50,6 +51,8 @@ class LearnerFacts:
     recomputes: bool
     max_positions: int
     """Of a micro-batch."""
+    cost: PositionCost
+    """By which a step's work is split over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,8 @@ class LearnerRank(RayRole):
         """
         with importing():
             from strop.cluster.local import build_learner, build_rank
+            from strop.policy.balancing import PositionCost
+            from strop.policy.footprint import read_model_size
 
         self._num_ranks = num_ranks
         self._frozen: dict[str, FrozenModel] = {}
@@ -123,6 +128,7 @@ class LearnerRank(RayRole):
             device=model.device.type,
             recomputes=model.recomputes,
             max_positions=self._learner.max_positions,
+            cost=PositionCost.of_model(read_model_size(source.path)),
         )
 
     def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:
@@ -426,7 +432,11 @@ class RayLearner:
         from strop.policy.balancing import shard_groups
 
         return shard_groups(
-            groups, len(self._ranks), max_positions=self._facts.max_positions, keeps_groups=keeps_groups
+            groups,
+            len(self._ranks),
+            max_positions=self._facts.max_positions,
+            cost=self._facts.cost,
+            keeps_groups=keeps_groups,
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:
