@@ -10,7 +10,7 @@ import pytest
 import strop
 from strop.environments import Action, Environment, SingleTurn, choose_environment
 from strop.environments.guess_number import GuessNumberSpec
-from strop.environments.worlds import PlayedWorld
+from strop.environments.played import PlayedWorld
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from strop.errors import CorruptRecord, DataError, StoreError
 from strop.record.rollouts import read_examples, read_facts, read_rollouts, write_rollouts
 from strop.rollout import (
+    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -83,6 +84,7 @@ rollouts = st.builds(
         top_k=st.none() | st.integers(1, 10**6),
     ),
     seconds=named_numbers,
+    branch=st.none() | st.builds(Branch, of=st.integers(0, 1000), num_turns=st.integers(1, 1000)),
 )
 
 
@@ -105,6 +107,7 @@ def comparable(rollout: Rollout) -> tuple[object, ...]:
         rollout.step,
         rollout.sample_index,
         shown_turns,
+        rollout.branch,
         rollout.outcome,
         list(rollout.outcome.parts),
         rollout.sampling,
@@ -227,7 +230,7 @@ def test_a_file_that_holds_no_rollouts_is_refused(
     path = tmp_path / "r.parquet"
     write_rollouts(path, [make_rollout()])
     path.write_bytes(make_other(path.read_bytes()))
-    with pytest.raises(CorruptRecord, match=r"does not hold rollouts .* format 5\. Next: remove the file"):
+    with pytest.raises(CorruptRecord, match=r"does not hold rollouts .* format 6\. Next: remove the file"):
         read_rollouts(path)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 from strop.rollout import Example, FinishReason, Message, Outcome
 from strop.tool_calls import Spoken
@@ -78,6 +79,37 @@ class Bounded(Protocol):
     @property
     def max_attempt_s(self) -> float | None:
         """Wall time from `reset` on, in seconds; a reply that is not done by then is given up."""
+        ...
+
+
+Made = TypeVar("Made")
+Other = TypeVar("Other")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept(Generic[Made]):
+    """Where an attempt, or what it is made on, stands; others may go on from there."""
+
+    restore: Callable[[], Awaitable[Made]]
+    """Returns one that stands there, as often as it is called: equal replies are told the same."""
+    close: Callable[[], Awaitable[None]]
+    """Releases what is held. May be called twice."""
+
+    def then(self, wrap: Callable[[Made], Other]) -> Kept[Other]:
+        """Return the same of something that is made on what is restored."""
+
+        async def restore() -> Other:
+            return wrap(await self.restore())
+
+        return Kept(restore, self.close)
+
+
+class Snapshotting(Protocol):
+    """Optional capability: others go on from where an attempt stands; without it, it is played again."""
+
+    @property
+    def snapshot(self) -> Callable[[], Awaitable[Kept[Environment] | None]] | None:
+        """What keeps where it stands, and returns None where that is not possible yet. None: nothing does."""
         ...
 
 

@@ -2,6 +2,9 @@
 
 What the machine or the engine failed at is attempted again, with the same seeds: the attempt is then what it
 would have been. What the task or its world failed at would fail again.
+
+Attempts may share their first turns: these are played once, and each goes on from a copy of the world, with
+what was told and said as exact ids.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from strop.engine import Engine
-from strop.environments.contract import Environment
+from strop.environments.branching import take_snapshot
+from strop.environments.contract import Environment, Kept
 from strop.environments.extending import PromptCache
-from strop.environments.rollout import RolloutPlan, run_rollout
-from strop.errors import DataError
-from strop.rollout import FailureOwner, Group, Rollout
+from strop.environments.rollout import Attempt, RolloutPlan
+from strop.errors import ConfigError, DataError
+from strop.rollout import FailureOwner, Group, Outcome, Rollout
 from strop.tokenizer import Tokenizer
 
 MAX_REFILLS = 2
@@ -26,8 +30,8 @@ NUM_REFILLS = "num_refills"
 """Metric of an attempt that was made again: how often."""
 _PAUSE_S = 0.1
 """Before an attempt is made again for the first time; twice as long before the second."""
-Result = TypeVar("Result")
 _REFILLED = (FailureOwner.INFRA, FailureOwner.ENGINE)
+Result = TypeVar("Result")
 
 
 async def run_group(
@@ -40,7 +44,7 @@ async def run_group(
 
     The rollouts stand in the order of the plans. For a task: `choose_environment(task)`.
     Raises: DataError if there is no plan or the plans differ in example or prompt format; else
-        like `run_rollout`, after the other rollouts were cancelled.
+        like `run_rollout`, after the other rollouts were cancelled. ConfigError if no turns can be shared.
     """
     if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
         num_examples = len({plan.example.example_id for plan in plans})
@@ -48,11 +52,10 @@ async def run_group(
             f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
         )
     prompts = PromptCache(tokenizer, plans[0].prompt_format)
-
-    async def attempt(plan: RolloutPlan) -> Rollout:
-        return await run_rollout(make_environment(), engine, tokenizer, plan, prompts=prompts)
-
-    rollouts = await _run_all([_refill(partial(attempt, plan)) for plan in plans])
+    trees = _Trees(make_environment, engine, prompts)
+    number = plans[0].num_branches
+    grown = [trees.grow(plans[start : start + number]) for start in range(0, len(plans), number)]
+    rollouts = [rollout for tree in await _run_all(grown) for rollout in tree]
     return Group(example=plans[0].example, rollouts=tuple(rollouts))
 
 
@@ -77,6 +80,88 @@ async def run_groups(
         return group
 
     return await _run_all([run(plans_G) for plans_G in plans_P_G])
+
+
+class _Trees:
+    """Makes attempts, alone or from turns that they share."""
+
+    def __init__(
+        self, make_environment: Callable[[], Environment], engine: Engine, prompts: PromptCache
+    ) -> None:
+        self._make_environment = make_environment
+        self._engine = engine
+        self._prompts = prompts
+
+    async def grow(self, plans: Sequence[RolloutPlan]) -> list[Rollout]:
+        """Play what attempts share with the first plan's streams, and have every plan go on from there.
+
+        Where that attempt ends before, the other plans are attempts of their own.
+        """
+        first, *others = plans
+        if not others:
+            return [await _refill(partial(self._attempt, first))]
+        kept: list[tuple[Attempt, Kept[Environment]]] = []
+        rollout = await _refill(partial(self._play_shared, first, kept))
+        if not kept:
+            alone = [_refill(partial(self._attempt, plan)) for plan in others]
+            return [rollout, *await _run_all(alone)]
+        ((shared, snapshot),) = kept
+        try:
+            return await _run_all([_refill(partial(self._go_on, shared, snapshot, plan)) for plan in plans])
+        finally:
+            await snapshot.close()
+
+    async def _attempt(self, plan: RolloutPlan) -> Rollout:
+        attempt = self._begin(plan)
+        return await attempt.conclude(attempt.run())
+
+    async def _play_shared(self, plan: RolloutPlan, kept: list[tuple[Attempt, Kept[Environment]]]) -> Rollout:
+        """Walk to the first place behind the shared turns that can be kept, or to the end."""
+        attempt = self._begin(plan)
+
+        async def walk() -> Outcome | None:
+            _require_branching(attempt)
+            until = plan.num_shared_turns
+            while (outcome := await attempt.run(until)) is None:
+                if (snapshot := await take_snapshot(attempt, self._make_environment)) is not None:
+                    kept.append((attempt, snapshot))
+                    return None
+                until += 1
+            return outcome
+
+        return await attempt.conclude(walk())
+
+    async def _go_on(self, shared: Attempt, snapshot: Kept[Environment], plan: RolloutPlan) -> Rollout:
+        attempt = shared.fork(plan)
+
+        async def walk() -> Outcome | None:
+            attempt.environment = await snapshot.restore()
+            return await attempt.run()
+
+        return await attempt.conclude(walk())
+
+    def _begin(self, plan: RolloutPlan) -> Attempt:
+        return Attempt(
+            environment=self._make_environment(), engine=self._engine, plan=plan, prompts=self._prompts
+        )
+
+
+def _require_branching(attempt: Attempt) -> None:
+    """Refuse attempts that no others can go on from. Raises: ConfigError."""
+    environment, plan = attempt.environment, attempt.plan
+    # As `Acting` says.
+    is_conducted = getattr(environment, "act", None) is not None
+    if is_conducted or environment.max_turns <= plan.num_shared_turns:
+        why = (
+            "a program conducts the attempts, and cannot be copied"
+            if is_conducted
+            else f"attempts have {environment.max_turns} turns at most"
+        )
+        raise ConfigError(
+            f"train.branches={plan.num_branches} and train.shared_turns={plan.num_shared_turns}: {why}",
+            allowed="an environment that answers reply by reply, in more turns than are shared",
+            next_step="lower train.shared_turns, or remove train.branches",
+        )
 
 
 async def _run_all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -6,13 +6,14 @@ inside a sandbox among them; `sandboxed` in a sandbox.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, Kept
 from strop.environments.printed import Heard, are_prints_kept, hearing
 from strop.environments.tools import Tool, call_tool, cut_text, find_tools, to_text
 from strop.errors import DataError
@@ -98,6 +99,22 @@ class ObjectHere:
         """Have the object score the attempt."""
         with hearing(self._heard):
             return self._to_outcome(await _finished(self._own.score()))
+
+    @property
+    def snapshot(self) -> Callable[[], Awaitable[Kept[ObjectHere] | None]] | None:
+        """What keeps where a workspace stands; None: nobody knows what any other object shares."""
+        # Private, as public methods are tools.
+        take = getattr(self._own, "_snapshot", None)
+        return None if take is None else partial(self._keep, take)
+
+    async def _keep(self, take: Callable[[], Awaitable[Kept[Any] | None]]) -> Kept[ObjectHere] | None:
+        kept = await take()
+        return None if kept is None else kept.then(self._copy(None)._copy)
+
+    def _copy(self, own: Any) -> ObjectHere:
+        other = copy.copy(self)
+        other._own, other._heard = own, copy.deepcopy(self._heard)
+        return other
 
     async def close(self) -> None:
         """Close the object, where it has `close`."""

@@ -26,6 +26,7 @@ from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
+    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -63,6 +64,10 @@ class RolloutPlan:
     max_positions: int | None = None
     """Tokens that the model can look at; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
+    num_branches: int = 1
+    """Plans of a group, one behind the other, that share their first turns; 1: none do."""
+    num_shared_turns: int = 1
+    """Replies that they share at least."""
 
     def has_room_behind(self, num_prompt_tokens: int, num_reply_tokens: int) -> bool:
         """Whether a whole reply fits behind a prompt."""
@@ -82,14 +87,14 @@ class Stop(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Attempt:
+class Attempt:
     """A rollout under way."""
 
     environment: Environment
     engine: Engine
     plan: RolloutPlan
     prompts: PromptCache
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.perf_counter
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
     started_at: float = 0.0
@@ -97,51 +102,113 @@ class _Attempt:
     """Log-probability of each reply that could be chosen, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Whose code runs now, hence who owns a failure that names no owner."""
+    history: list[Message] = field(default_factory=list)
+    context_ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """What the policy is asked with next."""
+    actions: list[Action] = field(default_factory=list)
+    """What the policy has said, and the world has taken."""
+    told: list[tuple[Message, ...]] = field(default_factory=list)
+    """The opening, and what the world answered each time."""
+    branch: Branch | None = None
 
-    async def run(self) -> Outcome:
-        """Walk from reset to score."""
+    @property
+    def world_seed(self) -> int:
+        """What the world draws from; one for all attempts of a group."""
         plan = self.plan
-        world_seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
-        if getattr(self.environment, "max_attempt_s", None) is not None:
-            self.started_at = self.clock()
-        history = list(await self.environment.reset(plan.example, world_seed))
-        ended = await self._converse(history)
-        return ended if isinstance(ended, Outcome) else await self._score(ended)
+        return stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
 
-    async def _converse(self, history: list[Message]) -> Outcome | Stop:
+    async def run(self, until: int | None = None) -> Outcome | None:
+        """Walk to the score, from reset or from where it stands.
+
+        None: `until` replies were said, and it has not ended.
+        """
+        if not self.turns:
+            if getattr(self.environment, "max_attempt_s", None) is not None:
+                self.started_at = self.clock()
+            self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
+            self.told = [tuple(self.history)]
+        ended = await self._converse(until)
+        return await self._score(ended) if isinstance(ended, Stop) else ended
+
+    async def _converse(self, until: int | None) -> Outcome | Stop | None:
         """Let the policy and the world take turns; return why they ended, or why there is no score."""
         environment = self.environment
         # As `Acting` says.
         if (act := getattr(environment, "act", None)) is not None:
             return await self._let_act(act)
-        tools = tools_of(history)
-        text, context_ids = self.prompts.render(tuple(history))
-        self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
-        for turn_index in range(environment.max_turns):
-            choices = self._encode_choices(context_ids)
-            if (ended := self._find_end(context_ids, choices, turn_index)) is not None:
+        tools = tools_of(self.history)
+        if not self.turns:
+            text, self.context_ids = self.prompts.render(tuple(self.history))
+            self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
+        end = environment.max_turns if until is None else min(until, environment.max_turns)
+        for turn_index in range(len(self.actions), end):
+            choices = self._encode_choices(self.context_ids)
+            if (ended := self._find_end(self.context_ids, choices, turn_index)) is not None:
                 return ended
             if choices is None:
-                completion = await self._generate(context_ids, turn_index)
+                completion = await self._generate(self.context_ids, turn_index)
             else:
-                context_ids, completion = choices.context_ids, await self._choose(choices)
+                self.context_ids, completion = choices.context_ids, await self._choose(choices)
             if completion is None:
                 return Stop.TIME
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
             spoken = take_apart(self.prompts, completion, tools, turn_index) if tools else None
-            result = await environment.step(
+            self.actions.append(
                 Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
             )
+            result = await environment.step(self.actions[-1])
+            self.told.append(result.messages)
             if result.done or completion.finish_reason is FinishReason.LENGTH:
                 return Stop.DONE if result.done else Stop.TOKENS
             if turn_index + 1 < environment.max_turns:
                 said = Message(role="assistant", content=completion.text)
                 if spoken is not None and spoken.calls and self._call_format is not CallFormat.FENCE:
                     said = replace(said, content=spoken.content, tool_calls=spoken.calls)
-                context_ids = self._continue(context_ids, history, result.messages, said)
-                history += [said, *result.messages]
-        return Stop.TURNS
+                self.context_ids = self._continue(self.context_ids, self.history, result.messages, said)
+                self.history += [said, *result.messages]
+        return Stop.TURNS if end == environment.max_turns else None
+
+    def fork(self, plan: RolloutPlan) -> Attempt:
+        """Return one that stands where this one does, with a plan of its own; its world is to be set."""
+        of = self.plan.sample_index
+        return replace(
+            self,
+            plan=plan,
+            turns=list(self.turns),
+            history=list(self.history),
+            actions=list(self.actions),
+            told=list(self.told),
+            seconds=dict(self.seconds) if plan.sample_index == of else dict.fromkeys(self.seconds, 0.0),
+            branch=Branch(of=of, num_turns=len(self.turns)),
+        )
+
+    async def conclude(self, walk: Awaitable[Outcome | None]) -> Rollout:
+        """Await what walks this attempt, close its world, and return what came of it.
+
+        Raises: as `run_rollout`.
+        """
+        try:
+            with catch_failure(lambda: self.stage_owner) as caught:
+                outcome = await walk or Outcome(parts={})
+        finally:
+            close_failure = await _close(self.environment)
+        if caught.failure is not None:
+            outcome = Outcome(parts={}, failure=caught.failure)
+        if close_failure is not None:
+            # The score was given before and stands; the leak must be seen all the same.
+            outcome = replace(outcome, metrics={**outcome.metrics, "close_failed": 1.0})
+        plan = self.plan
+        return Rollout(
+            example=plan.example,
+            step=plan.step,
+            sample_index=plan.sample_index,
+            turns=tuple(self.turns),
+            outcome=outcome,
+            sampling=Sampling(temperature=0.0) if self.choice_nats else plan.sampling,
+            seconds=self.seconds,
+            branch=self.branch,
+        )
 
     def _find_end(
         self, context_ids: IntArray, choices: EncodedChoices | None, turn_index: int
@@ -369,26 +436,8 @@ async def run_rollout(
     Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
     """
     prompts = prompts or PromptCache(tokenizer, plan.prompt_format)
-    attempt = _Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
-    try:
-        with catch_failure(lambda: attempt.stage_owner) as caught:
-            outcome = await attempt.run()
-    finally:
-        close_failure = await _close(environment)
-    if caught.failure is not None:
-        outcome = Outcome(parts={}, failure=caught.failure)
-    if close_failure is not None:
-        # The score was given before and stands; the leak must be seen all the same.
-        outcome = replace(outcome, metrics={**outcome.metrics, "close_failed": 1.0})
-    return Rollout(
-        example=plan.example,
-        step=plan.step,
-        sample_index=plan.sample_index,
-        turns=tuple(attempt.turns),
-        outcome=outcome,
-        sampling=Sampling(temperature=0.0) if attempt.choice_nats else plan.sampling,
-        seconds=attempt.seconds,
-    )
+    attempt = Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
+    return await attempt.conclude(attempt.run())
 
 
 async def _close(environment: Environment) -> Failure | None:

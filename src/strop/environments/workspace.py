@@ -23,18 +23,19 @@ score; but where a program ended its own sandbox nothing is left to be graded, a
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import posixpath
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, Kept
 from strop.environments.tools import ToolError
-from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
@@ -72,6 +73,11 @@ _ENDS = {
     ExecKind.OVER_LIMIT: "it was killed: too many processes, or too much on the disk",
 }
 _MAX_SHOWN_BYTES = 8 * MIB
+_SHELL_STATE = ".strop-shell"
+"""Where the state of a shell is kept beside the files, until another has read it."""
+_TELL_STATE = 'shopt -p; declare -p; declare -f; alias -p; printf "cd -- %q\\n" "$PWD"; umask -p; set +o'
+"""Options of a shell come last: with some of them a line that fails ends the shell."""
+_NOT_COPIED = ("sandbox", "_shell", "example", "place", "_sandbox_spec")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +144,15 @@ class Workspace:
     """The workspace as programs see it. None: the sandbox's private directory, where relative paths begin."""
     sandbox: ServedSandbox
     """Since `prepare`."""
+    _sandbox_spec: SandboxSpec
     example: Example
     """Since `prepare`."""
     _shell: Shell | None = None
     _head_bytes = 0
     _is_open: bool = False
     _is_ruined: bool = False
+    _num_idle_processes = 0
+    """In the sandbox while no program of the model's runs."""
 
     def opening(self, example: Example, seed: int) -> Any:
         """Return what the model is told first: a text, or messages. No sandbox is there yet."""
@@ -169,6 +178,7 @@ class Workspace:
         self.example, spec = example, self.sandbox_for(example)
         self.sandbox, self._is_open = await self._create(spec, self.place.guest), True
         self._head_bytes = spec.limits.output_head_bytes
+        self._sandbox_spec = spec
         await self.prepare(example, seed)
         self._shell = await self._open_shell()
         return self.opening(example, seed)
@@ -229,6 +239,46 @@ class Workspace:
         if self._is_open:
             await self.sandbox.stop()
 
+    async def _snapshot(self) -> Kept[Workspace] | None:
+        """Keep the files, the shell's state and the object's own; None while programs run.
+
+        Raises: ConfigError if the sandbox's shell or backend cannot be kept.
+        """
+        self._shell = self._shell or await self._open_shell()
+        if (await self.sandbox.stats()).processes > self._num_idle_processes:
+            return None
+        state = posixpath.join(self.sandbox.scratch, _SHELL_STATE)
+        told = await self._shell.run(
+            f'[ -n "$BASH_VERSION" ] && {{ {_TELL_STATE}; }} >{state}', wall_limit_s=GRACE_S
+        )
+        isolation = self.sandbox.isolation
+        if told.exit_code or "snapshots" in isolation.lacks or isolation.backend == "process":
+            # Of `process` each private directory has a name of its own, which the model has been told.
+            raise _no_branches(self.sandbox, "no bash" if told.exit_code else "nothing to begin others with")
+        files = await self.sandbox.snapshot()
+        # What it changes later, such as when it is closed, is not in it.
+        kept = self._copy()
+
+        async def restore() -> Workspace:
+            made = kept._copy()
+            spec = replace(self._sandbox_spec, files={}, snapshot=files)
+            made.sandbox, made._is_open = await made._create(spec), True
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(made.close)
+                made._shell = await made._open_shell()
+                await made._shell.run(f". {state} 2>/dev/null; rm -f {state}", wall_limit_s=GRACE_S)
+                stack.pop_all()
+            return made
+
+        return Kept(restore, files.close)
+
+    def _copy(self) -> Workspace:
+        """Return an object with copies of this one's attributes, and without a sandbox."""
+        made = copy.copy(self)
+        own = {name: one for name, one in vars(self).items() if name not in _NOT_COPIED}
+        vars(made).update(copy.deepcopy(own), _shell=None, _is_open=False)
+        return made
+
     async def _judge_work(self) -> Any:
         async with self._open_grader(*self.carried) as sandbox:
             return await self.grade(sandbox)
@@ -269,6 +319,7 @@ class Workspace:
         shell = await self.sandbox.open_shell(cwd=self.folder)
         # In the order in which they were written.
         await shell.run("exec 2>&1", wall_limit_s=GRACE_S)
+        self._num_idle_processes = self._num_idle_processes or (await self.sandbox.stats()).processes
         return shell
 
     async def _close_shell(self) -> None:
@@ -366,6 +417,14 @@ class Workspace:
         if result.exit_code:
             raise ToolError(result.stderr.decode(errors="replace"))
         return f"{path} is changed at line {line}."
+
+
+def _no_branches(sandbox: ServedSandbox, why: str) -> ConfigError:
+    return ConfigError(
+        f"train.branches with a sandbox of {sandbox.isolation.backend} that has {why}",
+        allowed="a sandbox with snapshots and bash: bubblewrap, podman or docker",
+        next_step="set task.sandbox, or remove train.branches",
+    )
 
 
 def _read_output(result: ShellResult, head_bytes: int) -> str:

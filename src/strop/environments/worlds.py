@@ -18,32 +18,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.environments import looking
-from strop.environments.contract import Action, StepResult
+from strop.environments.contract import Action
 from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
+from strop.environments.played import PlayedWorld
 from strop.environments.sandboxed import SandboxedClass, SandboxedObject
-from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.environments.workspace import Place, Workspace
-from strop.errors import ConfigError, DataError
-from strop.rollout import Example, FinishReason, Message, Outcome, Split, ToolCall, make_example
+from strop.errors import ConfigError
+from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
-from strop.tasks.contract import TURN, TaskLimits, within_bounds
+from strop.tasks.contract import TURN, TaskLimits
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
 from strop.tasks.prompting import hash_prompting, with_stops, with_system
-from strop.tasks.user.own_task import OwnTask, as_outcome, require_whole
+from strop.tasks.user.own_task import OwnTask, as_outcome
 from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.version import fit_limits, hash_version
-from strop.tool_calls import CallFormat, Spoken, read_reply
 
 
 class WorldTask:
@@ -233,108 +230,6 @@ class World:
                 allowed="a reset that draws from its seed alone",
                 next_step="sort what comes from a set, and ask neither the clock nor the machine",
             )
-
-
-class PlayedWorld:
-    """One attempt, on an object of an author's class."""
-
-    def __init__(self, task: WorldTask) -> None:
-        self._task = task
-        self._section = task.section
-        self.max_turns = task.max_turns
-        self.stop_strings = task.limits.stop_strings
-        self.base_stop_strings = task.limits.base_stop_strings
-        self.max_attempt_tokens = task.section.max_attempt_tokens
-        self.max_attempt_s = task.section.max_attempt_s
-        self._object: WorldObject | None = None
-        self._num_turns = 0
-        self._is_over = False
-        """Whether the world ended the attempt by itself."""
-        self._has_said = False
-        self._num_bad_replies = 0
-        """In a row, up to now."""
-        self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
-
-    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make a new object, and have it open the attempt. Raises: DataError if the example is not whole."""
-        require_whole(self._task.name, example)
-        await self.close()
-        self._object = self._task.make_attempt()
-        self._num_turns, self._is_over, self._has_said = 0, False, False
-        return self._task.pose(await self._object.reset(example, seed), example)
-
-    async def step(self, action: Action) -> StepResult:
-        """Give the reply to the object, or to the tools that it calls."""
-        if self._object is None or self._is_over or self._num_turns == self.max_turns:
-            raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
-        self._num_turns += 1
-        self._has_said |= bool(action.text.strip())
-        if self._task.tools:
-            messages = await self._act(self._object, action)
-        else:
-            messages, self._is_over = await self._object.step(action.text)
-        is_done = self._is_over or self._num_turns == self.max_turns
-        return StepResult(messages=() if is_done else messages, done=is_done)
-
-    async def score(self) -> Outcome:
-        """Have the object score the attempt. Raises: DataError before `reset`."""
-        if self._object is None:
-            raise DataError(f"{self._task.name}: score before reset")
-        outcome = await self._object.score()
-        metrics = dict(outcome.metrics)
-        if self._task.tools:
-            metrics |= self._counts
-            if outcome.format_ok is None:
-                is_formed = self._has_said and not self._counts["num_format_errors"]
-                outcome = replace(outcome, format_ok=is_formed)
-        if not self._is_over and self._num_turns == self.max_turns:
-            metrics["out_of_turns"] = 1.0
-        return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
-
-    async def close(self) -> None:
-        """Close the object."""
-        made, self._object = self._object, None
-        if made is not None:
-            await made.close()
-
-    async def _act(self, made: WorldObject, action: Action) -> tuple[Message, ...]:
-        """Make the calls of a reply, and tell of those that were written wrongly."""
-        spoken = action.spoken or self._read(action.text)
-        messages, num_wrong = [], len(spoken.mistakes)
-        for call in spoken.calls:
-            if not self._is_over:
-                text, is_wrong = await self._call(made, call)
-                num_wrong += is_wrong
-                messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
-        messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
-        self._counts["num_format_errors"] += num_wrong
-        self._num_bad_replies = self._num_bad_replies + 1 if num_wrong else 0
-        if self._num_bad_replies >= self._section.max_format_errors:
-            self._is_over = True
-        if spoken.calls or spoken.mistakes or self._is_over:
-            return tuple(messages)
-        if not self._task.facts["has_step"]:
-            self._is_over = True
-            return ()
-        told, self._is_over = await made.step(spoken.content)
-        return told
-
-    async def _call(self, made: WorldObject, call: ToolCall) -> tuple[str, bool]:
-        """Make one call; return what the model is told, and whether the call was written wrongly."""
-        self._counts["num_tool_calls"] += 1
-        max_chars = self._section.max_observation_chars
-        try:
-            text, self._is_over = await made.call(call)
-        except CallRefused as error:
-            return cut_text(f"error: {error}", max_chars), True
-        except ToolError as error:
-            self._counts["num_tool_errors"] += 1
-            return cut_text(f"error: {error}", max_chars), False
-        return text, False
-
-    def _read(self, text: str) -> Spoken:
-        schemas = {name: json.loads(one)["function"]["parameters"] for name, one in self._task.tools.items()}
-        return read_reply(text, CallFormat.FENCE, schemas)
 
 
 class BuiltInWorld(WorldTask):

@@ -274,10 +274,12 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
     spec = resolved.spec
     algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
     own = f"{algorithm.name}'s own"
-    prompts = spec.train.prompts_per_step // spec.train.mini_batches
+    prompts, branches = spec.train.prompts_per_step // spec.train.mini_batches, spec.train.branches
     normalizer = _NORMALIZERS[algorithm.aggregation].format(
         part=_part_of_step(spec.train),
-        rollouts=prompts * spec.train.group_size,
+        # Turns that several share count as one more.
+        rollouts=prompts
+        * (spec.train.group_size + (spec.train.group_size // branches if branches > 1 else 0)),
         limit=limit,
         prompts=prompts,
     )

@@ -167,7 +167,7 @@ def _estimate_needs(
     if known.size is None or (target is not None and target.unknown):
         return _Needs()
     given, longest = count_offline_positions(spec, known.given), lengths.prompt_max
-    work = _plan_work(spec, lengths, known, limit, machine)
+    work = _plan_work(spec, lengths, known, limit, limits.max_reply_tokens, machine)
     memory: tuple[Part, ...] = ()
     if speeds.is_processor:
         memory = split_memory(spec, known.size, limit, longest, given_positions=given, frozen=known.frozen)
@@ -238,7 +238,9 @@ def predict_run(
     speeds = choose_speeds(spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir))
     limit = _bound_attempt(task, known, prompt.tokens_max)
     lengths = settle_lengths(spec, task, known, prompt)
-    time = estimate_time(_plan_work(spec, lengths, known, limit, machine), speeds)
+    time = estimate_time(
+        _plan_work(spec, lengths, known, limit, task.limits.max_reply_tokens, machine), speeds
+    )
     positions = count_offline_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.layout.kind == "ray"
@@ -355,10 +357,13 @@ def _bound_attempt(task: Task, known: Known, prompt_tokens: int | None) -> int:
     return min(limit, max(room, task.limits.max_reply_tokens))
 
 
-def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, limit: int, machine: Machine) -> Work:
+def _plan_work(
+    spec: RunSpec, lengths: Lengths, known: Known, limit: int, turn_limit: int, machine: Machine
+) -> Work:
     assert known.size is not None
     schedule, (sampling_frac, given_frac) = _plan_schedule(spec, known), _step_shares(spec)
     given_rows = given_frac * schedule.given_per_step
+    train = spec.train
     return Work(
         spec=spec,
         size=known.size,
@@ -370,6 +375,7 @@ def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, limit: int, machin
         given_scored=given_rows * lengths.given_scored,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
+        shared_frac=min(1.0, train.shared_turns * turn_limit / limit) if train.branches > 1 else 0.0,
         num_cores=machine.num_logical_cpus,
         frozen=known.frozen,
     )
@@ -412,7 +418,7 @@ def plan_work(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
     )
     lengths, limit = settle_lengths(spec, task, known, prompt), _bound_attempt(task, known, prompt.tokens_max)
-    work = _plan_work(spec, lengths, known, limit, machine)
+    work = _plan_work(spec, lengths, known, limit, task.limits.max_reply_tokens, machine)
     return Planned(work=work, speeds=speeds, task=task, model_path=known.model.path)
 
 

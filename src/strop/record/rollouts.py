@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from strop.errors import CorruptRecord, StoreError, UnfitRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.rollout import (
+    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -36,7 +37,7 @@ from strop.rollout import (
     VersionSegment,
 )
 
-FORMAT = b"5"
+FORMAT = b"6"
 _FORMAT_KEY = b"strop.rollouts"
 _SEAL_KEY = b"strop.sha256"
 _UNSEALED = b"0" * 64
@@ -79,6 +80,7 @@ SCHEMA = pa.schema(
         ("top_p", pa.float64()),
         ("top_k", pa.int32()),
         ("seconds", _NAMED),
+        ("branch", pa.struct([("of", pa.int32()), ("num_turns", pa.int32())])),
         ("reply_text", pa.string()),
         ("num_sampled_tokens", pa.int32()),
     ],
@@ -238,6 +240,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "top_p": rollout.sampling.top_p,
         "top_k": rollout.sampling.top_k,
         "seconds": list(rollout.seconds.items()),
+        "branch": rollout.branch and {"of": rollout.branch.of, "num_turns": rollout.branch.num_turns},
         "reply_text": reply.text if reply is not None else None,
         "num_sampled_tokens": rollout.num_sampled_tokens,
     }
@@ -277,6 +280,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         outcome=outcome,
         sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
         seconds=row["seconds"],
+        branch=row["branch"] and Branch(**row["branch"]),
     )
 
 

@@ -31,6 +31,26 @@ class TrainSpec(Section):
         description="Rollouts per example, compared with each other. At least 2: a single rollout has"
         " nothing to be compared with.",
     )
+    branches: int = Field(
+        default=1,
+        ge=1,
+        le=10**5,
+        description="Rollouts that share their first turns, in an environment: these are played once, and so"
+        " many go on from there, each in a copy of the world. What they share is trained once, by the mean of"
+        " what they earned, beside the group's other such turns; what follows by its own reward, beside what"
+        " followed the same. 1 = none share any. It must divide group_size.",
+        json_schema_extra=expert(
+            "of a long attempt one turn decides, and attempts that differ there show it"
+        ),
+    )
+    shared_turns: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Turns that rollouts share under train.branches; later by a few where programs that the"
+        " model started are still running then.",
+        json_schema_extra=expert("where attempts of an environment begin to differ is its own"),
+    )
     mini_batches: int = Field(
         default=1,
         ge=1,

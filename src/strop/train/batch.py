@@ -12,6 +12,7 @@ of the whole batch; a mini-batch has weights of its own, those of a batch that i
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from strop.algorithm.credit import weigh_part
 from strop.algorithm.losses import MAX_LOG_RATIO_NATS
 from strop.errors import DataError
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Example, Group, IntArray, Rollout, Split, Turn
+from strop.rollout import Example, Group, IntArray, Rollout, Split, Turn, cut_samples
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, epoch_order_of
@@ -146,9 +147,30 @@ class TrainBatch:
     groups: tuple[PackedGroup, ...]
     """Only rollouts that are forwarded."""
     places: tuple[tuple[int, int], ...]
-    """Which group and which of its rollouts each packed reply is of, in order of the replies."""
+    """Which group of the credit's and which of its members each reply is of, in order of the replies."""
     credit: Credit
+    """Of what is compared with each other: the rollouts of a group; or, where some share turns, the shared
+    turns of a group, and for each of them what followed."""
+    group_of_P: tuple[int, ...]
+    """The group that each of the credit's is of."""
     max_reply_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Row:
+    """What has one advantage: a rollout, turns that several share, or what followed them."""
+
+    reward: float | None
+    samples: tuple[tuple[Turn, ...], ...]
+    """Each begins with a prompt."""
+    is_truncated: bool = False
+    earned: Sequence[float] = ()
+    """By each turn that the policy spoke, itself."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy sampled in it."""
+        return sum(len(turn.token_ids) for turns in self.samples for turn in turns if turn.is_sampled)
 
 
 def build_batch(
@@ -158,26 +180,27 @@ def build_batch(
     limit_P: Sequence[int] | None = None,
 ) -> TrainBatch:
     """Assign credit over the complete batch, then pack what is forwarded. Limits: as `assign_credit`."""
+    compared = [(index, rows) for index, group in enumerate(groups) for rows in _list_compared(group)]
     credit = assign_credit(
         algorithm,
-        [[rollout.outcome.reward for rollout in group.rollouts] for group in groups],
-        [[rollout.num_sampled_tokens for rollout in group.rollouts] for group in groups],
-        [[rollout.outcome.truncated for rollout in group.rollouts] for group in groups],
+        [[row.reward for row in rows] for _, rows in compared],
+        [[row.num_tokens for row in rows] for _, rows in compared],
+        [[row.is_truncated for row in rows] for _, rows in compared],
         max_reply_tokens,
-        limit_P,
-        [[_list_earned(rollout) for rollout in group.rollouts] for group in groups],
+        None if limit_P is None else [limit_P[index] for index, _ in compared],
+        [[row.earned for row in rows] for _, rows in compared],
     )
     packed: list[PackedGroup] = []
     place_of: dict[int, tuple[int, int]] = {}
-    for index, group in enumerate(groups):
+    for index, (_, rows) in enumerate(compared):
         replies = []
-        for member, rollout in enumerate(group.rollouts):
+        for member, row in enumerate(rows):
             if not credit.is_forwarded_P_G[index][member]:
                 continue
             advantage, weight = credit.advantage_P_G[index][member], credit.weight_P_G[index][member]
             by_turn = credit.turn_advantage_P_G_K
             of_turns = None if by_turn is None else iter(by_turn[index][member].tolist())
-            for turns in rollout.samples:
+            for turns in row.samples:
                 spoken = [turn for turn in turns if turn.is_sampled]
                 own = None if of_turns is None else list(itertools.islice(of_turns, len(spoken)))
                 if any(len(turn.token_ids) for turn in spoken):
@@ -189,13 +212,74 @@ def build_batch(
         groups=tuple(packed),
         places=tuple(place_of[id(reply)] for group in packed for reply in group.replies),
         credit=credit,
+        group_of_P=tuple(index for index, _ in compared),
         max_reply_tokens=max_reply_tokens,
     )
 
 
-def _list_earned(rollout: Rollout) -> Sequence[float]:
-    """Return what each turn that the policy spoke earned by itself."""
-    return rollout.outcome.turn_rewards or [0.0] * sum(turn.is_sampled for turn in rollout.turns)
+def _list_compared(group: Group) -> list[list[_Row]]:
+    """Return the rows of a group that are compared with each other.
+
+    Turns that several rollouts share are one row, which earns the mean of what they earned, beside the
+    group's other such rows and its rollouts that share none. What followed them is compared with its
+    siblings: all of them began at the same place.
+    """
+    by_first: dict[int, list[Rollout]] = {}
+    for rollout in group.rollouts:
+        first = rollout.sample_index if rollout.branch is None else rollout.branch.of
+        by_first.setdefault(first, []).append(rollout)
+    first_rows, others = [], []
+    for siblings in by_first.values():
+        branch = siblings[0].branch
+        if branch is None:
+            first_rows += [_whole_row(rollout) for rollout in siblings]
+            continue
+        shared = siblings[0].turns[: branch.num_turns]
+        rewards = [rollout.outcome.reward for rollout in siblings]
+        first_rows.append(_Row(reward=_mean_scored(rewards), samples=_drop_unanswered(cut_samples(shared))))
+        # What the policy is asked with behind them, in one piece.
+        context = Turn(
+            role="prompt",
+            text="",
+            token_ids=np.concatenate([turn.token_ids for turn in cut_samples(shared)[-1]]),
+        )
+        others.append(
+            [
+                _Row(
+                    reward=rollout.outcome.reward,
+                    samples=cut_samples((context, *rollout.turns[branch.num_turns :])),
+                    is_truncated=rollout.outcome.truncated,
+                )
+                for rollout in siblings
+            ]
+        )
+    return [first_rows, *others]
+
+
+def _whole_row(rollout: Rollout) -> _Row:
+    earned = rollout.outcome.turn_rewards or [0.0] * sum(turn.is_sampled for turn in rollout.turns)
+    return _Row(
+        reward=rollout.outcome.reward,
+        samples=rollout.samples,
+        is_truncated=rollout.outcome.truncated,
+        earned=earned,
+    )
+
+
+def _mean_scored(rewards: Sequence[float | None]) -> float | None:
+    """Return the mean of the scored ones, of equal ones exactly theirs; None where fewer than half are."""
+    known = [reward for reward in rewards if reward is not None]
+    if 2 * len(known) < len(rewards):
+        return None
+    return known[0] if len({*known}) == 1 else math.fsum(known) / len(known)
+
+
+def _drop_unanswered(samples: Sequence[tuple[Turn, ...]]) -> tuple[tuple[Turn, ...], ...]:
+    """Leave out what the policy was told and has not answered there: nothing of it is trained."""
+    last = samples[-1]
+    while last and not last[-1].is_sampled:
+        last = last[:-1]
+    return (*samples[:-1], last) if last else tuple(samples[:-1])
 
 
 def cut_batch(

@@ -83,6 +83,7 @@ class Collector:
             step=number // spec.train.prompts_per_step,
             num_attempts=spec.train.group_size,
             max_positions=self._roles.learner.shape.max_positions,
+            num_branches=spec.train.branches,
         )
         if self._roles.run_group is not None:
             group = await self._roles.run_group(plans)
@@ -106,7 +107,14 @@ class Collector:
 
 
 def plan_attempts(
-    spec: RunSpec, task: Task, example: Example, *, step: int, num_attempts: int, max_positions: int
+    spec: RunSpec,
+    task: Task,
+    example: Example,
+    *,
+    step: int,
+    num_attempts: int,
+    max_positions: int,
+    num_branches: int = 1,
 ) -> list[RolloutPlan]:
     """Plan the attempts at one example as the run file says; `step` names their random streams."""
     sampling = Sampling(**spec.sampling.model_dump())
@@ -121,6 +129,8 @@ def plan_attempts(
             max_reply_tokens=max_reply_tokens,
             max_positions=max_positions,
             prompt_format=spec.model.prompt_format,
+            num_branches=num_branches,
+            num_shared_turns=spec.train.shared_turns,
         )
         for index in range(num_attempts)
     ]
@@ -144,8 +154,13 @@ def measure_staleness(groups: Sequence[Group], version: int) -> dict[str, float]
 def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStatus]:
     """Say how each group of a batch ended."""
     statuses = []
-    for group, is_forwarded_G in zip(groups, batch.credit.is_forwarded_P_G, strict=True):
-        if bool(is_forwarded_G.any()):
+    forwarded = {
+        index
+        for index, is_forwarded_G in zip(batch.group_of_P, batch.credit.is_forwarded_P_G, strict=True)
+        if is_forwarded_G.any()
+    }
+    for index, group in enumerate(groups):
+        if index in forwarded:
             statuses.append(GroupStatus.TRAINED)
         elif not has_enough_scored([rollout.outcome.reward for rollout in group.rollouts]):
             statuses.append(GroupStatus.FAILED)
@@ -177,7 +192,7 @@ def measure_discarded(batch: Batch) -> dict[str, float]:
 
 
 def _lengths(groups: Iterable[Group]) -> list[int]:
-    return [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
+    return [rollout.num_new_tokens for group in groups for rollout in group.rollouts]
 
 
 def count_tokens(groups: Iterable[Group]) -> int:

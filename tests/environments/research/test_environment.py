@@ -11,6 +11,7 @@ import pytest
 
 from strop.environments import Action
 from strop.environments.contract import PROFILE_AREA
+from strop.environments.played import PlayedWorld
 from strop.environments.research.contract import Instance, Marks, profile_area
 from strop.environments.research.environment import (
     Research,
@@ -20,7 +21,6 @@ from strop.environments.research.environment import (
     to_outcome,
 )
 from strop.environments.research.suite import TASKS, make_instance
-from strop.environments.worlds import PlayedWorld
 from strop.errors import ConfigError
 from strop.evaluate import EvalSettings, evaluate_task
 from strop.rollout import (
