@@ -80,6 +80,15 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
             {"infer": 1, "train": 5, "env": 1},
             "ray: 5 learners, 1 engine, 1 worker",
         ),
+        (
+            (
+                *("submit", "run.toml", "--on", "cluster", "environment.name=repo-repair"),
+                *("environment.source=rows.jsonl", "environment.sandbox_gpus=0.5"),
+                *("job.train_gpus=4", "job.infer_gpus=2", "job.env_gpus=2"),
+            ),
+            {"infer": 2, "train": 4, "sandbox": 2},
+            "ray: 4 learners, 2 engines, 2 GPUs for sandboxes",
+        ),
         # It had none of its eight.
         (("submit", "run.toml", "--on", "cloud"), {"train": 8}, "ray: 8 learners, 8 engines"),
     ],

@@ -75,7 +75,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.dataset", "task.data_seed", "task.num_few_shot", "task.source"),
         *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
         *("task.rules", "task.hidden_tests", "task.difficulty"),
-        *("task.memory_gib", "task.disk_gib"),
+        *("task.sandbox_gpus", "task.gpu_wait_s", "task.memory_gib", "task.disk_gib"),
         *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
         *("task.protected", "task.root", "task.raw_validate"),
         *("task.open_network", "task.url", "task.action_field", "task.action_is_number", "task.instructions"),

@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from strop.agents import calling
 from strop.agents.face import Face
 from strop.environments.contract import Action, StepResult
+from strop.environments.gpus import NO_GPUS, lease_gpus
 from strop.environments.objects import to_messages
 from strop.environments.recording import Recorder
 from strop.environments.workspace import Guest, Workspace
@@ -124,13 +125,18 @@ class WorkspaceAttempt:
         self._own: Workspace | None = None
         self._held = AsyncExitStack()
         self._face: Face | None = None
+        self._lease = NO_GPUS
         self.max_attempt_tokens = task.max_tokens
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make the sandbox, with a way to the model, and pose the example. Raises: as the workspace does."""
+        """Make the sandbox, with a way to the model, and pose the example.
+
+        Raises: as `lease_gpus` and the workspace do.
+        """
         await self.close()
         self._face = await self._held.enter_async_context(lease_face())
-        own: Workspace = self._world.make_placed()
+        self._lease = self._held.enter_context(await lease_gpus(self._world.section))
+        own: Workspace = self._world.make_placed(self._lease.names)
         guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._task.paths)
         own.place = replace(own.place, guest=guest)
         self._held.push_async_callback(own.close)
@@ -164,6 +170,7 @@ class WorkspaceAttempt:
         if self._own is None:
             raise DataError(f"{self._task.name}: score before reset")
         outcome = self._world.to_outcome(await self._own.score())
+        outcome = replace(outcome, metrics={**outcome.metrics, **self._lease.metrics})
         return within_bounds(outcome, self._world.limits)
 
     async def close(self) -> None:

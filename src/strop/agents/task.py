@@ -17,6 +17,7 @@ import hashlib
 import json
 
 from strop.agents.attempts import AgentEnvironment, WorkspaceAttempt
+from strop.environments.gpus import require_gpus
 from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome
@@ -84,9 +85,10 @@ class AgentWorld:
         self._task = task
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
-        """Make one attempt."""
+        """Make one attempt. Raises: CheckRefused like `require_gpus`."""
         task = self._task
         if task.workspaces is not None:
+            require_gpus(task.workspaces.section)
             return WorkspaceAttempt(task, task.workspaces)
         return AgentEnvironment(task, judge)
 

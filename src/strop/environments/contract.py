@@ -78,7 +78,10 @@ class Bounded(Protocol):
 
     @property
     def max_attempt_s(self) -> float | None:
-        """Wall time from `reset` on, in seconds; a reply that is not done by then is given up."""
+        """Wall time from `reset` on, in seconds; a reply that is not done by then is given up.
+
+        What `reset` waited for a place, as the attribute `waited_s` says where there is one, does not count.
+        """
         ...
 
 

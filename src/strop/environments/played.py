@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from strop.environments.contract import Action, Kept, StepResult
+from strop.environments.gpus import NO_GPUS, lease_gpus
 from strop.environments.objects import WorldObject
 from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.errors import DataError
@@ -34,6 +35,7 @@ class PlayedWorld:
         self.max_attempt_tokens = task.section.max_attempt_tokens
         self.max_attempt_s = task.section.max_attempt_s
         self._object: WorldObject | None = None
+        self._lease = NO_GPUS
         self._num_turns = 0
         self._is_over = False
         """Whether the world ended the attempt by itself."""
@@ -42,11 +44,20 @@ class PlayedWorld:
         """In a row, up to now."""
         self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
 
+    @property
+    def waited_s(self) -> float:
+        """How long it waited for GPUs before it began."""
+        return self._lease.waited_s
+
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make a new object, and have it open the attempt. Raises: DataError if the example is not whole."""
+        """Make a new object, and have it open the attempt, once there are GPUs for it.
+
+        Raises: DataError if the example is not whole; as `lease_gpus` does.
+        """
         require_whole(self._task.name, example)
         await self.close()
-        self._object = self._task.make_attempt()
+        self._lease = await lease_gpus(self._section)
+        self._object = self._task.make_attempt(self._lease.names)
         self._num_turns, self._is_over, self._has_said = 0, False, False
         return self._task.pose(await self._object.reset(example, seed), example)
 
@@ -68,7 +79,7 @@ class PlayedWorld:
         if self._object is None:
             raise DataError(f"{self._task.name}: score before reset")
         outcome = await self._object.score()
-        metrics = dict(outcome.metrics)
+        metrics = {**outcome.metrics, **self._lease.metrics}
         if self._task.tools:
             metrics |= self._counts
             if outcome.format_ok is None:
@@ -97,10 +108,11 @@ class PlayedWorld:
         return other
 
     async def close(self) -> None:
-        """Close the object."""
+        """Close the object, and give its GPUs back, whatever becomes of it."""
         made, self._object = self._object, None
-        if made is not None:
-            await made.close()
+        with self._lease:
+            if made is not None:
+                await made.close()
 
     async def _act(self, made: WorldObject, action: Action) -> tuple[Message, ...]:
         """Make the calls of a reply, and tell of those that were written wrongly."""

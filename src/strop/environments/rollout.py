@@ -126,6 +126,8 @@ class Attempt:
             if getattr(self.environment, "max_attempt_s", None) is not None:
                 self.started_at = self.clock()
             self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
+            # As `Bounded` says.
+            self.started_at += getattr(self.environment, "waited_s", 0.0)
             self.told = [tuple(self.history)]
         ended = await self._converse(until)
         return await self._score(ended) if isinstance(ended, Stop) else ended

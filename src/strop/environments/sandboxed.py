@@ -111,8 +111,9 @@ class SandboxedObject:
     SandboxRefused if this host makes no such sandbox.
     """
 
-    def __init__(self, made_of: SandboxedClass) -> None:
+    def __init__(self, made_of: SandboxedClass, gpus: tuple[str, ...] = ()) -> None:
         self._made_of = made_of
+        self._gpus = gpus
         self._limits = ObjectLimits(**made_of.order["limits"])
         self._sandbox: ServedSandbox | None = None
         self._job: ServedJob | None = None
@@ -168,7 +169,8 @@ class SandboxedObject:
         self._has_place = True
         backend = await choose_backend(self._made_of.backend, self._made_of.min_level)
         mounts = tuple(Mount(host_path=path, inside_path=path) for path in self._made_of.mounts)
-        spec = SandboxSpec(limits=LIMITS, mounts=mounts, min_level=self._made_of.min_level)
+        level = self._made_of.min_level
+        spec = SandboxSpec(limits=LIMITS, mounts=mounts, gpus=self._gpus, min_level=level)
         self._sandbox = sandbox = await backend.create_prepared(spec, ENVIRONMENTS)
         self._job = await sandbox.start_main()
         async with asyncio.timeout(_START_LIMIT_S):

@@ -120,14 +120,16 @@ class Place:
     command_limit_s: float = 60.0
     """Wall time of one command of the model's."""
     guest: Guest | None = None
+    gpus: tuple[str, ...] = ()
+    """Those that the attempt has while it lasts; its grader sees them, too."""
 
     @classmethod
-    def of(cls, section: object, command_limit_s: float) -> Place:
+    def of(cls, section: object, command_limit_s: float, gpus: tuple[str, ...] = ()) -> Place:
         """Read a section, which may say nothing of sandboxes."""
         if not isinstance(section, SandboxSettings):
             return cls(command_limit_s=command_limit_s)
         level = IsolationLevel[section.min_isolation.upper()]
-        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s)
+        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s, gpus=gpus)
 
 
 class Workspace:
@@ -313,7 +315,8 @@ class Workspace:
 
         backend = await choose_backend(self.place.backend, self.place.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
-        return await backend.create(replace(spec, min_level=self.place.min_level))
+        gpus = self.place.gpus or spec.gpus
+        return await backend.create(replace(spec, min_level=self.place.min_level, gpus=gpus))
 
     async def _open_shell(self) -> Shell:
         shell = await self.sandbox.open_shell(cwd=self.folder)

@@ -20,12 +20,13 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from strop.environments import looking
 from strop.environments.contract import Action
+from strop.environments.gpus import require_gpus
 from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
 from strop.environments.played import PlayedWorld
@@ -79,15 +80,15 @@ class WorldTask:
         """Where its examples are attempted; see `tasks.traits`."""
         return World(self)
 
-    def make_attempt(self) -> WorldObject:
-        """Return what one attempt is made on, the servers of the run file with it."""
-        made, servers = self.make_object(), self.section.mcp_servers
+    def make_attempt(self, gpus: tuple[str, ...]) -> WorldObject:
+        """Return what one attempt is made on, whose sandboxes see GPUs, with the servers of the run file."""
+        made, servers = self.make_object(gpus), self.section.mcp_servers
         owners = {name: server for name, (server, _) in self.served_tools.items()}
         return ServedObject(made, owners, servers, self.object_limits) if servers else made
 
-    def make_object(self) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
         """Return the class's part of an attempt."""
-        return ObjectHere(self.make_placed, self.to_outcome, self.object_limits)
+        return ObjectHere(partial(self.make_placed, gpus), self.to_outcome, self.object_limits)
 
     @property
     def object_limits(self) -> ObjectLimits:
@@ -101,11 +102,11 @@ class WorldTask:
         """Whether its attempts have sandboxes to work in: its class is a `Workspace`."""
         raise NotImplementedError
 
-    def make_placed(self) -> Any:
+    def make_placed(self, gpus: tuple[str, ...]) -> Any:
         """Make an object of the class that knows where the run file wants its sandboxes."""
         own = self.make_own()
         if isinstance(own, Workspace):
-            own.place = Place.of(self.section, self.section.tool_limit_s)
+            own.place = Place.of(self.section, self.section.tool_limit_s, gpus)
         return own
 
     @property
@@ -162,7 +163,8 @@ class World:
         self._task = task
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
-        """Make one attempt; the class judges it by itself."""
+        """Make one attempt; the class judges it by itself. Raises: CheckRefused like `require_gpus`."""
+        require_gpus(self._task.section)
         return PlayedWorld(self._task)
 
     @property
@@ -363,9 +365,9 @@ class OwnWorld(WorldTask, OwnTask):
         """Whether its class is a `Workspace`."""
         return self._inspected.has_sandbox
 
-    def make_object(self) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
         """Return what one attempt is made on: in this process, or in a sandbox."""
-        return SandboxedObject(self._sandboxed) if self.is_apart else super().make_object()
+        return SandboxedObject(self._sandboxed, gpus) if self.is_apart else super().make_object(gpus)
 
     @property
     def is_apart(self) -> bool:  # type: ignore[override]

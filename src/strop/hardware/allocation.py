@@ -21,6 +21,7 @@ from strop.hardware.visible_devices import (
     DeviceForm,
     VisibleDevices,
     count_gpus,
+    is_one_by_one,
     parse_visible_devices,
     share_out,
 )
@@ -249,7 +250,8 @@ def _fill(
         found = list(check_device(device, inventory, own_lease_id=request.own_lease_id))
         reasons += [finding.given for finding in found]
         free += [] if found else [device]
-    if candidates[0].is_slice and any(number > 1 for number in request.wanted.values()):
+    together = [number for name, number in request.wanted.items() if not is_one_by_one(name)]
+    if candidates[0].is_slice and max(together, default=0) > 1:
         return None, [*reasons, "a role sees one MIG slice at most"]
     if len(free) < sum(request.wanted.values()):
         return None, reasons

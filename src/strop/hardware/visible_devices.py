@@ -17,8 +17,13 @@ from strop.errors import CheckRefused, ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 INFER_DEVICES, JUDGE_DEVICES = "STROP_INFER_DEVICES", "STROP_JUDGE_DEVICES"
-ENV_DEVICES = "STROP_ENV_DEVICES"
-PART_DEVICES = {"infer": INFER_DEVICES, "judge": JUDGE_DEVICES, "env": ENV_DEVICES}
+ENV_DEVICES, SANDBOX_DEVICES = "STROP_ENV_DEVICES", "STROP_SANDBOX_DEVICES"
+PART_DEVICES = {
+    "infer": INFER_DEVICES,
+    "judge": JUDGE_DEVICES,
+    "env": ENV_DEVICES,
+    "sandbox": SANDBOX_DEVICES,
+}
 """Part of a run to the variable with its devices, set for the process that starts these roles. A learner sees
 its own in CUDA_VISIBLE_DEVICES."""
 _NONE_WORDS = {"", "-1", "NoDevFiles"}
@@ -58,8 +63,8 @@ class VisibleDevices:
         return None if self.form is DeviceForm.UNSET else ",".join(self.ids)
 
 
-def parse_visible_devices(text: str | None) -> VisibleDevices:
-    """Read the variable's value; None where it is not set.
+def parse_visible_devices(text: str | None, variable: str = VISIBLE_DEVICES) -> VisibleDevices:
+    """Read a variable's value; None where it is not set.
 
     Raises: ConfigError for an entry of no known form, for mixed forms, and for an entry that stands twice:
         CUDA would leave out what follows without a word.
@@ -81,7 +86,7 @@ def parse_visible_devices(text: str | None) -> VisibleDevices:
             else f"mixes {' and '.join(sorted(forms))}"
         )
         raise ConfigError(
-            f"{VISIBLE_DEVICES}={text}: {cause}",
+            f"{variable}={text}: {cause}",
             allowed="indices, or UUIDs of GPUs, or UUIDs of MIG slices, each once",
             next_step="correct the variable, or unset it to see every GPU",
         )
@@ -112,7 +117,7 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
             allowed="as many visible GPUs as the roles ask for",
             next_step="ask for fewer, or for a job with more",
         )
-    together = [role for role, number in wanted.items() if number > 1]
+    together = [role for role, number in wanted.items() if number > 1 and not is_one_by_one(role)]
     if visible.form is DeviceForm.MIG_UUID and together:
         raise CheckRefused(
             f"{', '.join(together)} is to use several MIG slices together",
@@ -125,6 +130,11 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
         shares[role] = VisibleDevices(form=visible.form if ids else DeviceForm.NONE, ids=ids)
         first += number
     return shares
+
+
+def is_one_by_one(role: str) -> bool:
+    """Whether the GPUs of a role's part are handed on one by one, and so may be several slices."""
+    return role.rpartition("/")[2].rpartition(" ")[2] == "sandbox"
 
 
 def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, str]:

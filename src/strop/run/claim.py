@@ -33,6 +33,7 @@ from strop.record.run_dir import STATE_NAME
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.spec.judge import judge_sections
+from strop.spec.layout import ENV, SANDBOX
 from strop.store import ModelHandle
 from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
@@ -58,9 +59,9 @@ def claim_machine(
 ) -> Iterator[Claim]:
     """Clear what dead runs of this user left, and hold GPUs for a training, if it uses any.
 
-    `need_bytes` is what must be free on each. `wanted`: how many GPUs each part of `spec.layout` gets;
-    without it learner and engine share the first one that torch sees. Every process that is started
-    meanwhile carries the lease's id, and sees these GPUs alone.
+    `need_bytes` is what must be free on each but those for environments. `wanted`: how many GPUs each part
+    of `spec.layout` gets; without it learner and engine share the first one that torch sees. Every process
+    that is started meanwhile carries the lease's id, and sees these GPUs alone.
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
     """
@@ -70,7 +71,7 @@ def claim_machine(
     cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
     inherited = os.environ.get(VISIBLE_DEVICES)
     shares = dict(wanted or {_ROLE: 1 if _uses_gpu(inherited) else 0})
-    needs = dict.fromkeys(shares, need_bytes)
+    needs = {part: 0 if part in (ENV, SANDBOX) else need_bytes for part in shares}
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
     with held, set_variables(held.variables):

@@ -58,8 +58,9 @@ class JobSpec(Section):
         default=0,
         ge=0,
         le=64,
-        description="GPUs per node for environments, beside those for training: the user's own task code"
-        " sees these alone, in rollout workers where the run has some.",
+        description="GPUs per node for environments, beside those for training: with task.sandbox_gpus"
+        " attempts have them in their sandboxes; else the user's own task code sees these alone, in rollout"
+        " workers where the run has some.",
         json_schema_extra=expert("environments may train or run models themselves"),
     )
     single_gpu: bool = Field(

@@ -49,7 +49,48 @@ class SandboxSettings(Section):
         return self
 
 
-class RoomSettings(SandboxSettings):
+class GpuSettings(SandboxSettings):
+    """And which GPUs the sandboxes of an attempt have."""
+
+    sandbox_gpus: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=64.0,
+        description="GPUs that the sandboxes of each attempt see, of the job.env_gpus: whole ones, or 0.5"
+        " where two attempts share one, 0.25 where four do. Attempts wait for a free one in the order in"
+        " which they begin. Needs bubblewrap, podman or docker.",
+        json_schema_extra=expert("attempts may train or run models in their sandboxes"),
+    )
+    gpu_wait_s: float = Field(
+        default=3600.0,
+        gt=0.0,
+        le=10**6,
+        description="Seconds that an attempt waits for sandbox_gpus at most. Then it has no score.",
+        json_schema_extra=expert("attempts may hold their GPUs for hours"),
+    )
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.sandbox_gpus > 1 and self.sandbox_gpus != int(self.sandbox_gpus):
+            raise SpecConflict(
+                {"task.sandbox_gpus": self.sandbox_gpus},
+                "an attempt has whole GPUs, or shares one",
+                allowed="0, 1, 2, 3, ...; or a part of one: 0.5, 0.25, ...",
+                next_step="round it",
+            )
+        if self.sandbox_gpus and self.sandbox in ("process", "remote"):
+            raise SpecConflict(
+                {"task.sandbox_gpus": self.sandbox_gpus, "task.sandbox": self.sandbox},
+                "its programs reach all GPUs of the machine"
+                if self.sandbox == "process"
+                else "a sandbox service hands out no GPUs",
+                allowed="task.sandbox of bubblewrap, podman or docker, or auto",
+                next_step="choose another task.sandbox, or leave task.sandbox_gpus out",
+            )
+        return self
+
+
+class RoomSettings(GpuSettings):
     """And how much room the sandboxes of an environment have, where an example does not say it."""
 
     memory_gib: float = Field(

@@ -16,7 +16,7 @@ from strop.tasks.contract import TaskLimits
 _NOT_HASHED = {
     # `AgentTask` makes a version of the task's own and them.
     *("agent", "agent_limit_s", "agent_tokens", "agent_paths"),
-    *("source", "root", "salt_file", "max_too_long_frac"),
+    *("source", "root", "salt_file", "max_too_long_frac", "gpu_wait_s"),
     # A user's function is hashed by its source.
     "reward",
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
@@ -28,7 +28,7 @@ _NOT_HASHED = {
 }
 # What the self-test requires changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
-_USUAL: dict[str, Any] = {"min_reward": 0.0, "sandbox": "auto", "mcp_servers": []}
+_USUAL: dict[str, Any] = {"min_reward": 0.0, "sandbox": "auto", "mcp_servers": [], "sandbox_gpus": 0.0}
 """Limits and settings hashed only where they differ from these: recorded versions are older than they."""
 
 

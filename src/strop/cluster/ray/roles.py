@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from strop.errors import CheckRefused
 from strop.hardware.allocation import take_devices
 from strop.hardware.tuning import importing
-from strop.hardware.visible_devices import PART_DEVICES
+from strop.hardware.visible_devices import PART_DEVICES, SANDBOX_DEVICES, VISIBLE_DEVICES
 from strop.io.variables import log_from
 from strop.spec.layout import DeviceShare
 
@@ -39,6 +39,8 @@ class RoleStart:
     log_level: str | None = None
     """As `output.log_level` says it for the role; None where it says nothing."""
     devices: DeviceShare | None = None
+    hands_out_gpus: bool = False
+    """Whether its GPUs are for the sandboxes of its attempts."""
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Of the environment: see `prove_environment`."""
     salt: str = ""
@@ -89,6 +91,10 @@ class RayRole:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
             for name in PART_DEVICES.values():
                 os.environ.pop(name, None)
+        if start.hands_out_gpus:
+            # What this process has its sandboxes have.
+            os.environ[SANDBOX_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
+            os.environ[VISIBLE_DEVICES] = ""
         if self.computes:
             # After the GPUs are chosen: importing torch may already look at them.
             with importing():

@@ -13,8 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from strop.hardware.allocation import Allocation
+from strop.hardware.allocation import Allocation, RoleDevices
 from strop.hardware.process import ChildProcess, spawn, terminate
+from strop.hardware.visible_devices import is_one_by_one
 
 
 class Level(StrEnum):
@@ -89,6 +90,12 @@ class PreflightRequest:
         if self.allocation is None:
             return 0
         return sum(len(role.visible.ids) for role in self.allocation.roles.values())
+
+    @property
+    def computing(self) -> list[RoleDevices]:
+        """What the run's own processes compute on; other GPUs are for programs in sandboxes."""
+        roles = {} if self.allocation is None else self.allocation.roles
+        return [role for name, role in roles.items() if not is_one_by_one(name)]
 
 
 # Programs that a preflight starts; each prints one line of JSON last.

@@ -29,7 +29,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord
 from strop.hardware.process import step_back
-from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
+from strop.hardware.visible_devices import ENV_DEVICES, SANDBOX_DEVICES, VISIBLE_DEVICES
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import fork_server
 
@@ -267,6 +267,8 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         devices = os.environ.get(ENV_DEVICES)
         added = {} if devices is None else {VISIBLE_DEVICES: devices}
+        # This process alone hands these out.
+        inherited = {name: value for name, value in os.environ.items() if name != SANDBOX_DEVICES}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
@@ -275,7 +277,7 @@ class WorkerPool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **added},
+                env={**inherited, **added},
             )
         ours.settimeout(_BUILD_LIMIT_S)
         ours.sendall(struct.pack("!I", len(job)) + job)
