@@ -118,8 +118,6 @@ class Shares:
     learner_factor: int
     step_s: float
     tokens_per_s: float
-    engine_frac: float
-    """Share of the time in which the engine decodes something."""
     rows_frac: float
     """Mean share of its rows that are taken."""
     learner_frac: float
@@ -182,7 +180,6 @@ async def _run(spec: RunSpec, task: Task, tokenizer: Tokenizer, num_steps: int, 
     for step in range(num_steps):
         if step == num_left_out:
             begun_at, row_s, num_tokens, learned_s = loop.time(), engine.row_s, 0, 0.0
-            engine.busy.take_s()
         source.admit(step)
         groups = (await source.take()).groups
         build_batch(algorithm, groups, task.limits.max_reply_tokens * MAX_TURNS)
@@ -207,7 +204,6 @@ async def _run(spec: RunSpec, task: Task, tokenizer: Tokenizer, num_steps: int, 
         learner_factor=factor,
         step_s=passed_s / (num_steps - num_left_out),
         tokens_per_s=num_tokens / passed_s,
-        engine_frac=engine.busy.take_s() / passed_s,
         rows_frac=(engine.row_s - row_s) / passed_s / ROWS,
         learner_frac=learned_s / passed_s,
         staleness_mean=sum(ages) / len(ages),
@@ -238,7 +234,6 @@ def measure_long_tail(model_dir: Path, *, is_quick: bool) -> Measured:
             goals = {}
         figures += [
             _figure(f"learner busy, {name}", one.learner_frac, goals.get("learner")),
-            _figure(f"engine busy, {name}", one.engine_frac),
             _figure(f"engine's rows taken, {name}", one.rows_frac, goals.get("rows")),
             _figure(f"tokens, {name}", one.tokens_per_s, unit="a simulated s"),
         ]
