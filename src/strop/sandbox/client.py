@@ -98,6 +98,11 @@ class Client:
         number, answer = self.begin(header, body)
         try:
             return await answer
+        except asyncio.CancelledError:
+            # It may have come in the moment of the cancellation.
+            if answer.done() and not answer.cancelled() and not answer.exception():
+                _close_descriptor(answer.result()[0])
+            raise
         finally:
             self.forget(number)
 
@@ -131,9 +136,12 @@ class Client:
         if not self._ended.done():
             self.lost_kind = self.lost_kind or "stopped"
             self.tell({"op": "stop"})
-        # The stream's end is the supervisor's, which comes when nothing is left.
-        done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
-        self.close()
+        try:
+            # The stream's end is the supervisor's, which comes when nothing is left.
+            done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
+        finally:
+            # Who is cancelled waits no longer; the supervisor ends the sandbox all the same.
+            self.close()
         if not done:
             raise self.lost("infra")
 
@@ -189,8 +197,7 @@ class Client:
             return
         answer = self._waiting.pop(header["id"], None)
         if answer is None or answer.done():
-            if "descriptor" in header:
-                os.close(header["descriptor"])
+            _close_descriptor(header)
         elif "lost" in header:
             answer.set_exception(self.lost(header["lost"], header["why"]))
         elif "failed" in header:
@@ -218,3 +225,8 @@ class Client:
             self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def _close_descriptor(header: dict[str, Any]) -> None:
+    if "descriptor" in header:
+        os.close(header["descriptor"])
