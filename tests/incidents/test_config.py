@@ -259,6 +259,8 @@ SITE_CONSTANTS = re.compile(
 STANDARD_PLACES = re.compile(
     r"^/(?:tmp|usr|var|home|opt|root)$|^/var/tmp$|^/tmp/strop|^/opt/(?:strop|ml)\b"
     r"|^/usr(?:/local)?/s?bin\b|^/usr/(?:local)?$"
+    # Where images for GPUs look for the driver.
+    r"|^/usr/local/nvidia/lib64$"
     # Inside a sandbox.
     r"|^/workspace$|^/tmp/(?:beats-)?$|^/usr/lib/python3/|^/usr/local/lib$|^/var/cache$"
     r"|^/aws/|arn:aws:[a-z]+:+(?:$|\.\.\.)|^123456789012$"

@@ -360,7 +360,14 @@ def test_log_4_a_missing_value_masks_the_rollout(
     def break_some(request: GenerationRequest, completion: Completion) -> Completion:
         return tamper(request, completion) if completion.text == "broken" else completion
 
-    engine = TamperedEngine(DummyEngine(tokenizer, ["broken", "2", "3", "4"]), tamper=break_some)
+    # An attempt that is made again has the same seed, and the same reply.
+    replies = iter(["broken", "2", "3", "4"])
+    said: dict[int, str] = {}
+
+    def say(request: GenerationRequest) -> str:
+        return said.get(request.seed) or said.setdefault(request.seed, next(replies))
+
+    engine = TamperedEngine(DummyEngine(tokenizer, say), tamper=break_some)
     (group,) = sample_groups(build_gate(model_dir, engine), num_groups=1)
     lost, *kept = group.rollouts
     assert lost.outcome.failure is not None
@@ -373,6 +380,7 @@ def test_log_4_a_missing_value_masks_the_rollout(
     values = np.concatenate([reply.engine_logprobs for g in batch.groups for reply in g.replies])
     assert set(values.tolist()) == {-0.5}
     assert measure_rollouts([group])["failed_frac"] == 0.25
+    assert lost.outcome.metrics["num_refills"] == 2.0
 
 
 def test_log_5_masters_and_moments_are_float32(bf16_dir: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from strop.environments.gpus import require_gpus
 from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome
+from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.contract import TaskLimits
@@ -41,7 +42,7 @@ class AgentTask(TaskWrapper):
         super().__init__(task)
         assert spec.agent is not None
         self.agent = spec.agent
-        self.paths: tuple[str, ...] = getattr(spec, "agent_paths", ())
+        self.paths = _paths_of(spec)
         self.workspaces = task if isinstance(task, WorldTask) else None
         """Where the program works in a sandbox."""
         _refuse_misplaced(self.workspaces, spec)
@@ -101,11 +102,15 @@ class AgentWorld:
         return await self._task.play(example, text)
 
 
+def _paths_of(spec: TaskSection | SandboxSettings) -> tuple[str, ...]:
+    return spec.agent_paths if isinstance(spec, SandboxSettings) else ()
+
+
 def _refuse_misplaced(world: WorldTask | None, spec: TaskSection) -> None:
     """Refuse a program that could not conduct the attempts. Raises: ConfigError."""
     given = f"task.agent={spec.agent}"
     if world is None:
-        if paths := getattr(spec, "agent_paths", ()):
+        if paths := _paths_of(spec):
             raise ConfigError(
                 f"task.agent_paths={list(paths)}: a program that answers a task works in no sandbox",
                 allowed="paths for a program that works in an environment's workspace",

@@ -15,6 +15,7 @@ from strop.environments.objects import WorldObject
 from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
+from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import within_bounds
 from strop.tasks.user.own_task import require_whole
 from strop.tool_calls import CallFormat, Spoken, read_reply
@@ -28,12 +29,13 @@ class PlayedWorld:
 
     def __init__(self, task: WorldTask) -> None:
         self._task = task
-        self._section = task.section
+        section: EnvironmentSection = task.section
+        self._section = section
         self.max_turns = task.max_turns
         self.stop_strings = task.limits.stop_strings
         self.base_stop_strings = task.limits.base_stop_strings
-        self.max_attempt_tokens = task.section.max_attempt_tokens
-        self.max_attempt_s = task.section.max_attempt_s
+        self.max_attempt_tokens = section.max_attempt_tokens
+        self.max_attempt_s = section.max_attempt_s
         self._object: WorldObject | None = None
         self._lease = NO_GPUS
         self._num_turns = 0

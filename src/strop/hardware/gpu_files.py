@@ -35,8 +35,8 @@ _LIBRARY = re.compile(
 """What programs that compute load of the driver."""
 _LINKED = re.compile(r"\s*(\S+) \(([^)]*)\) => (\S+)")
 _MACHINES = ("x86-64", "AArch64")
-_MOUNTED_LIBRARIES = "/usr/local/nvidia/lib64"
-"""Where a container around this process may have them, unknown to its loader."""
+IMAGE_LIBRARIES = "/usr/local/nvidia/lib64"
+"""Where images that are made for GPUs look for them, and a container around this process may have them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ def _find_libraries() -> tuple[dict[str, str], bool]:
     found = dict(_list_linked())
     if found:
         return found, True
-    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), _MOUNTED_LIBRARIES]
+    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), IMAGE_LIBRARIES]
     paths = [path for folder in folders if folder for path in sorted(Path(folder).glob("lib*.so.*"))]
     return {path.name: str(path) for path in paths if _LIBRARY.fullmatch(path.name)}, False
 

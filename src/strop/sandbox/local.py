@@ -19,7 +19,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, SandboxRefused, split_error
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
-from strop.hardware.gpu_files import find_gpu_files
+from strop.hardware.gpu_files import IMAGE_LIBRARIES, find_gpu_files
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
@@ -203,8 +203,6 @@ _PROGRAMS = {
     "docker": ("docker", "docker.io"),
 }
 """What makes a backend's sandboxes, and the package that brings it."""
-_LIBRARIES = "/usr/local/nvidia/lib64"
-"""Where programs of an image find the driver's libraries; images that are made for GPUs look there."""
 _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
 """By backend and image, for the life of this process."""
 
@@ -278,9 +276,9 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
         raise SandboxRefused(given, allowed=allowed, next_step=next_step, kind="gpus") from error
     mounts, folders = list(spec.mounts), []
     if spec.image is not None:
-        folders = [_LIBRARIES] if found.libraries else []
+        folders = [IMAGE_LIBRARIES] if found.libraries else []
         for name, path in found.libraries.items():
-            mounts.append(Mount(host_path=path, inside_path=f"{_LIBRARIES}/{name}"))
+            mounts.append(Mount(host_path=path, inside_path=f"{IMAGE_LIBRARIES}/{name}"))
     elif not found.is_linked:
         folders = sorted({os.path.dirname(path) for path in found.libraries.values()})
     env = {**spec.env, VISIBLE_DEVICES: found.visible, DEVICE_ORDER: PCI_BUS_ID}
