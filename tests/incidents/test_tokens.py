@@ -208,7 +208,13 @@ def test_tok_2_a_stream_one_element_short_masks_the_rollout(tmp_path: Path) -> N
         length = ids.index(0) if 0 in ids else len(ids)
         return replace(completion, logprobs=completion.logprobs[:length])
 
-    engine = TamperedEngine(DummyEngine(tokenizer, ["no!no", "yes", "no"]), tamper=cut_at_0)
+    # An attempt that is made again has the same seed, and the same reply.
+    replies, said = iter(["no!no", "yes", "no"]), dict[int, str]()
+
+    def say(request: GenerationRequest) -> str:
+        return said.get(request.seed) or said.setdefault(request.seed, next(replies))
+
+    engine = TamperedEngine(DummyEngine(tokenizer, say), tamper=cut_at_0)
     group = attempt(engine, tokenizer, 3)
     failure = group.rollouts[0].outcome.failure
     assert failure is not None

@@ -11,6 +11,8 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from strop.errors import ConfigError
@@ -141,15 +143,22 @@ def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
     return ConfigError(given, allowed=allowed, next_step=next_step)
 
 
+@cache
+def _read_templates() -> dict[str, str]:
+    """Return the templates, which are read once per process."""
+    package = files("strop.launch.slurm")
+    return {name: (package / name).read_text(encoding="utf-8") for name in ("job.sh.j2", "image.sh.j2")}
+
+
 def write_script(plan: JobPlan, options: SlurmSite) -> str:
     """Return the batch script of a plan.
 
     Raises: ConfigError if the array asked for is not among the plan's trials.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import DictLoader, Environment, StrictUndefined
 
     templates = Environment(
-        loader=PackageLoader("strop.launch", "slurm"),
+        loader=DictLoader(_read_templates()),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
