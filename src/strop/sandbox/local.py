@@ -18,9 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 from strop.errors import CheckRefused, SandboxRefused, split_error
-from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
-from strop.hardware.gpu_files import IMAGE_LIBRARIES, find_gpu_files
-from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
@@ -262,6 +259,11 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
 
     Asks nvidia-smi. Raises: SandboxRefused with kind gpus.
     """
+    # Sandboxes without GPUs are made by any Python: what these read of a run's settings needs packages.
+    from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
+    from strop.hardware.gpu_files import IMAGE_LIBRARIES, find_gpu_files
+    from strop.hardware.visible_devices import VISIBLE_DEVICES
+
     if backend == "process":
         raise SandboxRefused(
             f"GPUs {', '.join(spec.gpus)} in a process sandbox, whose programs reach all GPUs of the machine",
