@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strop.errors import DataError
 from strop.tasks.instructions.bench import BENCH, UNJUDGED
-from strop.tasks.instructions.checkers import Checkers, has_substance
+from strop.tasks.instructions.checkers import Checkers, Constraint, has_substance
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.replies import write_replies
@@ -88,6 +88,12 @@ def test_no_text_makes_a_checker_or_an_edit_raise(family: str, text: str) -> Non
         assert isinstance(constraint.improve(text), str)
 
 
+def seconds_of(constraint: Constraint, text: str) -> float:
+    started = time.process_time()
+    constraint.is_met(text)
+    return time.process_time() - started
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "unit", ["a", "[", "*", " ", "\n", ".", "<<", "(", '"', "* * *", "word ", "A's. ", "\n- ", "1."]
@@ -98,12 +104,10 @@ def test_the_time_of_a_very_long_reply_grows_with_its_length(unit: str) -> None:
     for family, instruction_id in ALL:
         checkers, cases = FAMILIES[family]
         constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
-        taken_s = []
-        for text in (long[: len(long) // 4], long):
-            started = time.process_time()
-            constraint.is_met(text)
-            taken_s.append(time.process_time() - started)
-        assert taken_s[1] < 10.0 * taken_s[0] + 1.0, (family, instruction_id)
+        # A second time where the first one paid for something else, such as a collection of garbage.
+        shares = (long[: len(long) // 4], long)
+        found = ([seconds_of(constraint, text) for text in shares] for _ in range(2))
+        assert any(whole_s < 10.0 * part_s + 1.0 for part_s, whole_s in found), (family, instruction_id)
 
 
 @pytest.mark.parametrize(
