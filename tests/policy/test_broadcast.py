@@ -107,6 +107,7 @@ def test_a_closed_sender_leaves_no_thread() -> None:
     sender = WeightSender(HERE)
     sender.offer("v1", some_tensors(), 2)
     receive_tensors(sender.address("v1"))
+    wait_for(lambda: len(sending_threads()) == 1)
     # One has come, and another says that it comes and does not: this is what a thread waits for.
     port = int(sender.address("").rpartition(":")[2].strip("/"))
     distributed.TCPStore(HERE, port, is_master=False).add("v1/joined", 1)

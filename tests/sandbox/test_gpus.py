@@ -97,7 +97,7 @@ def test_a_container_s_own_root_reaches_them_too(monkeypatch: pytest.MonkeyPatch
     make_device(path)
     found = str(path)
     files = GpuFiles(visible="GPU-0", devices={found: found}, libraries={}, is_linked=True)
-    monkeypatch.setattr(local, "find_gpu_files", lambda names: files)
+    monkeypatch.setattr(gpu_files, "find_gpu_files", lambda names: files)
 
     async def run() -> str:
         async with await make_backend("podman").create(SandboxSpec(gpus=("0",), user=0)) as sandbox:
