@@ -88,6 +88,8 @@ SCHEMA = pa.schema(
 )
 
 
+DECODING_ERRORS = (ValueError, KeyError, TypeError, OSError, pa.ArrowException)
+"""What decoding bytes that are no rollouts may end in."""
 _EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
 
 
@@ -125,10 +127,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """
     data = _read_bytes(path)
     try:
-        rows = _open_sealed(data).read().to_pylist(maps_as_pydicts="strict")
-        return [_from_row(row) for row in rows]
-    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
-        raise _no_rollouts(path, error) from error
+        rows = open_sealed(data).read().to_pylist(maps_as_pydicts="strict")
+        return [to_rollout(row) for row in rows]
+    except DECODING_ERRORS as error:
+        raise no_rollouts(path, error) from error
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -138,10 +140,10 @@ def read_examples(path: Path) -> list[Example]:
     """
     data = _read_bytes(path)
     try:
-        rows = _open_sealed(data).read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
+        rows = open_sealed(data).read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
         return [_to_example(row) for row in {row["example_id"]: row for row in rows}.values()]
-    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
-        raise _no_rollouts(path, error) from error
+    except DECODING_ERRORS as error:
+        raise no_rollouts(path, error) from error
 
 
 def read_facts(path: Path) -> dict[str, str]:
@@ -151,13 +153,13 @@ def read_facts(path: Path) -> dict[str, str]:
     """
     data = _read_bytes(path)
     try:
-        metadata = _open_sealed(data).schema_arrow.metadata
+        metadata = open_sealed(data).schema_arrow.metadata
         return {name.decode(): value.decode() for name, value in metadata.items()}
-    except (ValueError, OSError, pa.ArrowException) as error:
-        raise _no_rollouts(path, error) from error
+    except DECODING_ERRORS as error:
+        raise no_rollouts(path, error) from error
 
 
-def _open_sealed(data: bytes) -> pq.ParquetFile:
+def open_sealed(data: bytes) -> pq.ParquetFile:
     """Open a file whose bytes are those that were written; raise ValueError for any other."""
     start = _find_seal(data)
     if _digest(data, start) != data[start : start + len(_UNSEALED)]:
@@ -195,9 +197,10 @@ def _read_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _no_rollouts(path: Path, error: Exception) -> CorruptRecord:
+def no_rollouts(place: Path | str, error: Exception) -> CorruptRecord:
+    """Return the error of a file that does not hold rollouts."""
     return CorruptRecord(
-        f"{path} does not hold rollouts ({error})",
+        f"{place} does not hold rollouts ({error})",
         allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
         next_step="remove the file; a resumed run writes it again",
     )
@@ -246,7 +249,8 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _from_row(row: dict[str, Any]) -> Rollout:
+def to_rollout(row: dict[str, Any]) -> Rollout:
+    """Return the rollout of a row, whose maps are dictionaries."""
     failure = row["failure"]
     outcome = Outcome(
         parts=row["reward_parts"],

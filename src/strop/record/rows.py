@@ -1,0 +1,195 @@
+"""A step's rollouts as rows: columns for a list, one whole rollout when it is opened.
+
+Texts are searched and cut in Arrow, so a list of 512 rollouts costs milliseconds where decoding them costs
+hundreds. Everything takes the bytes of a rollouts' file, so that it serves a directory and a store alike.
+
+Importing this module imports pyarrow, so it is not part of the room's light face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from strop.errors import StoreError
+from strop.record.rollouts import DECODING_ERRORS, no_rollouts, open_sealed, to_rollout
+from strop.rollout import FloatArray, Rollout
+
+SHOWN_CHARACTERS = 200
+
+_Result = TypeVar("_Result")
+_PLAIN = (
+    "task",
+    "example_id",
+    "sample_index",
+    "reward",
+    "is_correct",
+    "format_ok",
+    "truncated",
+    "timed_out",
+    "num_sampled_tokens",
+)
+_LISTED = (*_PLAIN, "failure.owner", "failure.kind", "turns.list.element.text", "reply_text")
+_SEARCHED = ("turns.list.element.text", "extracted")
+_TRAINED = ("status", "staleness")
+"""Columns of files since format 7."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRow:
+    """One rollout as a list shows it."""
+
+    index: int
+    """Its row in the file, from 0."""
+    task: str
+    example_id: str
+    sample_index: int
+    reward: float | None
+    is_correct: bool | None
+    format_ok: bool | None
+    truncated: bool
+    timed_out: bool
+    failure: str | None
+    """Owner and kind: 'infra: timeout'."""
+    num_sampled_tokens: int
+    num_turns: int
+    """What the policy was told counts too."""
+    status: str | None
+    """What became of its group (`train.generation.GroupStatus`); None where it is not recorded."""
+    staleness: int | None
+    """Steps that its oldest token is behind the weights that it moved; None where it is not recorded."""
+    prompt: str
+    """Of the first turn, the first 200 characters."""
+    reply: str
+    """Of the last turn that the policy spoke, the first 200 characters; empty where it never did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredRollout:
+    """One rollout with what training made of it."""
+
+    rollout: Rollout
+    advantages: tuple[FloatArray | None, ...]
+    """Of each token of each turn; None for a turn that was not trained on, or where it is not recorded."""
+    status: str | None
+    staleness: int | None
+
+
+def list_rows(data: bytes, name: str) -> list[RolloutRow]:
+    """Return all rollouts of a file's bytes as a list shows them.
+
+    Raises: CorruptRecord, naming the file, if they are not the bytes of one of ours.
+    """
+    return _read(data, name, _list_rows)
+
+
+def find_rows(data: bytes, name: str, text: str) -> list[int]:
+    """Return the rows of which a turn (prompts too) or the extracted answer holds a text, ignoring case.
+
+    Raises: like `list_rows`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Half of a character: no stored text holds it.
+        return []
+    return _read(data, name, lambda file: _find_rows(file, text))
+
+
+def read_row(data: bytes, name: str, index: int) -> StoredRollout:
+    """Return one rollout whole.
+
+    Raises: like `list_rows`; StoreError if there is no such row.
+    """
+    found = _read(data, name, lambda file: _read_row(file, index))
+    if found is None:
+        raise StoreError(
+            f"{name} has no row {index}",
+            allowed="the index of a row that `list_rows` shows",
+            next_step="list the file's rows anew",
+        )
+    return found
+
+
+def _read(data: bytes, name: str, decode: Callable[[pq.ParquetFile], _Result]) -> _Result:
+    try:
+        return decode(open_sealed(data))
+    except DECODING_ERRORS as error:
+        raise no_rollouts(name, error) from error
+
+
+def _list_rows(file: pq.ParquetFile) -> list[RolloutRow]:
+    trained = [column for column in _TRAINED if column in file.schema_arrow.names]
+    table = file.read(columns=[*_LISTED, *trained], use_threads=False).combine_chunks()
+    offsets, texts = _split_turns(table)
+    num_turns = np.diff(offsets)
+    # A rollout without turns has no first one.
+    firsts = pa.array(offsets[:-1], mask=num_turns == 0)
+    columns = {column: table[column].to_pylist() for column in (*_PLAIN, *trained)}
+    columns |= {
+        "failure": _name_failures(table["failure"]),
+        "num_turns": num_turns.tolist(),
+        "prompt": _cut(texts.take(firsts)),
+        "reply": _cut(table["reply_text"]),
+    }
+    columns |= {column: [None] * table.num_rows for column in _TRAINED if column not in trained}
+    names = tuple(columns)
+    return [
+        RolloutRow(index=index, **dict(zip(names, row, strict=True)))
+        for index, row in enumerate(zip(*columns.values(), strict=True))
+    ]
+
+
+def _find_rows(file: pq.ParquetFile, text: str) -> list[int]:
+    table = file.read(columns=list(_SEARCHED), use_threads=False).combine_chunks()
+    offsets, texts = _split_turns(table)
+    # How many of the turns up to each one hold the text, from which a row's are a difference.
+    holds = _holds(texts, text)
+    num_before = np.concatenate([[0], np.cumsum(holds)])
+    is_found = np.diff(num_before[offsets]) > 0
+    return np.flatnonzero(is_found | _holds(table["extracted"], text)).tolist()
+
+
+def _read_row(file: pq.ParquetFile, index: int) -> StoredRollout | None:
+    if not 0 <= index < file.metadata.num_rows:
+        return None
+    (row,) = file.read().slice(index, 1).to_pylist(maps_as_pydicts="strict")
+    return StoredRollout(
+        rollout=to_rollout(row),
+        advantages=tuple(_as_floats(turn.get("advantages")) for turn in row["turns"]),
+        status=row.get("status"),
+        staleness=row.get("staleness"),
+    )
+
+
+def _as_floats(values: Sequence[float] | None) -> FloatArray | None:
+    return None if values is None else np.array(values, dtype=np.float32)
+
+
+def _split_turns(table: pa.Table) -> tuple[Any, Any]:
+    """Return where each row's turns begin and end, and the texts of all turns."""
+    turns = table["turns"].combine_chunks()
+    turns = turns.chunk(0) if isinstance(turns, pa.ChunkedArray) else turns
+    return turns.offsets.to_numpy(), turns.values.field("text")
+
+
+def _name_failures(failures: Any) -> list[str | None]:
+    return [failure and f"{failure['owner']}: {failure['kind']}" for failure in failures.to_pylist()]
+
+
+def _cut(texts: Any) -> list[str]:
+    cut = pc.utf8_slice_codeunits(texts, start=0, stop=SHOWN_CHARACTERS)
+    return pc.fill_null(cut, "").to_pylist()  # type: ignore[no-any-return]
+
+
+def _holds(texts: Any, text: str) -> Any:
+    # Not `ignore_case`: that compiles a regular expression, which a long text makes too large.
+    wanted = pc.utf8_lower(pa.scalar(text)).as_py()
+    found = pc.match_substring(pc.utf8_lower(texts), pattern=wanted)
+    return pc.fill_null(found, False).to_numpy(zero_copy_only=False)
