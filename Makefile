@@ -19,7 +19,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps clean
+.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps browser-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -34,6 +34,7 @@ help:
 	@echo "make guest-deps   make the environments of packages whose worlds strop plays (textarena, verifiers)"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
+	@echo "make browser-deps  fetch axe-core by npm, with which tests look for faults of accessibility"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -122,7 +123,7 @@ system-deps:
 	if [ -z "$$missing" ]; then \
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
-		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
+		echo "system parts: missing:$$missing; tests of pages in a browser (chromium), of"; \
 		echo "jobs (slurm-wlm), of containers (podman, docker.io, uidmap, mmdebstrap, docker-registry), of sandboxes (bubblewrap) and of other"; \
 		echo "processors (qemu-user-static, gcc-aarch64-linux-gnu) will be skipped; without bubblewrap,"; \
 		echo "model-written code has no isolated place to run."; \
@@ -166,6 +167,10 @@ guest-deps: $(READY)
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(TEXTARENA, say=print); \
 		[ensure_environment(environment_of((), form), say=print) for form in ('v1', 'v0')]"
+
+# axe-core, which finds faults of accessibility in the pages that tests open: 0.7 MB in the user's cache. Needs npm.
+browser-deps: $(READY)
+	@$(IN_VENV) -c "from tests.fixtures.browser import fetch_axe; fetch_axe()"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

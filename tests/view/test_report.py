@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from strop.record.rollouts import write_rollouts
 from strop.view.report import describe_amount, render_report, write_report
 from strop.view.run_record import choose_rollouts, compare_ends, count_alarms, read_run_record, sum_stages
 from strop.view.terminal import describe_usd
-from tests.conftest import require_system_part
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm
 
@@ -283,28 +280,6 @@ def test_a_damaged_record_is_named_and_the_old_report_stays(tmp_path: Path) -> N
     with pytest.raises(CorruptRecord, match=r"arithmetic-step-000020\.json is not a complete result"):
         write_report(run.path)
     assert path.read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_browser_shows_the_whole_page_without_a_sideways_scroll(tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    require_system_part("chromium", browser is not None)
-    assert browser is not None
-    run = make_run(tmp_path)
-    raise_alarm(run, 3, "x" * 300)
-    # A frame of phone width, whose script compares the width of the content with the room it has.
-    probe = tmp_path / "probe.html"
-    page = write_report(run.path).read_text(encoding="utf-8")
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-    script = "document.title = document.documentElement.scrollWidth + ' of ' + innerWidth"
-    probe.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--dump-dom"]
-    dumped = subprocess.run(
-        [*command, probe.as_uri()], capture_output=True, text=True, timeout=300, check=True
-    )
-    title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
-    assert title is not None, dumped.stderr[-500:]
-    assert int(title[1]) <= int(title[2])
 
 
 def test_eva_6_a_plot_that_does_not_show_the_whole_run_says_so(tmp_path: Path) -> None:
