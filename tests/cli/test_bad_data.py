@@ -99,7 +99,7 @@ def test_data_that_another_tool_sent_has_a_notice_in_every_command(
     (folder / "n.toml").write_text("\n".join(lines))
     commands: list[tuple[object, ...]] = [
         ("tasks", "check", "gsm8k", setting, "num=2"),
-        ("sample", tiny_model_dir, "--task", "gsm8k", setting, "model.dtype=float32", "--num", "1"),
+        ("sample", tiny_model_dir, "--task", "gsm8k", setting, "model.dtype=float32", "num=1"),
         ("eval", tiny_model_dir, "--task", "gsm8k", setting, *ASK, "--limit", "2", "--out", "a"),
         ("eval", tiny_model_dir, "--config", "n.toml", "--out", "b"),
     ]

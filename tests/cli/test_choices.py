@@ -65,7 +65,7 @@ def test_the_same_letters_are_chosen_again_and_by_an_engine_apart(
 
 
 def test_a_reply_shows_that_it_was_chosen(run: Run, source: Path, tiny_model_dir: Path) -> None:
-    words = ("sample", tiny_model_dir, "--task", "mmlu-choice", "--num", "1", "--json")
+    words = ("sample", tiny_model_dir, "--task", "mmlu-choice", "num=1", "--json")
     ended = run(*words, f"source={source}", "model.dtype=float32")
     assert ended.code == 0, ended.err
     (found,) = json.loads(ended.out)

@@ -118,7 +118,7 @@ def test_eva_1_examples_that_a_run_trained_on_are_not_held_out(finished_run: Pat
 def test_samples_show_the_prompt_the_reply_and_its_worth(
     run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:
-    words = ("sample", tiny_model_dir, *ASK, "--num", "2")
+    words = ("sample", tiny_model_dir, *ASK, "num=2")
     ended = run(*words)
     assert ended.code == 0
     assert ended.out.count("<|start|>user\nWhat is ") == 2
@@ -158,7 +158,7 @@ def test_a_prompt_of_ones_own_is_asked_greedily(run: Run, folder: Path, tiny_mod
 
 
 def test_sampling_may_cut_where_training_may_not(run: Run, folder: Path, tiny_model_dir: Path) -> None:
-    words = (tiny_model_dir, *ASK, "--num", "1", "sampling.top_k=1")
+    words = (tiny_model_dir, *ASK, "num=1", "sampling.top_k=1")
     (sampled,) = json.loads(run("sample", *words, "sampling.temperature=0.7", "--json").out)
     (greedy,) = json.loads(run("sample", *words, "sampling.temperature=0", "--json").out)
     # One token is left to draw from: the most probable one.

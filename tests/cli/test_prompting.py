@@ -45,7 +45,7 @@ def test_plan_sample_and_eval_ask_as_the_run_says(
     assert ASKED[task] in planned["text"]
     assert planned["stops"][1:] == (["\n", "."] if task == "arithmetic" else [])
     words = ("--task", task, *SETTINGS[task], *ASK, format_)
-    ended = run("sample", tiny_model_dir, *words, "--num", "1", "--json")
+    ended = run("sample", tiny_model_dir, *words, "num=1", "--json")
     assert ended.code == 0, ended.err
     (sample,) = json.loads(ended.out)
     assert sample["prompt"].startswith(opening)

@@ -49,6 +49,10 @@ def test_a_new_task_passes_its_own_check(folder: Path, run: Run) -> None:
     assert "verifier passes, audit green" in found.out
     said = json.loads(run("tasks", "check", "my_sums.toml", "--json").out)
     assert (said["task"], said["faults"]) == ("rows", [])
+    (folder / "tasks").mkdir()
+    placed = run("tasks", "new", "tasks/others")
+    assert placed.out.splitlines()[-1] == "next: strop tasks check tasks/others.toml"
+    assert (folder / "tasks" / "others.jsonl").is_file()
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_a_sample_that_failed_says_why(
     part: str, run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
 ) -> None:
     break_part(part)
-    ended = run("sample", tiny_model_dir, "--task", "arithmetic", "--num", "2")
+    ended = run("sample", tiny_model_dir, "--task", "arithmetic", "num=2")
     assert ended.err.splitlines()[-1] == f"strop: all 2 rollouts failed: {CAUSES[part]}"
     assert ended.out.count(CAUSES[part]) == 2
     assert "Traceback" not in ended.out

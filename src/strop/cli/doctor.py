@@ -153,18 +153,20 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
 @sandbox_commands.command("attack")
 def attack(
     context: typer.Context,
-    backend: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Backend. Default: all.")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="ATTACK", help="Attack. Default: all.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME ...]", help="Backends and attacks to choose. Default: all with all."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Attack the sandboxes of this machine; fails where one holds less than its record promises."""
     import asyncio
 
     from strop.runtime.serve import served_beside
-    from strop.sandbox.attack import ATTACKS, attack_sandboxes
+    from strop.sandbox.attack import ATTACKS, attack_sandboxes, choose_attacks
 
     output: Output = context.obj
-    found = asyncio.run(attack_sandboxes(backend or (), only or (), serve=served_beside))
+    found = asyncio.run(attack_sandboxes(*choose_attacks(names or ()), serve=served_beside))
     worse = [(one, verdict) for one in found for verdict in one.verdicts if verdict.is_worse]
     if json:
         output.give_json([asdict(one) for one in found])

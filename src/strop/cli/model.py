@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import AskSettings, Json, ModelName, Overrides, RunFile, SplitName
+from strop.cli.arguments import ASK_SETTINGS, Json, ModelName, Overrides, RunFile, SplitName
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -82,10 +82,14 @@ def export(
 def sample(
     context: typer.Context,
     model: ModelName,
-    settings: AskSettings = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]", help=f"num=8, how many examples, from the first. {ASK_SETTINGS}"
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task name; see `strop tasks ls`.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt to use instead of a task.")] = None,
-    num: Annotated[int, typer.Option(min=1, help="Number of examples, from the first.")] = 4,
     split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.HELD_OUT,
     json: Json = False,
 ) -> None:
@@ -93,11 +97,18 @@ def sample(
     if (task is None) == (prompt is None):
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
     from strop.rollout import Split
-    from strop.run.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
+    from strop.run.inference import (
+        open_model,
+        read_asking,
+        read_prompt_asking,
+        sample_prompt,
+        sample_task,
+        take_num,
+    )
     from strop.tasks.failures import find_causes, find_failures, sum_up
 
     output: Output = context.obj
-    words = settings or ()
+    num, words = take_num(settings or (), 4) if prompt is None else (1, settings or [])
     asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
     opened = open_model(model)
     if prompt is not None:

@@ -308,13 +308,14 @@ def _show_price(output: Output, price: Price) -> None:
 
 def explain(
     context: typer.Context,
-    key: Annotated[
-        str | None, typer.Argument(help="A setting such as optimizer.lr, or a section such as train.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY [RUN.toml [key=value ...]]]",
+            help="A setting such as optimizer.lr, or a section such as train; and a run whose value and its"
+            " origin are shown, too.",
+        ),
     ] = None,
-    run_file: Annotated[
-        str | None, typer.Argument(metavar="[RUN.toml]", help="Also show this run's value and its origin.")
-    ] = None,
-    overrides: Overrides = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list the expert settings, and why each exists.")
     ] = False,
@@ -326,6 +327,8 @@ def explain(
     from strop.spec.display import show_value
 
     output: Output = context.obj
+    given = words or []
+    key, run_file = given[0] if given else None, given[1] if len(given) > 1 else None
 
     def explain_key(name: str) -> Explanation:
         path = tuple(name.split("."))
@@ -335,7 +338,7 @@ def explain(
 
         return explain_site(path)
 
-    resolved = load_spec(run_file, overrides or ()) if run_file is not None else None
+    resolved = load_spec(run_file, given[2:]) if run_file is not None else None
     known = explain_key(key) if key is not None else None
     if known is None or known.keys:
         found = [explain_key(name) for name in (known.keys if known else all_keys())]
@@ -353,8 +356,8 @@ def explain(
             output.give(known.description)
         output.give_table(columns, [row(one) for one in listed])
         if len(listed) < len(found):
-            words = " ".join(["strop explain", *([key] if key else []), "--all"])
-            output.give(f"{len(found) - len(listed)} expert settings more: {words}")
+            command = " ".join(["strop explain", *([key] if key else []), "--all"])
+            output.give(f"{len(found) - len(listed)} expert settings more: {command}")
         return
     output.give(f"{known.key}: {known.description}")
     output.give(f"  allowed  {known.allowed}")

@@ -94,7 +94,8 @@ class ServeArguments:
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="With --on: settings of its job, such as job.nodes=4 or name=pool.",
+            help="With --on: settings of its job, such as job.nodes=4 or name=pool; and max_jobs=8,"
+            " jobs of one node that may be added while sandboxes wait.",
         ),
     ] = None
     on: Annotated[
@@ -115,12 +116,6 @@ class ServeArguments:
     disable_auth: Annotated[
         bool, typer.Option("--disable-auth", help="Ask for no key; on the loopback address alone.")
     ] = False
-    max_jobs: Annotated[
-        int,
-        typer.Option(
-            min=0, max=1000, help="With --on: jobs of one node that may be added while sandboxes wait."
-        ),
-    ] = 0
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --on: show everything; submit nothing.")
     ] = False
@@ -138,10 +133,10 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
         _submit(output, args.on, args)
         return
     for_jobs = [*(args.settings or ()), *(["--dry-run"] if args.dry_run else [])]
-    if for_jobs or args.max_jobs:
+    if for_jobs:
         raise ConfigError(
-            f"{' '.join(for_jobs or ['--max-jobs'])} without --on",
-            allowed="settings of a job, --max-jobs and --dry-run for a service that is one",
+            f"{' '.join(for_jobs)} without --on",
+            allowed="settings of a job, max_jobs and --dry-run for a service that is one",
             next_step="name the site with --on, or leave them out",
         )
     from strop.runtime.controller import read_policy
@@ -250,16 +245,13 @@ def prove_conformance(
     context: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="A server of OpenHands' runtime protocol.")],
     key_file: KeyFile = None,
-    image: Annotated[str, typer.Option(help="What sandboxes are started from.")] = "host",
-    case: Annotated[list[int] | None, typer.Option(help="A case of the matrix; repeated.")] = None,
-    given: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="NAME=VALUE",
-            help="What single cases need: many, clients at once (17), slow_image (7), no_agent_image (10),"
-            " oom_image (11), restart, a shell command that kills the service and starts it again (16),"
-            " base_image (22).",
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="cases=1,17 of the matrix; image=NAME, what sandboxes are started from; and what single"
+            " cases need: many, clients at once (17), slow_image (7), no_agent_image (10), oom_image (11),"
+            " restart, a shell command that kills the service and starts it again (16), base_image (22).",
         ),
     ] = None,
     json: Json = False,
@@ -267,15 +259,11 @@ def prove_conformance(
     """Ask a server all that OpenHands' clients ask, with the real client, and say what held."""
     from dataclasses import asdict
 
-    from strop.runtime.conformance import CASES, ConformanceOptions, parse_extra, run_conformance
+    from strop.runtime.conformance import read_options, run_conformance
     from strop.runtime.service_dir import read_key
 
     output: Output = context.obj
-    extra = parse_extra(given or ())
-    many = extra.pop("many", "64")
-    if not many.isdecimal() or not int(many):
-        raise typer.BadParameter(f"--with many={many}: a number of clients, from 1 on")
-    options = ConformanceOptions(image=image, extra=extra, many=int(many), cases=tuple(case or CASES))
+    options = read_options(words or ())
     results = []
     for result in run_conformance(url, read_key(key_file) if key_file else "", options, say=output.say):
         results.append(result)
@@ -295,21 +283,22 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
 
     from strop.cli.submit import SubmitArguments, prepare, submit_request, to_options
     from strop.launch.build_request import read_request
-    from strop.launch.serving import SERVE, ServiceOptions
+    from strop.launch.serving import SERVE, ServiceOptions, read_max_jobs
 
     given = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
     if given or args.dir != DEFAULT_FOLDER:
         raise ConfigError(
             f"{', '.join(given or ['dir'])} with --on {site}",
-            allowed="options of sandboxes, --max-jobs and settings of the job, whose folder is the service's",
+            allowed="options of sandboxes, max_jobs and settings of the job, whose folder is the service's",
             next_step="leave it out; output.dir=DIR names the job's folder",
         )
     # As `strop submit` would ask. There is no run file.
+    max_jobs, settings = read_max_jobs(args.settings or ())
     asked = SubmitArguments(
-        run_file="", overrides=args.settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
+        run_file="", overrides=settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
     )
     words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
-    service = ServiceOptions(words=tuple(words), max_jobs=args.max_jobs)
+    service = ServiceOptions(words=tuple(words), max_jobs=max_jobs)
     options = replace(to_options(asked, ()), service=service)
     request = read_request("", options, environ=os.environ, now=time.time())
     launcher, request = prepare(output, request, asked)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile, alias, takes
+from strop.cli.arguments import Json, Overrides, RunFile, alias
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
     from strop.audit import AuditReport, AuditSettings
+
+_TARGET = "RUN.toml|FILE.py:CLASS|NAME"
 
 task_commands = typer.Typer(help="Tasks: the built-in ones, and your own.", no_args_is_help=True)
 
@@ -49,29 +50,32 @@ def list_tasks(context: typer.Context, json: Json = False) -> None:
 @task_commands.command("new")
 def new_task(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the task and of its files.")],
-    folder: Annotated[Path, typer.Option("--in", help="Folder for the files.")] = Path(),
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[FOLDER/]NAME", help="Name of the task and of its files; where they are put."
+        ),
+    ],
 ) -> None:
     """Create a starter task: ten rows, a reward function, its test and a run file."""
     from strop.run.tasks import write_new_task
 
     output: Output = context.obj
-    for path in write_new_task(name, folder):
-        output.give(f"wrote {path}")
-    output.give(f"next: strop tasks check {folder / name}.toml")
+    for written in write_new_task(path.name, path.parent):
+        output.give(f"wrote {written}")
+    output.give(f"next: strop tasks check {path}.toml")
 
 
 @task_commands.command("check")
 def check_task(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or the name of a task.")],
-    settings: Annotated[
-        list[str] | None,
+    target: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[key=value ...]",
-            help="Settings of the task; and num=32, how many examples are tested and attacked.",
+            metavar=f"{_TARGET} [key=value ...]",
+            help="The task; its settings; and num=32, how many examples are tested and attacked.",
         ),
-    ] = None,
+    ],
     json: Json = False,
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
@@ -81,8 +85,8 @@ def check_task(
     from strop.view import make_harmless
 
     output: Output = context.obj
-    wanted, words = read_audit(settings or ())
-    found = check_task_here(find_task_section(target, words), wanted)
+    wanted, words = read_audit(target[1:])
+    found = check_task_here(find_task_section(target[0], words), wanted)
     faults = [finding.describe() for finding in found.findings]
     red = found.report.broken() if found.report.verdict is Verdict.RED else []
     faults += [f"audit: {result.probe}: {result.detail}" for result in red]
@@ -115,35 +119,29 @@ def _order_group() -> None:
     """Order files: which examples are trained on, and when."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertArguments:
-    """Arguments of `strop tasks order convert`."""
-
-    order: Annotated[Path, typer.Argument(metavar="ORDER", help="One id, row number or value a line.")]
-    target: Annotated[str, typer.Argument(help="RUN.toml, FILE.py:CLASS, or the name of a task.")]
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="Settings of the task.")
-    ] = None
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: ORDER with .jsonl.")] = None
-    column: Annotated[
-        str | None, typer.Option(help="Column of the data whose values the lines are. Default: ids or rows.")
-    ] = None
-    first: Annotated[int, typer.Option(min=0, max=1, help="Number of the first row: 0 or 1.")] = 0
-    part: Annotated[str | None, typer.Option(help="Part of a mixture that the file is for.")] = None
-    max_unmatched: Annotated[int, typer.Option(min=0, help="Lines that may be no training example.")] = 0
-
-
 @order_commands.command("convert")
-@takes(ConvertArguments)
-def convert_order_file(context: typer.Context, args: ConvertArguments) -> None:
+def convert_order_file(
+    context: typer.Context,
+    order: Annotated[Path, typer.Argument(metavar="ORDER", help="One id, row number or value a line.")],
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            metavar=f"{_TARGET} [key=value ...]",
+            help="The task; its settings; and column=NAME, whose values the lines are (default: ids or row"
+            " numbers), first=1, the number of the first row, part=NAME of a mixture, max_unmatched=2, lines"
+            " that may be no training example.",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: ORDER with .jsonl.")] = None,
+) -> None:
     """Rewrite an order file of row numbers, or of a column's values, as one of example ids."""
     from strop.run.tasks import find_task_section
-    from strop.tasks.curriculum import convert_order, write_converted
+    from strop.tasks.curriculum import convert_order, read_conversion, write_converted
 
     output: Output = context.obj
-    section = find_task_section(args.target, args.settings or ())
-    converted = convert_order(args.order, section, part=args.part, column=args.column, first=args.first)
-    path = write_converted(converted, args.order, args.out, max_unmatched=args.max_unmatched)
+    conversion, settings = read_conversion(target[1:])
+    converted = convert_order(order, find_task_section(target[0], settings), conversion)
+    path = write_converted(converted, order, out, max_unmatched=conversion.max_unmatched)
     output.give(
         f"{path}: {converted.num_examples} examples of {converted.num_lines} lines,"
         f" {len(converted.unmatched)} without an example"
@@ -293,7 +291,7 @@ def play(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN.toml|FILE.py:CLASS|NAME [key=value ...]",
+            metavar=f"{_TARGET} [key=value ...]",
             help="The environment, see `strop envs ls`; its settings; and seed=1, which picks the example.",
         ),
     ],
@@ -331,7 +329,7 @@ def export(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN.toml|FILE.py:CLASS|NAME [key=value ...] DIR",
+            metavar=f"{_TARGET} [key=value ...] DIR",
             help="The environment or task, its settings, and the folder of the package; its name is the"
             " taskset's id.",
         ),

@@ -33,6 +33,8 @@ _WORDS = (
     "job.grace_s=30",
 )
 
+_MOST_JOBS = 1000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceOptions:
@@ -42,6 +44,20 @@ class ServiceOptions:
     """Options of `strop runtime serve` on each of its nodes."""
     max_jobs: int = 0
     """How many jobs of one node more may be submitted while sandboxes wait."""
+
+
+def read_max_jobs(words: Sequence[str]) -> tuple[int, list[str]]:
+    """Return what `max_jobs=N` says, 0 by default, and the other words. Raises: ConfigError for another N."""
+    key = "max_jobs="
+    found = [word.removeprefix(key) for word in words if word.startswith(key)]
+    for text in found:
+        if not text.isdecimal() or int(text) > _MOST_JOBS:
+            raise ConfigError(
+                f"{key}{text} is not allowed",
+                allowed=f"0 to {_MOST_JOBS} jobs of one node",
+                next_step="correct max_jobs",
+            )
+    return int(found[-1]) if found else 0, [word for word in words if not word.startswith(key)]
 
 
 def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> ResolvedSpec:

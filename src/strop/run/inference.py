@@ -177,6 +177,22 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     )
 
 
+def take_num(words: Sequence[str], default: int) -> tuple[int, list[str]]:
+    """Return what `num=N`, a number of examples, says, and the other words.
+
+    Raises: ConfigError for another N.
+    """
+    found = [word.removeprefix("num=") for word in words if word.startswith("num=")]
+    for text in found:
+        if not text.isdecimal() or not int(text):
+            raise ConfigError(
+                f"'num={text}' is no number of examples",
+                allowed="1 or more",
+                next_step="write for example num=32",
+            )
+    return int(found[-1]) if found else default, [word for word in words if not word.startswith("num=")]
+
+
 def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:
     """Build one asking for each of several tasks, which share everything but the task.
 

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from strop.audit import (
@@ -27,7 +27,7 @@ from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.rollout import FinishReason, Message, Outcome, Split, ToolCall
-from strop.run.inference import read_asking
+from strop.run.inference import read_asking, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
@@ -70,20 +70,10 @@ def read_audit(words: Sequence[str]) -> tuple[AuditSettings, list[str]]:
 
     Raises: ConfigError for a number that is none.
     """
-    own = [word for word in words if word.startswith(("seed=", "num="))]
-    settings = AuditSettings(seed=read_seed([word for word in own if word.startswith("seed=")]))
-    for word in own:
-        value = word.removeprefix("num=")
-        if value == word:
-            continue
-        if not value.isdecimal() or not int(value):
-            raise ConfigError(
-                f"{word!r} is no number of examples",
-                allowed="1 or more",
-                next_step="write for example num=32",
-            )
-        settings = replace(settings, num_examples=int(value))
-    return settings, [word for word in words if word not in own]
+    num, rest = take_num(words, AuditSettings().num_examples)
+    seeds = [word for word in rest if word.startswith("seed=")]
+    settings = AuditSettings(seed=read_seed(seeds), num_examples=num)
+    return settings, [word for word in rest if word not in seeds]
 
 
 def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:

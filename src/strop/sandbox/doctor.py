@@ -260,7 +260,7 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
         )
     for one in reports:
         if one.isolation is not None and one.confirmed is not None and one.confirmed < one.isolation.level:
-            which = f"strop sandbox attack --backend {one.name} says which succeed"
+            which = f"strop sandbox attack {one.name} says which succeed"
             yield f"{one.name}: attacks confirm level {one.confirmed.word} alone; {which}"
     if any(one.isolation is not None and one.confirmed is None for one in reports):
         yield "strop sandbox attack confirms the levels, in about a minute"

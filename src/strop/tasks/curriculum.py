@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -185,24 +185,58 @@ class ConvertedOrder:
     """Lines that are no training example, as they were written."""
 
 
-def convert_order(
-    path: Path, section: TaskSection, *, part: str | None = None, column: str | None = None, first: int = 0
-) -> ConvertedOrder:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """How the lines of an order file are understood."""
+
+    column: str | None = None
+    """The column of the data whose values the lines are; None: ids, or row numbers."""
+    first: int = 0
+    """The number of the first row: 0 or 1."""
+    part: str | None = None
+    """The part of a mixture that the file is for."""
+    max_unmatched: int = 0
+    """Lines that may be no training example."""
+
+
+def read_conversion(words: Sequence[str]) -> tuple[Conversion, list[str]]:
+    """Return what `column=`, `first=`, `part=` and `max_unmatched=` say, and the other words.
+
+    Raises: ConfigError for a number that is none.
+    """
+    names = {field.name for field in fields(Conversion)}
+    said = {key: value for key, _, value in (word.partition("=") for word in words) if key in names}
+    if said.get("first", "0") not in ("0", "1") or not said.get("max_unmatched", "0").isdecimal():
+        name = "first" if said.get("first", "0") not in ("0", "1") else "max_unmatched"
+        raise ConfigError(
+            f"{name}={said[name]} is not allowed",
+            allowed="first=0 or first=1; max_unmatched from 0",
+            next_step=f"correct {name}",
+        )
+    conversion = Conversion(
+        column=said.get("column"),
+        first=int(said.get("first", 0)),
+        part=said.get("part"),
+        max_unmatched=int(said.get("max_unmatched", 0)),
+    )
+    return conversion, [word for word in words if word.partition("=")[0] not in names]
+
+
+def convert_order(path: Path, section: TaskSection, conversion: Conversion) -> ConvertedOrder:
     """Return the order file of ids that a plain one means for a task, or for a part of a mixture.
 
-    Its lines are ids, or row numbers of which the first row has the number `first`; or values of a column.
     Raises: ConfigError if there is no such part; DataError if the file is malformed or the task has no rows
         to look into.
     """
-    task = build_task(_choose_part(section, part).model_copy(update={"order_file": None}))
+    task = build_task(_choose_part(section, conversion.part).model_copy(update={"order_file": None}))
     lines = [entry.example_id for entry in read_order_file(path)]
     ids = {example.example_id for example in task.examples(Split.TRAIN)}
-    if column is not None:
-        keys = row_keys_of(task, column)
+    if conversion.column is not None:
+        keys = row_keys_of(task, conversion.column)
         found = [keys.get(line) for line in lines]
     elif ids.isdisjoint(lines) and all(line.isdecimal() for line in lines):
         keys = row_keys_of(task, None)
-        found = [keys.get(str(int(line) - first)) for line in lines]
+        found = [keys.get(str(int(line) - conversion.first)) for line in lines]
     else:
         found = [line if line in ids else None for line in lines]
     kept = list(dict.fromkeys(one for one in found if one is not None))
@@ -229,9 +263,9 @@ def write_converted(
         raise DataError(
             f"{len(unmatched)} of {converted.num_lines} lines of {order_path} are no training examples of the"
             f" task: {', '.join(unmatched[:_MAX_SHOWN])}",
-            allowed=f"at most --max-unmatched {max_unmatched}",
-            next_step="name the column that holds these values with --column, count rows from 1 with"
-            " --first 1, or allow that number",
+            allowed=f"at most max_unmatched={max_unmatched}",
+            next_step="name the column that holds these values with column=NAME, count rows from 1 with"
+            " first=1, or allow that number",
         )
     if path.exists():
         raise ConfigError(f"{path} exists already", allowed="a new file", next_step="name one with --out")
@@ -248,8 +282,8 @@ def _choose_part(section: TaskSection, part: str | None) -> TaskSection:
         return parts[part].task
     raise ConfigError(
         f"task {section.name} has {f'no part {part}' if part else 'parts, and each has an order of its own'}",
-        allowed=f"--part with one of {', '.join(parts)}" if parts else "no --part: it has none",
-        next_step="name the part that the file is for" if parts else "leave --part out",
+        allowed=f"part=NAME with one of {', '.join(parts)}" if parts else "no part=: it has none",
+        next_step="name the part that the file is for" if parts else "leave part= out",
     )
 
 

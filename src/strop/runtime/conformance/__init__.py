@@ -8,8 +8,8 @@ from strop.runtime.conformance.run import (
     CASES,
     CaseResult,
     ConformanceOptions,
-    parse_extra,
+    read_options,
     run_conformance,
 )
 
-__all__ = ["CASES", "CaseResult", "ConformanceOptions", "parse_extra", "run_conformance"]
+__all__ = ["CASES", "CaseResult", "ConformanceOptions", "read_options", "run_conformance"]

@@ -43,9 +43,9 @@ CASES: Mapping[int, str] = {
     24: "RemoteSandboxService: from list to list",
     25: "the words of every state",
 }
-EXTRAS = ("many", "slow_image", "no_agent_image", "oom_image", "restart", "base_image")
-"""How many clients ask at once; images that take a while, have no agent server, need too much memory; a shell
-command that kills the service and starts it again; an image that others are built upon."""
+EXTRAS = ("slow_image", "no_agent_image", "oom_image", "restart", "base_image")
+"""Images that take a while, have no agent server, need too much memory; a shell command that kills the
+service and starts it again; an image that others are built upon."""
 _LAST_REAL = 18
 _DRIVER = Path(__file__).with_name("real_client.py")
 # Nothing of OpenHands' modules is garbage, here and at the end: walks over them were 3 of 7 s.
@@ -87,13 +87,32 @@ class CaseResult:
         return CASES[self.number]
 
 
-def parse_extra(words: Sequence[str]) -> dict[str, str]:
-    """Return what cases need from NAME=VALUE words. Raises: ConfigError for a name that there is not."""
-    extra = dict(word.partition("=")[::2] for word in words)
-    for name in extra:
-        if name not in EXTRAS:
-            raise ConfigError(f"--with {name}", allowed=", ".join(EXTRAS), next_step="name one of them")
-    return extra
+def read_options(words: Sequence[str]) -> ConformanceOptions:
+    """Return what words ask for: cases=1,17, image=NAME, many=64, and what single cases need, by `EXTRAS`.
+
+    Raises: ConfigError for a name that there is not, or a number that is none.
+    """
+    said = dict(word.partition("=")[::2] for word in words)
+    names = ("cases", "image", "many", *EXTRAS)
+    for name, value in said.items():
+        if name not in names:
+            raise ConfigError(
+                f"{name}={value} is not known", allowed=", ".join(names), next_step="name one of them"
+            )
+    cases = said.get("cases", ",".join(map(str, CASES))).split(",")
+    for name, numbers in (("cases", cases), ("many", [said.get("many", "64")])):
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(
+                f"{name}={','.join(numbers)} is not allowed",
+                allowed="cases=1,17 names some of the matrix; many=64 is a number of clients, from 1 on",
+                next_step=f"correct {name}",
+            )
+    return ConformanceOptions(
+        image=said.get("image", "host"),
+        many=int(said.get("many", 64)),
+        cases=tuple(map(int, cases)),
+        extra={name: said[name] for name in EXTRAS if name in said},
+    )
 
 
 def run_conformance(

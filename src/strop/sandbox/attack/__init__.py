@@ -7,6 +7,6 @@ and reach nothing but what the suite itself has laid out.
 """
 
 from strop.sandbox.attack.contract import Attack, Code
-from strop.sandbox.attack.run import ATTACKS, BackendVerdict, Verdict, attack_sandboxes
+from strop.sandbox.attack.run import ATTACKS, BackendVerdict, Verdict, attack_sandboxes, choose_attacks
 
-__all__ = ["ATTACKS", "Attack", "BackendVerdict", "Code", "Verdict", "attack_sandboxes"]
+__all__ = ["ATTACKS", "Attack", "BackendVerdict", "Code", "Verdict", "attack_sandboxes", "choose_attacks"]

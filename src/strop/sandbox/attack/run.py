@@ -120,6 +120,20 @@ async def attack_sandboxes(
     return found
 
 
+def choose_attacks(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return which of some names are backends, and which are attacks. Raises: ConfigError for another one."""
+    attacks = [attack.name for attack in ATTACKS]
+    backends = (*BACKENDS, REMOTE)
+    for name in names:
+        if name not in (*backends, *attacks):
+            raise ConfigError(
+                f"{name!r} is no sandbox backend and no attack",
+                allowed=f"{', '.join(backends)}; {', '.join(attacks)}",
+                next_step="name some of them, or none for all",
+            )
+    return [name for name in names if name in backends], [name for name in names if name in attacks]
+
+
 def _require_known(what: str, given: Collection[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
