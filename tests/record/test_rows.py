@@ -8,12 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, StoreError
-from strop.record.rollouts import read_rollouts, write_rollouts
+from strop.record import rollouts as rollouts_module
+from strop.record.rollouts import StoredRollout, read_rollouts, write_rollouts, write_trained
 from strop.record.rows import RolloutRow, find_rows, list_rows, read_row
 from strop.rollout import FailureOwner, Outcome, Rollout, Turn, make_example
 from tests.record.test_rollouts import comparable, make_rollout, rollouts
@@ -27,11 +30,19 @@ READS: Sequence[Callable[[bytes], object]] = (
 )
 
 
-def to_bytes(written: Sequence[Rollout]) -> bytes:
+def to_bytes(written: Sequence[Rollout] | Sequence[StoredRollout]) -> bytes:
+    stored = [one if isinstance(one, StoredRollout) else StoredRollout(rollout=one) for one in written]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "r.parquet"
-        write_rollouts(path, written)
+        write_trained(path, stored)
         return path.read_bytes()
+
+
+def read_back(data: bytes) -> list[Rollout]:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "r.parquet"
+        path.write_bytes(data)
+        return read_rollouts(path)
 
 
 def expected_row(index: int, rollout: Rollout) -> RolloutRow:
@@ -138,6 +149,55 @@ def test_damaged_bytes_are_refused_by_name(
 ) -> None:
     with pytest.raises(CorruptRecord, match=f"{NAME} does not hold rollouts"):
         read(damage(to_bytes([make_rollout(), make_rollout()])))
+
+
+def test_what_training_made_of_rollouts_is_read_back() -> None:
+    worth = np.array([0.5, -0.25, 0.0], dtype=np.float32)
+    written = [
+        StoredRollout(
+            rollout=with_turns("question", "reply", "more", "last"),
+            advantages=(None, worth, None, -worth),
+            status="trained",
+            staleness=2,
+        ),
+        StoredRollout(rollout=with_turns("question", "reply"), status="skipped", staleness=0),
+        StoredRollout(rollout=make_rollout()),
+    ]
+    data = to_bytes(written)
+    assert [(row.status, row.staleness) for row in list_rows(data, NAME)] == [
+        ("trained", 2),
+        ("skipped", 0),
+        (None, None),
+    ]
+    found = read_row(data, NAME, 0)
+    assert [None if one is None else one.tolist() for one in found.advantages] == [
+        None,
+        worth.tolist(),
+        None,
+        (-worth).tolist(),
+    ]
+    assert (found.status, found.staleness) == ("trained", 2)
+    assert comparable(found.rollout) == comparable(written[0].rollout)
+    assert read_row(data, NAME, 1).advantages == (None, None)
+    assert [comparable(one) for one in read_back(data)] == [comparable(one.rollout) for one in written]
+
+
+def test_files_of_format_6_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old runs are viewed and resumed."""
+    turn = pa.struct(list(rollouts_module.SCHEMA.field("turns").type.value_type)[:-1])
+    fields = [field for field in rollouts_module.SCHEMA if field.name not in ("status", "staleness")]
+    fields = [pa.field("turns", pa.list_(turn)) if field.name == "turns" else field for field in fields]
+    with monkeypatch.context() as old:
+        old.setattr(rollouts_module, "SCHEMA", pa.schema(fields))
+        old.setattr(rollouts_module, "FORMAT", b"6")
+        written = [with_turns("question", "reply"), make_rollout()]
+        data = to_bytes([StoredRollout(rollout=one, status="trained") for one in written])
+    assert "status" not in pq.read_schema(pa.BufferReader(data)).names
+    assert [comparable(one) for one in read_back(data)] == [comparable(one) for one in written]
+    assert list_rows(data, NAME) == [expected_row(*one) for one in enumerate(written)]
+    assert find_rows(data, NAME, "question") == [0]
+    found = read_row(data, NAME, 1)
+    assert (comparable(found.rollout), found.advantages) == (comparable(written[1]), (None, None))
 
 
 def test_rows_of_a_directory_are_those_of_its_files(tmp_path: Path) -> None:

@@ -418,8 +418,9 @@ def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp
         for step in range(4):
             if step % 2 == 0:
                 await terms.begin_window()
-            began = await learner.score(terms.credit(groups).groups, 1.0)
-            (only,) = await terms.build(step, terms.credit(groups), groups, [])
+            batch = await terms.credit(groups)
+            began = await learner.score(batch.groups, 1.0)
+            (only,) = await terms.build(step, batch, groups, [])
             old = [reply.old_logprobs for group in only[0].groups for reply in group.replies]
             is_own = all(a is not None and np.array_equal(a, b) for a, b in zip(old, began, strict=True))
             assert is_own == (step % 2 == 0)

@@ -17,9 +17,10 @@ from pathlib import Path
 from strop.errors import StoreError
 from strop.io.atomic import explain_write_failure, verify_directory, write_bytes_atomically
 from strop.record.files import CHECKPOINTS, RecordFiles, find_checkpoints, step_of
+from strop.record.run_dir import DISCARDED
 
 _GROWING = (".jsonl", ".log")
-_NEVER_CHANGING = ("rollouts/",)
+_NEVER_CHANGING = ("rollouts/", f"{DISCARDED}/")
 """Written once, whole."""
 _NEVER = ("job/secrets.json", "job/env.json", "lock")
 """Never copied: private, or without meaning elsewhere."""

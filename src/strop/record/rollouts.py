@@ -1,6 +1,7 @@
 """Rollouts as Parquet, one row each: exact enough to replay, plain enough to query for years.
 
-`write_rollouts` and `read_rollouts` are inverse to each other. The columns `reward`, `reply_text` and
+`write_rollouts` and `read_rollouts` are inverse to each other; `write_trained` adds what training made of
+them, which `strop.record.rows` reads. The columns `reward`, `reply_text` and
 `num_sampled_tokens` repeat what the others imply, so that a query needs no arithmetic.
 
 The file's metadata carries a SHA-256 of the whole file, taken with zeros in the digest's own place.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from strop.rollout import (
     Failure,
     FailureOwner,
     FinishReason,
+    FloatArray,
     Outcome,
     Rollout,
     Sampling,
@@ -37,7 +40,9 @@ from strop.rollout import (
     VersionSegment,
 )
 
-FORMAT = b"6"
+FORMAT = b"7"
+_READABLE = (b"6", FORMAT)
+"""Before 7 nothing told what training made of a rollout."""
 _FORMAT_KEY = b"strop.rollouts"
 _SEAL_KEY = b"strop.sha256"
 _UNSEALED = b"0" * 64
@@ -53,6 +58,7 @@ _TURN = pa.struct(
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
         ("segments", pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())]))),
+        ("advantages", pa.list_(pa.float32())),  # Null on turns that were not trained on.
     ]
 )
 _NAMED = pa.map_(pa.string(), pa.float64())
@@ -83,6 +89,8 @@ SCHEMA = pa.schema(
         ("branch", pa.struct([("of", pa.int32()), ("num_turns", pa.int32())])),
         ("reply_text", pa.string()),
         ("num_sampled_tokens", pa.int32()),
+        ("status", pa.string()),
+        ("staleness", pa.int64()),
     ],
     metadata={_FORMAT_KEY: FORMAT},
 )
@@ -91,6 +99,26 @@ SCHEMA = pa.schema(
 DECODING_ERRORS = (ValueError, KeyError, TypeError, OSError, pa.ArrowException)
 """What decoding bytes that are no rollouts may end in."""
 _EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
+_TRAINING_COLUMNS = ("status", "staleness")
+_ROLLOUT_COLUMNS = [
+    *(name for name in SCHEMA.names if name not in ("turns", *_TRAINING_COLUMNS)),
+    *(f"turns.list.element.{field.name}" for field in _TURN if field.name != "advantages"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredRollout:
+    """One rollout with what training made of it."""
+
+    rollout: Rollout
+    advantages: tuple[FloatArray | None, ...] = ()
+    """Of each token of each turn, as the learner was given them; None for a turn that was not trained on.
+    A shared turn's stand in every rollout that has it. Empty: of no turn."""
+    status: str | None = None
+    """What became of its group (`train.generation.GroupStatus`); None where it is not recorded."""
+    staleness: int | None = None
+    """Steps that its oldest token is behind the weights that it met; None where it has none, or that is not
+    recorded."""
 
 
 def write_rollouts(
@@ -102,8 +130,15 @@ def write_rollouts(
 
     Raises: UnfitRecord if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
     """
+    write_trained(path, [StoredRollout(rollout=rollout) for rollout in rollouts], facts=facts)
+
+
+def write_trained(
+    path: Path, stored: Sequence[StoredRollout], *, facts: Mapping[str, str] | None = None
+) -> None:
+    """Write rollouts with what training made of them. Raises: like `write_rollouts`."""
     try:
-        table = pa.Table.from_pylist([_to_row(rollout) for rollout in rollouts], schema=SCHEMA)
+        table = pa.Table.from_pylist([_to_row(one) for one in stored], schema=SCHEMA)
     except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
         raise UnfitRecord(
             f"rollouts for {path.name} cannot be stored ({error})",
@@ -127,7 +162,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """
     data = _read_bytes(path)
     try:
-        rows = open_sealed(data).read().to_pylist(maps_as_pydicts="strict")
+        rows = open_sealed(data).read(columns=_ROLLOUT_COLUMNS).to_pylist(maps_as_pydicts="strict")
         return [to_rollout(row) for row in rows]
     except DECODING_ERRORS as error:
         raise no_rollouts(path, error) from error
@@ -165,7 +200,7 @@ def open_sealed(data: bytes) -> pq.ParquetFile:
     if _digest(data, start) != data[start : start + len(_UNSEALED)]:
         raise ValueError("its bytes are not those that were written")
     file = pq.ParquetFile(pa.BufferReader(data))
-    if file.schema_arrow.metadata.get(_FORMAT_KEY) != FORMAT:
+    if file.schema_arrow.metadata.get(_FORMAT_KEY) not in _READABLE:
         raise ValueError("its format is another one")
     return file
 
@@ -201,13 +236,15 @@ def no_rollouts(place: Path | str, error: Exception) -> CorruptRecord:
     """Return the error of a file that does not hold rollouts."""
     return CorruptRecord(
         f"{place} does not hold rollouts ({error})",
-        allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
+        allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
         next_step="remove the file; a resumed run writes it again",
     )
 
 
-def _to_row(rollout: Rollout) -> dict[str, Any]:
+def _to_row(stored: StoredRollout) -> dict[str, Any]:
+    rollout = stored.rollout
     outcome, reply = rollout.outcome, rollout.reply
+    advantages = stored.advantages or (None,) * len(rollout.turns)
     failure = outcome.failure
     return {
         "task": rollout.example.task,
@@ -225,8 +262,9 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
                 "policy_version": turn.policy_version,
                 "finish_reason": turn.finish_reason and turn.finish_reason.value,
                 "segments": [{"start": one.start, "version": one.version} for one in turn.segments],
+                "advantages": of_tokens,
             }
-            for turn in rollout.turns
+            for turn, of_tokens in zip(rollout.turns, advantages, strict=True)
         ],
         "reward": outcome.reward,
         "reward_parts": list(outcome.parts.items()),
@@ -246,11 +284,26 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "branch": rollout.branch and {"of": rollout.branch.of, "num_turns": rollout.branch.num_turns},
         "reply_text": reply.text if reply is not None else None,
         "num_sampled_tokens": rollout.num_sampled_tokens,
+        "status": stored.status,
+        "staleness": stored.staleness,
     }
 
 
+def to_stored(row: dict[str, Any]) -> StoredRollout:
+    """Return what a row, whose maps are dictionaries, tells of a rollout. Rows before format 7 tell less."""
+    return StoredRollout(
+        rollout=to_rollout(row),
+        advantages=tuple(
+            None if (found := turn.get("advantages")) is None else np.array(found, dtype=np.float32)
+            for turn in row["turns"]
+        ),
+        status=row.get("status"),
+        staleness=row.get("staleness"),
+    )
+
+
 def to_rollout(row: dict[str, Any]) -> Rollout:
-    """Return the rollout of a row, whose maps are dictionaries."""
+    """Return the rollout of such a row."""
     failure = row["failure"]
     outcome = Outcome(
         parts=row["reward_parts"],

@@ -8,7 +8,7 @@ Importing this module imports pyarrow, so it is not part of the room's light fac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from strop.errors import StoreError
-from strop.record.rollouts import DECODING_ERRORS, no_rollouts, open_sealed, to_rollout
-from strop.rollout import FloatArray, Rollout
+from strop.record.rollouts import DECODING_ERRORS, StoredRollout, no_rollouts, open_sealed, to_stored
 
 SHOWN_CHARACTERS = 200
 
@@ -63,22 +62,11 @@ class RolloutRow:
     status: str | None
     """What became of its group (`train.generation.GroupStatus`); None where it is not recorded."""
     staleness: int | None
-    """Steps that its oldest token is behind the weights that it moved; None where it is not recorded."""
+    """Steps that its oldest token is behind the weights that it met; None where it is not recorded."""
     prompt: str
     """Of the first turn, the first 200 characters."""
     reply: str
     """Of the last turn that the policy spoke, the first 200 characters; empty where it never did."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StoredRollout:
-    """One rollout with what training made of it."""
-
-    rollout: Rollout
-    advantages: tuple[FloatArray | None, ...]
-    """Of each token of each turn; None for a turn that was not trained on, or where it is not recorded."""
-    status: str | None
-    staleness: int | None
 
 
 def list_rows(data: bytes, name: str) -> list[RolloutRow]:
@@ -160,16 +148,7 @@ def _read_row(file: pq.ParquetFile, index: int) -> StoredRollout | None:
     if not 0 <= index < file.metadata.num_rows:
         return None
     (row,) = file.read().slice(index, 1).to_pylist(maps_as_pydicts="strict")
-    return StoredRollout(
-        rollout=to_rollout(row),
-        advantages=tuple(_as_floats(turn.get("advantages")) for turn in row["turns"]),
-        status=row.get("status"),
-        staleness=row.get("staleness"),
-    )
-
-
-def _as_floats(values: Sequence[float] | None) -> FloatArray | None:
-    return None if values is None else np.array(values, dtype=np.float32)
+    return to_stored(row)
 
 
 def _split_turns(table: pa.Table) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
     <name>-<YYYYmmdd-HHMMSS>/          UTC, with -2, -3 ... for runs born in the same second
       run.json  spec.toml  env.txt  lock
       attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; of a job: attempts/<its name>
-      metrics.jsonl  events.jsonl  rollouts/step-000012.parquet
+      metrics.jsonl  events.jsonl  rollouts/step-000012.parquet  discarded/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
 
 Step 12 in a name is the state after 12 steps, or what the 12th step was trained on.
@@ -44,6 +44,10 @@ WEIGHTS_FACT = "weights_digest"
 STATE_NAME = "run.json"
 LOCK_NAME = "lock"
 _FOLDERS = ("attempts", "rollouts", "checkpoints", "eval")
+DISCARDED = "discarded"
+"""Folder of the rollouts that were sampled and replaced, made when there are some."""
+_STEP_FOLDERS = ("rollouts", DISCARDED, "eval")
+"""What later steps left there is cut off."""
 OVERTAKE_LIMIT_S = 60.0
 """How long an attempt of a job waits for the lock of the one before, which is cut off and ends."""
 
@@ -200,6 +204,10 @@ class RunDir:
         """Where the rollouts of a step are stored."""
         return self.path / "rollouts" / f"{_step_name(step)}.parquet"
 
+    def discarded_path(self, step: int) -> Path:
+        """Where the rollouts are stored that were sampled for a step and replaced; there may be none."""
+        return self.path / DISCARDED / f"{_step_name(step)}.parquet"
+
     def rollouts_files(self) -> list[Path]:
         """Return the files of rollouts that there are, by step."""
         return sorted((self.path / "rollouts").glob("step-*.parquet"))
@@ -223,8 +231,8 @@ class RunDir:
                 raise self._in_use()
             time.sleep(0.1)
         self.state = _read_state(self.path)
-        for parent in (self.path, self.path / "rollouts", self.checkpoints_path, self.path / "eval"):
-            remove_leftovers(parent)
+        for folder in (".", *_STEP_FOLDERS, "checkpoints"):
+            remove_leftovers(self.path / folder)
 
     def move_to(self, path: Path) -> None:
         """Give the directory another name, its lock kept. Call it before anything is logged.
@@ -312,8 +320,8 @@ class RunDir:
         self._check_locked()
         self.metrics.truncate_after(step)
         self.events.truncate_after(step)
-        for folder in ("rollouts", "eval"):
-            for path in sorted((self.path / folder).iterdir()):
+        for folder in _STEP_FOLDERS:
+            for path in sorted((self.path / folder).glob("*")):
                 found_step = step_of(path)
                 if found_step is None or found_step <= step:
                     continue

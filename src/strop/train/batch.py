@@ -26,7 +26,7 @@ from strop.algorithm.credit import weigh_part
 from strop.algorithm.losses import MAX_LOG_RATIO_NATS
 from strop.errors import DataError
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Example, Group, IntArray, Rollout, Split, Turn, cut_samples
+from strop.rollout import Example, FloatArray, Group, IntArray, Rollout, Split, Turn, cut_samples
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, epoch_order_of
@@ -34,6 +34,8 @@ from strop.tasks.traits import require_written
 from strop.train.data.offline import Demonstration, Demonstrations, require_enough
 
 Item = TypeVar("Item")
+TurnAdvantages = tuple[FloatArray | None, ...]
+"""Of each token of each turn of a rollout; None for a turn that is not trained."""
 
 
 class ExampleSchedule(Generic[Item]):
@@ -148,6 +150,8 @@ class TrainBatch:
     """Only rollouts that are forwarded."""
     places: tuple[tuple[int, int], ...]
     """Which group of the credit's and which of its members each reply is of, in order of the replies."""
+    turns: tuple[tuple[Turn, ...], ...]
+    """Those that each reply's scored tokens are of, in order of the replies."""
     credit: Credit
     """Of what is compared with each other: the rollouts of a group; or, where some share turns, the shared
     turns of a group, and for each of them what followed."""
@@ -191,7 +195,7 @@ def build_batch(
         [[row.earned for row in rows] for _, rows in compared],
     )
     packed: list[PackedGroup] = []
-    place_of: dict[int, tuple[int, int]] = {}
+    origins: dict[int, tuple[tuple[int, int], tuple[Turn, ...]]] = {}
     for index, (_, rows) in enumerate(compared):
         replies = []
         for member, row in enumerate(rows):
@@ -201,20 +205,53 @@ def build_batch(
             by_turn = credit.turn_advantage_P_G_K
             of_turns = None if by_turn is None else iter(by_turn[index][member].tolist())
             for turns in row.samples:
-                spoken = [turn for turn in turns if turn.is_sampled]
+                spoken = tuple(turn for turn in turns if turn.is_sampled)
                 own = None if of_turns is None else list(itertools.islice(of_turns, len(spoken)))
                 if any(len(turn.token_ids) for turn in spoken):
                     reply = pack_reply(turns, float(advantage), float(weight), own)
                     replies.append((turns[0].token_ids, reply))
-                    place_of[id(reply)] = (index, member)
+                    origins[id(reply)] = ((index, member), spoken)
         packed += share_prompts(replies)
+    in_order = [origins[id(reply)] for group in packed for reply in group.replies]
     return TrainBatch(
         groups=tuple(packed),
-        places=tuple(place_of[id(reply)] for group in packed for reply in group.replies),
+        places=tuple(place for place, _ in in_order),
+        turns=tuple(spoken for _, spoken in in_order),
         credit=credit,
         group_of_P=tuple(index for index, _ in compared),
         max_reply_tokens=max_reply_tokens,
     )
+
+
+def list_advantages(batch: TrainBatch, groups: Sequence[Group]) -> list[list[TurnAdvantages]]:
+    """Return what the learner is given for each token of each turn, by group and rollout; None: nothing.
+
+    Turns that several rollouts share are trained once, and stand in each of them.
+    """
+    by_turn: dict[int, FloatArray] = {}
+    replies = (reply for packed in batch.groups for reply in packed.replies)
+    for reply, spoken in zip(replies, batch.turns, strict=True):
+        of_tokens = reply.token_advantages
+        if of_tokens is None:
+            of_tokens = np.full(len(reply.engine_logprobs), reply.advantage, dtype=np.float32)
+        ends = np.cumsum([len(turn.token_ids) for turn in spoken])[:-1]
+        by_turn |= {id(turn): part for turn, part in zip(spoken, np.split(of_tokens, ends), strict=True)}
+    return [
+        [tuple(by_turn.get(id(turn)) for turn in turns) for turns in _list_trained(group)] for group in groups
+    ]
+
+
+def _list_trained(group: Group) -> list[tuple[Turn, ...]]:
+    """Return the turns of each rollout; of shared ones those of the first that has them."""
+    firsts: dict[int, Rollout] = {}
+    found = []
+    for rollout in group.rollouts:
+        shared: tuple[Turn, ...] = ()
+        if rollout.branch is not None:
+            first = firsts.setdefault(rollout.branch.of, rollout)
+            shared = first.turns[: rollout.branch.num_turns]
+        found.append((*shared, *rollout.turns[len(shared) :]))
+    return found
 
 
 def _list_compared(group: Group) -> list[list[_Row]]:

@@ -22,8 +22,6 @@ from enum import StrEnum
 from functools import partial
 from statistics import fmean
 
-import numpy as np
-
 from strop.algorithm import Algorithm, needs_replacement
 from strop.algorithm.advantages import has_enough_scored
 from strop.cluster import Roles
@@ -136,19 +134,26 @@ def plan_attempts(
     ]
 
 
-def find_staleness(groups: Sequence[Group], version: int) -> int | None:
-    """Return how many steps the oldest sampled token is behind `version`; None without tokens."""
-    versions = [oldest for group in groups for rollout in group.rollouts for oldest in _versions(rollout)]
+def age_of(rollout: Rollout, version: int) -> int | None:
+    """Return how many steps a rollout's oldest sampled token is behind `version`; None without tokens."""
+    versions = [turn.policy_version for turn in rollout.turns if turn.policy_version is not None]
     return version - min(versions) if versions else None
+
+
+def find_staleness(groups: Sequence[Group], version: int) -> int | None:
+    """Return how many steps the oldest sampled token of all is behind `version`; None without tokens."""
+    return max(_list_ages(groups, version), default=None)
 
 
 def measure_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Say how old the rollouts of a batch are, in steps, by their oldest token."""
-    oldest = [min(found) for group in groups for r in group.rollouts if (found := _versions(r))]
-    ages = version - np.array(oldest)
-    if not len(ages):
-        return {}
-    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}
+    ages = _list_ages(groups, version)
+    return {"staleness_mean": fmean(ages), "staleness_max": float(max(ages))} if ages else {}
+
+
+def _list_ages(groups: Sequence[Group], version: int) -> list[int]:
+    ages = (age_of(rollout, version) for group in groups for rollout in group.rollouts)
+    return [age for age in ages if age is not None]
 
 
 def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStatus]:
@@ -198,10 +203,6 @@ def _lengths(groups: Iterable[Group]) -> list[int]:
 def count_tokens(groups: Iterable[Group]) -> int:
     """Return the tokens that were sampled for groups."""
     return sum(_lengths(groups))
-
-
-def _versions(rollout: Rollout) -> list[int]:
-    return [turn.policy_version for turn in rollout.turns if turn.policy_version is not None]
 
 
 class GroupStatus(StrEnum):

@@ -24,7 +24,6 @@ from strop.errors import EngineError, Interrupted, RunStopped, Starved
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
-from strop.record.rollouts import write_rollouts
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
@@ -45,7 +44,6 @@ from strop.train.generation import (
     Batch,
     Collector,
     RolloutBuffer,
-    sort_by_status,
 )
 from strop.train.measure import (
     count_trained_tokens,
@@ -58,6 +56,7 @@ from strop.train.measure import (
 )
 from strop.train.observer import Evaluator, Observer
 from strop.train.publishing import Publishing
+from strop.train.recording import SampledStep, tell_fates
 from strop.train.step import StepTerms, take_steps
 from strop.train.watch import (
     DiskWatch,
@@ -245,7 +244,7 @@ class TrainLoop:
         collected_at = time.perf_counter()
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
-        batch = self._terms.credit(groups)
+        batch = await self._terms.credit(groups)
         demonstrations = self._terms.list_demonstrations(self._state.step)
         steps = await self._terms.build(self._state.step, batch, groups, demonstrations)
         if groups and not batch.credit.num_counted_tokens:
@@ -258,7 +257,7 @@ class TrainLoop:
             on_refused=lambda error: self._event(EventKind.TRIPWIRE, "non_finite", str(error)),
         )
         learned_at = time.perf_counter()
-        metrics = self._measure_groups(collected, batch)
+        sampled, metrics = self._sum_up(collected, batch)
         # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
         was_tried = num_attempted > 0 or bool(steps) or (collected is not None and collected.is_short)
         is_refused = was_tried and not update.steps
@@ -276,9 +275,7 @@ class TrainLoop:
             "learn": learned_at - collected_at,
             "sync": time.perf_counter() - learned_at,
         }
-        if groups:
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            write_rollouts(self._run_dir.rollouts_path(self._state.step), rollouts)
+        sampled.write(self._run_dir, self._state.step)
         metrics |= measure_demonstrations(demonstrations) | measure_pairs(steps)
         train, is_stale = self._spec.train, metrics.get("staleness_max", 0.0) > 0.0
         metrics |= measure_update(update, is_mixed=train.has_rl and train.has_sft, is_stale=is_stale)
@@ -314,15 +311,17 @@ class TrainLoop:
             self._event(EventKind.TRIPWIRE, "short_batch", detail)
         return batch
 
-    def _measure_groups(self, collected: Batch | None, batch: TrainBatch) -> dict[str, float]:
-        """Sum up the step's groups, and count how each of them ended. Before the weights have moved on."""
+    def _sum_up(self, collected: Batch | None, batch: TrainBatch) -> tuple[SampledStep, dict[str, float]]:
+        """Say how each of the step's groups ended, and sum them up. Before the weights' version is noted."""
         if collected is None or self._buffer is None:
-            return {}
-        for status, num_groups in Counter(sort_by_status(collected.groups, batch)).items():
+            return SampledStep(), {}
+        version, advantages = self._state.version, self._terms.list_advantages(batch, collected.groups)
+        sampled = tell_fates(collected, batch, advantages, version=version)
+        for status, num_groups in Counter(sampled.statuses).items():
             self._buffer.note(status, num_groups)
         num_ahead = self._buffer.num_ahead if self._spec.train.max_staleness else None
-        return measure_groups(
-            collected, batch, self._parts.task, version=self._state.version, num_ahead=num_ahead
+        return sampled, measure_groups(
+            collected, batch, self._parts.task, version=version, num_ahead=num_ahead
         )
 
     async def _publish_if_due(self) -> None:

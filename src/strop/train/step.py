@@ -47,8 +47,10 @@ from strop.tokenizer import Tokenizer
 from strop.train.batch import (
     ExampleSchedule,
     TrainBatch,
+    TurnAdvantages,
     build_batch,
     cut_batch,
+    list_advantages,
     pack_reply,
     penalize_rewards,
     schedule_demonstrations,
@@ -336,11 +338,20 @@ class StepTerms:
             return []
         return self._demonstrations.examples(step)
 
-    def credit(self, groups: Sequence[Group]) -> TrainBatch:
-        """Assign credit over what a step sampled."""
+    async def credit(self, groups: Sequence[Group]) -> TrainBatch:
+        """Assign credit over what a step sampled, and attach the log-probabilities that its terms ask for."""
         task = self.task
         limit_P = [attempt_tokens_of(task, limits_of(task, group.example)) for group in groups]
-        return build_batch(self.algorithm, groups, attempt_tokens_of(task, task.limits), limit_P)
+        batch = build_batch(self.algorithm, groups, attempt_tokens_of(task, task.limits), limit_P)
+        if self.spec.train.terms == "distill" or not batch.credit.num_counted_tokens:
+            return batch
+        return replace(batch, groups=await self._attach_logprobs(batch.groups))
+
+    def list_advantages(self, batch: TrainBatch, groups: Sequence[Group]) -> list[list[TurnAdvantages]]:
+        """Return what each rollout's tokens are worth to the learner; nothing in distillation."""
+        if self.spec.train.terms == "distill":
+            return [[()] * len(group.rollouts) for group in groups]
+        return list_advantages(batch, groups)
 
     async def build(
         self,
@@ -359,8 +370,7 @@ class StepTerms:
         sft: list[Term] = [sft_term(demonstrations, spec.sft.weight)] if demonstrations else []
         if not batch.credit.num_counted_tokens:
             return [sft] if sft else []
-        scored = replace(batch, groups=await self._attach_logprobs(batch.groups))
-        parts = cut_batch(self.algorithm, scored, spec.train, seed=spec.seed, step=step)
+        parts = cut_batch(self.algorithm, batch, spec.train, seed=spec.seed, step=step)
         return [[rl_term(self.algorithm, part, temperature), *sft] for part in parts]
 
     async def _distill(

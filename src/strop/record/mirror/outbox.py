@@ -28,7 +28,7 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import LEFTOVER_PATTERN
 from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER, TRACES
-from strop.record.run_dir import STATE_NAME, RunDir, step_of
+from strop.record.run_dir import DISCARDED, STATE_NAME, RunDir, step_of
 from strop.store.record_store import RecordStore, describe_directory, describe_files
 from strop.store.uris import join_uri
 
@@ -218,7 +218,12 @@ class TraceSender:
         return True
 
     def _list_names(self) -> Iterator[str]:
-        for folder, pattern in (("rollouts", "*.parquet"), ("eval", "*.json"), ("attempts", "**/*")):
+        for folder, pattern in (
+            ("rollouts", "*.parquet"),
+            (DISCARDED, "*.parquet"),
+            ("eval", "*.json"),
+            ("attempts", "**/*"),
+        ):
             for path in sorted((self._run_path / folder).glob(pattern)):
                 if path.is_file() and not path.is_symlink() and LEFTOVER_PATTERN.search(path.name) is None:
                     yield path.relative_to(self._run_path).as_posix()

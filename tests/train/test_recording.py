@@ -1,0 +1,186 @@
+"""What a run records of its rollouts is what its learner was given, and what became of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strop.cluster import Roles
+from strop.environments.worlds import BuiltInWorld
+from strop.policy.learner import LossTerm, Term
+from strop.policy.optimizer import StepPlan, StepReport
+from strop.record.rollouts import StoredRollout
+from strop.record.rows import list_rows, read_row
+from strop.tasks import Task
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
+from tests.train.test_asynchronous import FlatOnEven, compose
+from tests.train.test_turns import EarningLetters, Letters, LettersSpec
+
+Told = dict[tuple[bytes, bytes], set[bytes]]
+"""By what came before a reply and the reply itself: the advantages of its tokens."""
+
+
+class Overheard:
+    """A learner that keeps what it is given of each step."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner = learner
+        self.told: list[Told] = []
+        self.num_tokens: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+        told: Told = defaultdict(set)
+        num_tokens = 0
+        (term,) = terms
+        assert isinstance(term, LossTerm)
+        for group in term.groups:
+            for reply in group.replies:
+                ids = np.concatenate([group.prompt_ids, reply.token_ids])
+                is_scored = np.concatenate([np.zeros(len(group.prompt_ids), bool), reply.is_scored])
+                worth = np.full(len(ids), np.nan, np.float32)
+                worth[is_scored] = (
+                    reply.advantage if reply.token_advantages is None else reply.token_advantages
+                )
+                edges = np.flatnonzero(np.diff(is_scored.astype(int))) + 1
+                for start, end in zip([*edges[::2]], [*edges[1::2], len(ids)], strict=False):
+                    told[ids[:start].tobytes(), ids[start:end].tobytes()].add(worth[start:end].tobytes())
+                num_tokens += int(is_scored.sum())
+        self.told.append(dict(told))
+        self.num_tokens.append(num_tokens)
+        report: StepReport = await self._learner.step_terms(terms, plan)
+        return report
+
+
+def overhear(made: Composition) -> Overheard:
+    """Run, and return the learner with what it was given."""
+    kept: list[Overheard] = []
+
+    def change(roles: Roles) -> Roles:
+        kept.append(Overheard(roles.learner))
+        return replace(roles, learner=kept[0])
+
+    made.run(change)
+    return kept[0]
+
+
+def read_stored(path: Path) -> list[StoredRollout]:
+    data = path.read_bytes()
+    return [read_row(data, path.name, row.index) for row in list_rows(data, path.name)]
+
+
+def compose_with(root: Path, model_dir: Path, asked: Task, /, **sections: Any) -> Composition:
+    train = {"steps": 1, "prompts_per_step": 3, "group_size": 4, **sections.pop("train", {})}
+    spec = tiny_spec(train=train, **sections)
+    return Composition(spec=spec, model_dir=model_dir, run_dir=new_run(root), task=asked)
+
+
+GUESS = {"task": {"name": "guess-number"}}
+CASES: dict[str, tuple[Task, dict[str, Any]]] = {
+    "group-mean": (SpellTask(), {}),
+    "per-turn": (
+        BuiltInWorld(LettersSpec(), EarningLetters),
+        {**GUESS, "algorithm": {"credit": "turn", "turn_discount": 0.9}},
+    ),
+    "tree": (BuiltInWorld(LettersSpec(), Letters), {**GUESS, "train": {"branches": 2}}),
+    "reward-kl": (SpellTask(), {"algorithm": {"name": "reinforce_pp"}, "reference": {"kl_beta": 0.5}}),
+    "mini-batches": (SpellTask(), {"train": {"mini_batches": 3}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_advantages_are_those_that_the_learner_was_given(
+    case: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    task, sections = CASES[case]
+    made = compose_with(tmp_path, tiny_model_dir, task, **sections)
+    learner = overhear(made)
+    told: Told = defaultdict(set)
+    for part in learner.told:
+        for key, worths in part.items():
+            told[key] |= worths
+    num_tokens = 0
+    for stored in read_stored(made.run_dir.rollouts_path(1)):
+        new = {id(turn) for turn in stored.rollout.new_turns}
+        worth_of = {
+            id(turn): worth for turn, worth in zip(stored.rollout.turns, stored.advantages, strict=True)
+        }
+        for sample in stored.rollout.samples:
+            before = np.zeros(0, np.int32)
+            for turn in sample:
+                worth = worth_of[id(turn)]
+                key = (before.tobytes(), turn.token_ids.tobytes())
+                before = np.concatenate([before, turn.token_ids])
+                if worth is None:
+                    assert not turn.is_sampled or key not in told
+                    continue
+                assert worth.dtype == np.float32
+                assert worth.tobytes() in told[key]
+                num_tokens += len(worth) * (id(turn) in new)
+    assert num_tokens == sum(learner.num_tokens) > 0
+
+
+def test_the_fate_of_each_rollout_is_recorded(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(
+        tmp_path,
+        tiny_model_dir,
+        task=FlatOnEven(),
+        zero_variance="resample",
+        max_staleness=1,
+        prompts_per_step=2,
+        steps=3,
+    )
+    made.run()
+    ages: set[int | None] = set()
+    num_filtered = 0
+    for line in made.notes.steps:
+        step = int(line["step"])
+        trained = read_stored(made.run_dir.rollouts_path(step))
+        assert {one.status for one in trained} == {"trained"}
+        ages |= {one.staleness for one in trained}
+        assert max(one.staleness or 0 for one in trained) == line["staleness_max"]
+        path = made.run_dir.discarded_path(step)
+        if not line.get("num_filtered_groups"):
+            assert not path.exists()
+            continue
+        discarded = read_stored(path)
+        num_filtered += 1
+        assert len(discarded) == 4 * line["num_filtered_groups"]
+        assert {one.status for one in discarded} == {"filtered"}
+        assert all(not any(worth is not None for worth in one.advantages) for one in discarded)
+        kept = {one.rollout.example.example_id for one in trained}
+        assert not kept & {one.rollout.example.example_id for one in discarded}
+    assert ages == {0, 1}
+    assert num_filtered
+
+
+def test_what_gave_no_gradient_has_no_advantage(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose_with(tmp_path, tiny_model_dir, FlatOnEven())
+    made.run()
+    found = read_stored(made.run_dir.rollouts_path(1))
+    by_status = {one.status: one.advantages for one in found}
+    assert by_status.keys() == {"trained", "skipped"}
+    assert by_status["skipped"] == (None, None)
+    assert all(one.staleness == 0 for one in found)
+
+
+def test_what_was_discarded_is_cut_off_on_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose_with(tmp_path, tiny_model_dir, FlatOnEven(), algorithm={"zero_variance": "resample"})
+    made.run()
+    assert made.run_dir.discarded_path(1).exists()
+    with made.run_dir as run:
+        run.truncate_after(1)
+        assert run.discarded_path(1).exists()
+        run.truncate_after(0)
+        assert not run.discarded_path(1).exists()
+    # Nor is it among what was trained while it is there.
+    assert made.run_dir.rollouts_files() == []
