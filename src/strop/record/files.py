@@ -41,6 +41,9 @@ class RecordFiles(Protocol):
     def read_from(self, name: str, offset: int) -> bytes:
         """Return what a file has from a byte on, or the beginning of it; empty where there is no more."""
 
+    def version(self, name: str) -> str | None:
+        """Return a word that is another one when the file has changed; None if there is none."""
+
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, as paths in the run's directory, sorted."""
 
@@ -83,6 +86,16 @@ class DirectoryRecord:
             return b""
         except OSError as error:
             raise self._failed(name, error) from error
+
+    def version(self, name: str) -> str | None:
+        """Return a word for the state of a file. Raises: StoreError if the disk fails."""
+        try:
+            found = (self.path / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._failed(name, error) from error
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, sorted; links to folders are not followed."""
@@ -164,6 +177,11 @@ class StoreRecord:
         if found is None or found.size_bytes <= offset:
             return b""
         return (self.read(name) or b"")[offset:]
+
+    def version(self, name: str) -> str | None:
+        """Return the store's version of a file, without its content. Raises: StoreError as `read`."""
+        found = self._objects.find(self.describe(name))
+        return None if found is None else found.version
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, sorted. Raises: StoreError as `read`."""

@@ -260,6 +260,10 @@ class SilentRecord(DirectoryRecord):
         """Raise: StoreError."""
         raise self._failed(name, OSError(110, "Connection timed out"))
 
+    def version(self, name: str) -> str | None:
+        """Raise: StoreError."""
+        raise self._failed(name, OSError(110, "Connection timed out"))
+
     def list(self, prefix: str) -> list[str]:
         """Raise: StoreError."""
         raise self._failed(prefix, OSError(110, "Connection timed out"))
