@@ -281,7 +281,7 @@ def test_eva_7_results_list_what_they_differ_in(run: Run, folder: Path, tiny_mod
         assert evaluate(run, tiny_model_dir, *words, "--limit", "2", "--out", name).code == 0
     places = [f"{name}/arithmetic-step-000000.json" for name in "ab"]
     found = json.loads(run("compare", *places, "--json").out)
-    assert found["differences"] == [{"key": "run_seed", "before": 1, "after": 2}]
+    assert found["settings"] == [{"key": "run_seed", "values": [1, 2]}]
 
 
 def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
@@ -306,7 +306,7 @@ def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
     assert shown.code == 0, shown.err
     assert "sums: greedy: 0 of 2 examples solved more often" in shown.out
     found = json.loads(run("compare", path, path, "--json").out)
-    assert found["change"]["parts"]["words"]["greedy"]["num_examples"] == 2
+    assert found["others"][0]["change"]["parts"]["words"]["greedy"]["num_examples"] == 2
     # A setting of one part that moves its examples is refused; one that does not makes another version.
     assert run("rescore", path, "parts.sums.max_value=16").code == 76
     other = json.loads(run("rescore", path, "parts.sums.max_reply_tokens=20", "--json").out)[0]["result"]

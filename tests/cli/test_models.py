@@ -59,7 +59,7 @@ def test_what_eval_prints_can_be_compared(finished_run: Path, folder: Path, run:
     assert read_result(folder / "a.json").step == 1
     compared = run("compare", "a.json", "b.json", "--json")
     assert compared.code == 0
-    assert json.loads(compared.out)["change"]["greedy"]["estimate"] == 0.0
+    assert json.loads(compared.out)["others"][0]["change"]["greedy"]["estimate"] == 0.0
     (folder / "c.json").write_text(
         run("eval", finished_run, *ASK, "--split", "held_out", "--num-examples", "3", "--json").out
     )
@@ -211,7 +211,7 @@ def test_runs_are_listed_viewed_and_compared(finished_run: Path, folder: Path, r
     assert run("view", finished_run).out == f"{finished_run / 'report.html'}\n"
     assert (finished_run / "report.html").is_file()
     compared = json.loads(run("compare", finished_run, listed[0]["path"], "--json").out)
-    assert compared["differences"] == [{"key": "optimizer.lr", "before": 1e-05, "after": 1e-4}]
+    assert compared["settings"] == [{"key": "optimizer.lr", "values": [1e-05, 1e-4]}]
     assert "optimizer.lr" in run("compare", finished_run, listed[0]["path"]).out
 
 

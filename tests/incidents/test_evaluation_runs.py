@@ -226,8 +226,8 @@ def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(run: Ru
     undeclared = " ".join(run("compare", one, other).out.split())
     assert "no verdict on a cause: nothing was declared with --vary, and these differ: " in undeclared
     found = json.loads(run("compare", one, third, "--vary", "optimizer.lr", "--json").out)
-    assert [difference["key"] for difference in found["differences"]] == ["optimizer.lr"]
-    assert found["change"]["num_seeds"] == 1
+    assert [setting["key"] for setting in found["settings"]] == ["optimizer.lr"]
+    assert found["others"][0]["change"]["num_seeds"] == 1
     shown = run("compare", one, third, "--vary", "optimizer.lr").out
     assert "of one seed each: what another seed would change is not in them" in " ".join(shown.split())
 

@@ -1,13 +1,14 @@
-"""`strop ls [ROOT]`, `strop compare RUN RUN` and `strop view RUN`."""
+"""`strop ls [ROOT]`, `strop compare RUN RUN [RUN...]` and `strop view RUN`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +17,9 @@ from strop.cli.eval import percent
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.evaluate import Comparison, Interval, Summary
+    from strop.evaluate import Interval, Summary
     from strop.launch.contract import JobStatus
-    from strop.run.runs import RunSummary
+    from strop.run.runs import Arm, ArmChange, ManyComparison, RunSummary
 
 
 @brief
@@ -96,68 +97,120 @@ def _show_time(at: float | None) -> str:
 
 def compare(
     context: typer.Context,
-    before: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a result of `strop eval`.")],
-    after: Annotated[Path, typer.Argument(metavar="RUN", help="The run or result to compare with it.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN [RUN ...]",
+            help="Runs, or results of `strop eval`. The first is what the others are compared with.",
+        ),
+    ],
     vary: Annotated[
         list[str] | None,
         typer.Option(help="Setting that may differ; any other difference is refused. Repeatable."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare the last evaluations of two runs on the same examples, and list settings that differ."""
-    from strop.run.runs import compare_runs
+    """Compare last evaluations with the first run's, on the same examples, and list settings that differ."""
+    from strop.run.runs import compare_many
 
     output: Output = context.obj
-    found = compare_runs(before, after, declared=vary or None)
+    found = compare_many(runs, declared=vary or None)
     if json:
-        output.give_json(
-            {
-                "change": asdict(found.change),
-                "before": found.before.model_dump(mode="json"),
-                "after": found.after.model_dump(mode="json"),
-                "differences": [asdict(difference) for difference in found.differences],
-            }
-        )
+        output.give_json(_comparison_to_json(found))
         return
-    rows = _comparison_rows("", found.before.scores, found.after.scores, found.change)
-    for label, change in found.change.parts.items():
-        one, other = found.before.parts[label], found.after.parts[label]
-        rows += _comparison_rows(f"{label}: ", one.scores, other.scores, change)
-    output.give_table(("replies", "share", "first", "second", "change", "95% interval"), rows)
-    for label, comparison in {"": found.change, **found.change.parts}.items():
-        for name, moved in (("greedy", comparison.greedy), ("sampled", comparison.sampled)):
-            if moved is not None:
-                output.give(
-                    f"{label}{': ' if label else ''}{name}: {moved.num_gained} of {moved.num_examples}"
-                    f" examples solved more often, {moved.num_lost} less often, p = {moved.p_value:.2g}"
-                )
-    output.give(
-        "intervals are over problems, of one seed each: what another seed would change is not in them"
+    output.give_table(
+        ("run", "replies", "share", "first", "this", "change", "95% interval", "p", "p (Holm)"),
+        [row for other in found.others for row in _comparison_rows(found.baseline, other)],
+        title=f"Compared with {found.baseline.label}",
     )
-    if found.differences and not vary:
-        keys = ", ".join(difference.key for difference in found.differences)
-        output.give(f"no verdict on a cause: nothing was declared with --vary, and these differ: {keys}")
-    if found.differences:
-        settings = [(difference.key, difference.before, difference.after) for difference in found.differences]
-        output.give_table(("setting", "first", "second"), settings)
+    for line in _comparison_lines(found, is_declared=bool(vary)):
+        output.give(line)
+    if found.settings:
+        names = (found.baseline.label, *(other.arm.label for other in found.others))
+        output.give_table(("setting", *names), [(one.key, *one.values) for one in found.settings])
 
 
-def _comparison_rows(
-    label: str, before: Mapping[str, Summary], after: Mapping[str, Summary], comparison: Comparison
-) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for kind, change in (("greedy", comparison.greedy), ("sampled", comparison.sampled)):
-        if kind not in before or kind not in after:
-            continue
-        name, one, other = f"{label}{kind}", before[kind], after[kind]
-        accuracies = percent(one.accuracy), percent(other.accuracy)
-        rows.append((name, "accuracy", *accuracies, *_show_change(change)))
-        if change is not None and change.format_ok is not None:
-            shares = percent(one.format_ok_frac), percent(other.format_ok_frac)
-            rows.append((name, "format ok", *shares, *_show_change(change.format_ok)))
+def _comparison_to_json(found: ManyComparison) -> dict[str, Any]:
+    def show(arm: Arm) -> dict[str, Any]:
+        return {
+            "name": arm.name,
+            "paths": [str(path) for path in arm.paths],
+            "seeds": arm.seeds,
+            "results": [result.model_dump(mode="json") for result in arm.results],
+        }
+
+    return {
+        "baseline": show(found.baseline),
+        "others": [
+            {
+                **show(other.arm),
+                "change": asdict(other.change),
+                "p_values_holm": dict(other.p_values),
+                "over_seeds": {kind: asdict(interval) for kind, interval in other.over_seeds.items()},
+            }
+            for other in found.others
+        ],
+        "settings": [{"key": one.key, "values": one.values} for one in found.settings],
+        "notes": found.notes,
+    }
+
+
+def _comparison_rows(baseline: Arm, other: ArmChange) -> Iterator[tuple[object, ...]]:
+    """Yield the rows of one arm: shares are means over its seeds."""
+    from strop.run.runs import list_changes
+
+    name = other.arm.label
+    for key, change in list_changes(other.change).items():
+        one, after = (_scores_of(arm, key) for arm in (baseline, other.arm))
+        shares = _mean_share(one, "accuracy"), _mean_share(after, "accuracy")
+        p_values = f"{change.p_value:.2g}", f"{other.p_values[key]:.2g}"
+        yield (name, key, "accuracy", *shares, *_show_change(change), *p_values)
+        over_seeds = other.over_seeds.get(key)
+        if over_seeds is not None:
+            yield (name, key, "accuracy, over seeds", "", "", *_show_change(over_seeds), "", "")
+        if change.format_ok is not None:
+            shares = _mean_share(one, "format_ok_frac"), _mean_share(after, "format_ok_frac")
+            yield (name, key, "format ok", *shares, *_show_change(change.format_ok), "", "")
             in_both = _show_change(change.in_format)
-            rows.append((name, "accuracy where both have the format", "", "", *in_both))
-    return rows
+            yield (name, key, "accuracy where both have the format", "", "", *in_both, "", "")
+
+
+def _scores_of(arm: Arm, key: str) -> list[Summary]:
+    """Return the scores of an arm's results by a key of `ArmChange`."""
+    label, _, kind = key.rpartition(": ")
+    return [(result.parts[label] if label else result).scores[kind] for result in arm.results]
+
+
+def _mean_share(scores: Sequence[Summary], name: str) -> str:
+    known = [value for score in scores if (value := getattr(score, name)) is not None]
+    return percent(fmean(known) if known else None)
+
+
+def _comparison_lines(found: ManyComparison, *, is_declared: bool) -> Iterator[str]:
+    from strop.run.runs import list_changes
+
+    for other in found.others:
+        for key, moved in list_changes(other.change).items():
+            prefix = f"{other.arm.label}: " if len(found.others) > 1 else ""
+            yield (
+                f"{prefix}{key}: {moved.num_gained} of {moved.num_examples} examples solved more often,"
+                f" {moved.num_lost} less often, p = {moved.p_value:.2g}"
+            )
+    if len(found.others) > 1:
+        yield (
+            f"p (Holm) holds for all {len(found.others)} comparisons together; each interval is one of 95 %"
+            " by itself"
+        )
+    if any(other.over_seeds for other in found.others):
+        yield "intervals are over problems, with the seeds as they are; those over seeds say so"
+    else:
+        seeds = max(len(arm.paths) for arm in (found.baseline, *(other.arm for other in found.others)))
+        whose = "of one seed each" if seeds == 1 else "of a few seeds"
+        yield f"intervals are over problems, {whose}: what another seed would change is not in them"
+    yield from found.notes
+    if found.settings and not is_declared:
+        keys = ", ".join(setting.key for setting in found.settings)
+        yield f"no verdict on a cause: nothing was declared with --vary, and these differ: {keys}"
 
 
 def _show_change(change: Interval | None) -> tuple[str, str]:

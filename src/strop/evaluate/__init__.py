@@ -2,9 +2,9 @@
 
 `evaluate_task` rolls out the same way as training does and returns an `EvalResult`; with a `ShardFolder`,
 `run_evaluation` keeps the replies and goes on after a kill. `write_result` and `read_result` keep it,
-`compare_results` says what changed, `rescore` judges kept replies anew, `write_order` sorts examples;
-`find_reference` looks up published scores with their conditions; `stored` puts the user's own beside.
-Left out on purpose: verdicts over several runs.
+`compare_results` says what changed, `compare_seeds` between several seeds of two configurations; `rescore`
+judges kept replies anew, `write_order` sorts examples; `find_reference` looks up published scores with their
+conditions; `stored` puts the user's own beside. Left out on purpose: what caused a change.
 """
 
 from strop.evaluate.accuracy import (
@@ -24,6 +24,7 @@ from strop.evaluate.comparison import (
     Interval,
     clustered_interval,
     compare_results,
+    compare_seeds,
     paired_difference,
     pass_at_k,
     pass_at_k_interval,
@@ -46,6 +47,7 @@ from strop.evaluate.result import (
     write_result,
 )
 from strop.evaluate.scoring import Limits
+from strop.evaluate.several import correct_by_holm, difference_over_seeds
 from strop.evaluate.shards import ChangedVerdict, Rescored, ShardFolder, rescore
 
 __all__ = [
@@ -73,6 +75,9 @@ __all__ = [
     "attempt_share",
     "clustered_interval",
     "compare_results",
+    "compare_seeds",
+    "correct_by_holm",
+    "difference_over_seeds",
     "dump_result",
     "evaluate_task",
     "find_baselines",

@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,7 +235,7 @@ class Comparison:
     parts: Mapping[str, Comparison] = field(default_factory=dict)
     """The same of each part of a mixture, by label."""
     num_seeds: int = 1
-    """Training seeds behind each side: what another seed would change is in no interval."""
+    """Training seeds behind each side, of the fewer: what another seed would change is in no interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,27 +253,45 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     Units: differences of shares in [-1, 1], with a 95 % interval over problems (`paired_difference`).
     Raises: CheckRefused if one result is invalid, or if their protocols differ.
     """
-    refuse_invalid(before)
-    refuse_invalid(after)
+    return compare_seeds([before], [after])
+
+
+def compare_seeds(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> Comparison:
+    """Compare like `compare_results`, with one result or several of each side: of other training seeds.
+
+    What an example scored is its mean over the seeds that judged it, so the interval stays one over problems.
+    """
+    for result in (*before, *after):
+        refuse_invalid(result)
+    first, *others = (*before, *after)
+    for other in others:
+        _require_one_protocol(first, other)
+    parts = {label: _compare(before, after, part.example_ids) for label, part in first.parts.items()}
+    return replace(_compare(before, after, tuple(first.greedy.by_example)), parts=parts)
+
+
+def _require_one_protocol(before: EvalResult, after: EvalResult) -> None:
     differences = {found.key: found for found in list_plan_differences(before, after)}
     different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
-    if different:
-        # What a digest cannot say: which texts end a reply, and how a problem is put.
-        different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
-        shown = "; ".join(describe_difference(found, "and") for found in different)
-        raise CheckRefused(
-            f"two results were measured by different protocols: {shown}",
-            allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
-            next_step="evaluate both models with the same task, split and sampling",
-        )
-    parts = {label: _compare(before, after, part.example_ids) for label, part in before.parts.items()}
-    return replace(_compare(before, after, tuple(before.greedy.by_example)), parts=parts)
+    if not different:
+        return
+    # What a digest cannot say: which texts end a reply, and how a problem is put.
+    different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
+    shown = "; ".join(describe_difference(found, "and") for found in different)
+    raise CheckRefused(
+        f"two results were measured by different protocols: {shown}",
+        allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
+        next_step="evaluate both models with the same task, split and sampling",
+    )
 
 
-def _compare(before: EvalResult, after: EvalResult, example_ids: Collection[str]) -> Comparison:
+def _compare(
+    before: Sequence[EvalResult], after: Sequence[EvalResult], example_ids: Collection[str]
+) -> Comparison:
     return Comparison(
-        greedy=_change(before.greedy, after.greedy, example_ids),
-        sampled=_change(before.sampled, after.sampled, example_ids),
+        greedy=_change([one.greedy for one in before], [one.greedy for one in after], example_ids),
+        sampled=_change([one.sampled for one in before], [one.sampled for one in after], example_ids),
+        num_seeds=min(len(before), len(after)),
     )
 
 
@@ -298,10 +316,16 @@ def describe_difference(found: Difference, word: str, words: tuple[str, str] = (
     return f"{found.key} {before!r}{words[0]} {word} {after!r}{words[1]}"
 
 
-def _change(before: Score | None, after: Score | None, example_ids: Collection[str]) -> Change | None:
-    if before is None or after is None:
+def _change(
+    before: Sequence[Score | None], after: Sequence[Score | None], example_ids: Collection[str]
+) -> Change | None:
+    ones, others = ([score for score in side if score is not None] for side in (before, after))
+    if len(ones) < len(before) or len(others) < len(after):
         return None
-    pairs = {name: (before.by_example[name], after.by_example[name]) for name in sorted(example_ids)}
+    pairs = {
+        name: ([one.by_example[name] for one in ones], [other.by_example[name] for other in others])
+        for name in sorted(example_ids)
+    }
     solved = _read_both(pairs, lambda example: example.solved_frac)
     if not solved.problems:
         return None
@@ -339,14 +363,18 @@ class _Both(NamedTuple):
     values: list[tuple[float, float]]
 
 
-def _read_both(pairs: Mapping[str, tuple[ExampleScore, ExampleScore]], read: _Read) -> _Both:
-    """Return a number of each example before and after, where both sides have it."""
+def _read_both(
+    pairs: Mapping[str, tuple[Sequence[ExampleScore], Sequence[ExampleScore]]], read: _Read
+) -> _Both:
+    """Return a number of each example before and after, mean over seeds, where both sides have it."""
     both = _Both([], [])
     for name, (before, after) in pairs.items():
-        one, other = read(before), read(after)
-        if one is not None and other is not None:
-            both.problems.append(before.problem or name)
-            both.values.append((one, other))
+        one, other = (
+            [value for score in side if (value := read(score)) is not None] for side in (before, after)
+        )
+        if one and other:
+            both.problems.append(before[0].problem or name)
+            both.values.append((fmean(one), fmean(other)))
     return both
 
 
