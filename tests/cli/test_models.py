@@ -42,7 +42,7 @@ def test_an_edited_result_is_shown_nowhere(
     for command in (
         ("compare", before, edited),
         ("compare", finished_run, finished_run),
-        ("view", finished_run),
+        ("report", finished_run),
         ("rescore", "kept"),
         words,
     ):
@@ -208,7 +208,7 @@ def test_runs_are_listed_viewed_and_compared(finished_run: Path, folder: Path, r
     assert listed[1]["path"] == f"runs/{finished_run.name}"
     assert finished_run.name in run("ls").out
     (finished_run / "report.html").unlink()
-    assert run("view", finished_run).out == f"{finished_run / 'report.html'}\n"
+    assert run("report", finished_run).out == f"{finished_run / 'report.html'}\n"
     assert (finished_run / "report.html").is_file()
     compared = json.loads(run("compare", finished_run, listed[0]["path"], "--json").out)
     assert compared["settings"] == [{"key": "optimizer.lr", "values": [1e-05, 1e-4]}]

@@ -65,7 +65,7 @@ def test_a_directory_in_use_is_refused(folder: Path, run: Run) -> None:
 
 def test_a_corrupt_run_directory_is_named(finished_run: Path, run: Run) -> None:
     (finished_run / "run.json").write_text("{")
-    for words in (("train", "run.toml", f"output.dir={finished_run}"), ("view", finished_run)):
+    for words in (("train", "run.toml", f"output.dir={finished_run}"), ("report", finished_run)):
         ended = run(*words)
         assert ended.code == 1
         assert "run.json is damaged" in ended.err

@@ -1,4 +1,4 @@
-"""`strop ls [ROOT]`, `strop compare RUN RUN [RUN...]` and `strop view RUN`."""
+"""`strop ls [ROOT]`, `strop compare RUN RUN [RUN...]`, `strop view [PLACE]` and `strop report RUN`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from strop.cli.output import Output
 if TYPE_CHECKING:
     from strop.evaluate import Interval, Summary
     from strop.launch.contract import JobStatus
+    from strop.record.files import RecordFiles
     from strop.run.runs import Arm, ArmChange, ManyComparison, RunSummary
 
 
@@ -221,9 +222,39 @@ def _show_change(change: Interval | None) -> tuple[str, str]:
 
 def view(
     context: typer.Context,
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PLACE]", help="A run, a folder of runs, a job, or runs in a store (s3://bucket/prefix)."
+        ),
+    ] = "runs",
+    address: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where the page listens; elsewhere than here with a token."),
+    ] = "127.0.0.1",
+) -> None:
+    """Show runs in a browser, live: curves, rollouts token by token, alarms, comparisons. Read-only."""
+    from strop.cli.jobs import open_job
+    from strop.engine.wire import require_server_part
+
+    require_server_part("starlette")
+    from strop.view.places import find_runs
+    from strop.view.server import Address, serve
+
+    def open_job_record(reference: str) -> tuple[str, RecordFiles]:
+        launcher, ref, trial = open_job(reference)
+        return ref.name, launcher.backend.open_record(ref, trial or 0)
+
+    output: Output = context.obj
+    listening = Address.parse(address)
+    serve(find_runs(place, open_job_record), listening, say=output.give)
+
+
+def report(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
 ) -> None:
-    """Rewrite the report of a run, finished or not, and print its path."""
+    """Write the report of a run, finished or not, as one HTML file, and print its path."""
     from strop.view.report import write_report
 
     output: Output = context.obj

@@ -347,12 +347,7 @@ def _digest_content(values: Mapping[str, Any]) -> str:
 
 
 def read_result(path: Path) -> EvalResult:
-    """Read a result.
-
-    Raises: StoreError if the file cannot be read; CorruptRecord if a field is missing, unknown or of
-        the wrong type, if the file was changed since it was written, or an accuracy is not that of its
-        examples. A file of before results were sealed has no digest over all fields; the rest holds for it.
-    """
+    """Read a result. Raises: StoreError if the file cannot be read; CorruptRecord, see `parse_result`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -361,6 +356,16 @@ def read_result(path: Path) -> EvalResult:
             allowed="a file that an evaluation wrote",
             next_step="check the path, or run the evaluation again",
         ) from error
+    return parse_result(data, path)
+
+
+def parse_result(data: bytes, path: Path | str) -> EvalResult:
+    """Return the result that a file's bytes are; `path` names it.
+
+    Raises: CorruptRecord if a field is missing, unknown or of the wrong type, if the file was changed since
+        it was written, or an accuracy is not that of its examples. A file of before results were sealed has
+        no digest over all fields; the rest holds for it.
+    """
     try:
         result = EvalResult.model_validate_json(data)
         values = json.loads(data)
@@ -376,7 +381,7 @@ def read_result(path: Path) -> EvalResult:
     return result
 
 
-def _unreadable(path: Path, cause: str) -> CorruptRecord:
+def _unreadable(path: Path | str, cause: str) -> CorruptRecord:
     return CorruptRecord(
         f"{path} is not a complete result ({cause})",
         allowed="a score stored with its split, counts, task version and digests, as it was written",

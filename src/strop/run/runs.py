@@ -71,19 +71,21 @@ def _summarize(path: Path) -> RunSummary:
         results = read_results(path)
     except CorruptRecord:
         return RunSummary(path=path, phase=RunPhase.DAMAGED, created_at=None, num_steps=0, last_accuracy=None)
-    phase = RunPhase.FINISHED
-    if not run.is_finished:
-        # Read, not tried: taking the lock for a moment could refuse the run's own start.
-        holder = FileLock(path / LOCK_NAME).holder()
-        is_here = holder is not None and holder.host == socket.gethostname()
-        phase = RunPhase.RUNNING if holder and is_here and is_process_alive(holder.pid) else RunPhase.STOPPED
     return RunSummary(
         path=path,
-        phase=phase,
+        phase=RunPhase.FINISHED if run.is_finished else find_phase(path),
         created_at=run.state.created_at,
         num_steps=max(steps, default=0),
         last_accuracy=results[-1].greedy.accuracy if results else None,
     )
+
+
+def find_phase(path: Path) -> RunPhase:
+    """Return where a run stands that has not finished, by the process that holds its lock."""
+    # Read, not tried: taking the lock for a moment could refuse the run's own start.
+    holder = FileLock(path / LOCK_NAME).holder()
+    is_here = holder is not None and holder.host == socket.gethostname()
+    return RunPhase.RUNNING if holder and is_here and is_process_alive(holder.pid) else RunPhase.STOPPED
 
 
 def read_results(run_path: Path) -> list[EvalResult]:

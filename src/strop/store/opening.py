@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.store.contract import Store
+from strop.store.contract import Objects, Store
 from strop.store.hub import HubStore
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
@@ -22,5 +22,10 @@ def open_store(uri: str) -> Store:
 
 def open_record_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
     """Return a store that records can be sent to: S3, or a directory."""
+    return RecordStore(open_objects(uri, settings))
+
+
+def open_objects(uri: str, settings: S3Settings | None = None) -> Objects:
+    """Return the objects of S3, or the files of a disk. Raises: ConfigError for another scheme."""
     require_known_scheme(uri)
-    return RecordStore(S3Objects(settings) if is_remote(uri) else LocalObjects())
+    return S3Objects(settings) if is_remote(uri) else LocalObjects()

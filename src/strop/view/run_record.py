@@ -89,12 +89,7 @@ def read_run_record(run_dir: Path) -> RunRecord:
     run = RunDir.open(run_dir)
     spec_text = run.spec_path.read_text(encoding="utf-8")
     early, late = _read_rollouts(run_dir)
-    # The evaluations that can be compared with each other, the largest such set.
-    by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
-    for path in sorted((run_dir / "eval").glob("*.json")):
-        result = read_result(path)
-        by_protocol[result.protocol_digest].append(result)
-    largest = max(by_protocol.values(), key=len, default=[])
+    evals = [read_result(path) for path in sorted((run_dir / "eval").glob("*.json"))]
     return RunRecord(
         path=run_dir,
         state=run.state,
@@ -102,11 +97,20 @@ def read_run_record(run_dir: Path) -> RunRecord:
         spec=tomllib.loads(spec_text),
         metrics=run.metrics.read(),
         events=run.events.read(),
-        evals=sorted(largest, key=lambda result: result.step),
+        evals=choose_results(evals),
         early=early,
         late=late,
         prediction=read_prediction(run_dir),
     )
+
+
+def choose_results(results: Sequence[EvalResult]) -> list[EvalResult]:
+    """Return the evaluations that can be compared with each other, the largest such set, by step."""
+    by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
+    for result in results:
+        by_protocol[result.protocol_digest].append(result)
+    largest = max(by_protocol.values(), key=len, default=[])
+    return sorted(largest, key=lambda result: result.step)
 
 
 def _read_rollouts(run_dir: Path) -> tuple[RolloutsAtStep | None, RolloutsAtStep | None]:

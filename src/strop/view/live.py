@@ -1,0 +1,299 @@
+"""One run as the page asks about it: read anew where it grows, from wherever its record is.
+
+Only the ends of logs are read again, rollouts' files only when one is opened, and of a list the columns that
+it shows. What is not there yet is absent. Texts stay as they were written: the page shows them as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strop.errors import CorruptRecord, StoreError
+from strop.record import Event, EventKind, RunState
+from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.prediction import PREDICTION_NAME, Prediction
+from strop.record.run_dir import STATE_NAME
+from strop.run.runs import RunPhase, find_phase
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
+    from strop.evaluate import EvalResult
+    from strop.rollout import Turn
+    from strop.view.run_record import RunRecord
+
+METRICS, EVENTS, TIMELINE, NOTES = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "notes.md"
+SEARCH_LIMIT_S = 0.5
+"""After it a search says how far it came, and the page asks on."""
+MAX_FOUND = 200
+_STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
+_TOKENIZER = re.compile(r"checkpoints/step-\d+/model/tokenizer\.json")
+
+
+class LineFollower:
+    """The complete lines of a log that grows, and that a resume cuts back."""
+
+    def __init__(self, record: RecordFiles, name: str, offset: int = 0) -> None:
+        """`offset`: bytes that were read before, up to the end of a line."""
+        self._record, self._name = record, name
+        self.offset = offset
+        """Bytes up to the end of the last complete line."""
+        self._last = b"\n" if offset else b""
+
+    def read_new(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file began anew, and the lines since the last call, or all of them then.
+
+        A file that was cut back no longer has the line that was read last in its place.
+        Raises: StoreError if the place does not answer; CorruptRecord for a line that is no JSON object.
+        """
+        start = self.offset - len(self._last)
+        data = self._record.read_from(self._name, start)
+        is_anew = not data.startswith(self._last)
+        if is_anew:
+            start, self._last = 0, b""
+            data = self._record.read_from(self._name, 0)
+        end = data.rfind(b"\n") + 1
+        lines = data[len(self._last) : end].split(b"\n")[:-1]
+        self.offset = start + end
+        if lines:
+            self._last = lines[-1] + b"\n"
+        elif is_anew:
+            self.offset = 0
+        return is_anew, [self._parse(line) for line in lines]
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        try:
+            content = json.loads(line)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise CorruptRecord(
+                f"{self._record.describe(self._name)} has a line that is no record: {line[:60]!r}",
+                allowed="one JSON object per line",
+                next_step="mend or delete that line; the rest of the file is intact",
+            )
+        return content
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LiveRun:
+    """A run, by its name on the page."""
+
+    key: str
+    record: RecordFiles
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    _metrics_log: LineFollower = field(init=False)
+    _results: dict[str, EvalResult] = field(default_factory=dict)
+    _files: dict[str, bytes] = field(default_factory=dict)
+    """The rollouts' file that was opened last: pages ask about one step many times."""
+    _tokenizer: FastTokenizer | None = None
+
+    def __post_init__(self) -> None:
+        self._metrics_log = LineFollower(self.record, METRICS)
+
+    def read_state(self) -> RunState:
+        """Return what run.json says. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
+        place = self.record.describe(STATE_NAME)
+        data = self.record.read(STATE_NAME)
+        if data is None:
+            raise StoreError(
+                f"there is no run at {place}",
+                allowed="a run's directory, a folder of runs, or a run's mirror in a store",
+                next_step="see `strop ls` for the runs that there are",
+            )
+        try:
+            return RunState(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise CorruptRecord(
+                f"{place} is damaged ({error})",
+                allowed="the JSON that strop wrote",
+                next_step="move this run aside; its checkpoints and rollouts can still be read",
+            ) from error
+
+    def read_metrics(self) -> int:
+        """Bring `metrics` up to date; return the bytes that they stand in."""
+        is_anew, lines = self._metrics_log.read_new()
+        if is_anew:
+            self.metrics.clear()
+        self.metrics += lines
+        return self._metrics_log.offset
+
+    def pack_metrics(self) -> bytes:
+        """Return all metrics as columns: length of a header, the header as JSON, float32 by name and step.
+
+        The header is padded, so that the numbers begin at a multiple of four bytes. NaN stands for absent.
+        """
+        offset = self.read_metrics()
+        names = list(dict.fromkeys(name for line in self.metrics for name in line))
+        columns = np.full((len(names), len(self.metrics)), np.nan, dtype="<f4")
+        place = {name: index for index, name in enumerate(names)}
+        for index, line in enumerate(self.metrics):
+            for name, value in line.items():
+                columns[place[name], index] = value
+        head = json.dumps({"names": names, "num_steps": len(self.metrics), "offset": offset}).encode()
+        head += b" " * (-len(head) % 4)
+        return struct.pack("<I", len(head)) + head + columns.tobytes()
+
+    def read_events(self) -> list[Event]:
+        """Return the events of the run. Raises: CorruptRecord if a line is none."""
+        return [to_event(line) for line in LineFollower(self.record, EVENTS).read_new()[1]]
+
+    def read_results(self) -> list[EvalResult]:
+        """Return the evaluations, by step; each is read once."""
+        from strop.evaluate.result import parse_result
+
+        names = [name for name in self.record.list("eval") if name.endswith(".json") and name.count("/") == 1]
+        for name in names:
+            if name not in self._results and (data := self.record.read(name)) is not None:
+                self._results[name] = parse_result(data, self.record.describe(name))
+        return sorted((self._results[name] for name in names if name in self._results), key=lambda r: r.step)
+
+    def read_run(self) -> RunRecord:
+        """Return the run as a report reads it, without rollouts."""
+        from strop.view.run_record import RunRecord, choose_results
+
+        self.read_metrics()
+        spec_text = (self.record.read("spec.toml") or b"").decode(errors="replace")
+        prediction = self.record.read(PREDICTION_NAME)
+        return RunRecord(
+            path=Path(self.key),
+            state=self.read_state(),
+            spec_text=spec_text,
+            spec=tomllib.loads(spec_text),
+            metrics=self.metrics,
+            events=self.read_events(),
+            evals=choose_results(self.read_results()),
+            early=None,
+            late=None,
+            prediction=None if prediction is None else Prediction(**json.loads(prediction)),
+        )
+
+    def rollout_steps(self) -> list[int]:
+        """Return the steps whose rollouts are recorded, in order."""
+        found = (_STEP_FILE.fullmatch(name) for name in self.record.list("rollouts"))
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def find_phase(self) -> str:
+        """Return where the run stands: a `RunPhase`, or 'unfinished' where nobody can tell from here."""
+        if self.read_state().finished_at is not None:
+            return RunPhase.FINISHED.value
+        return find_phase(self.path).value if self.path is not None else "unfinished"
+
+    @property
+    def path(self) -> Path | None:
+        """The run's directory, where it is one that is seen here."""
+        return self.record.path if isinstance(self.record, DirectoryRecord) else None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it may be looked at many times a second."""
+        return self.path is not None
+
+    def read_marks(self) -> tuple[object, ...]:
+        """Return what differs once a run has an evaluation more, or ends, or has new notes."""
+        return (self.record.read(STATE_NAME), self.record.read(NOTES), *self.record.list("eval"))
+
+    def cursor(self) -> str:
+        """Return from where news are news to who has just read everything."""
+        events = LineFollower(self.record, EVENTS)
+        events.read_new()
+        return f"{self.read_metrics()}.{events.offset}"
+
+    def read_rollouts(self, step: int) -> tuple[bytes, str]:
+        """Return the file of a step's rollouts, and where it is. Raises: StoreError if there is none."""
+        name = f"rollouts/step-{step:06d}.parquet"
+        place = self.record.describe(name)
+        if name not in self._files:
+            data = self.record.read(name)
+            if data is None:
+                raise StoreError(
+                    f"{place} is not there",
+                    allowed="a step whose rollouts are recorded",
+                    next_step="choose another step; a resumed run writes it again",
+                )
+            self._files.clear()
+            self._files[name] = data
+        return self._files[name], place
+
+    def search(self, text: str, steps: Sequence[int]) -> dict[str, Any]:
+        """Look for a text in the rollouts of some steps, in their order, for half a second.
+
+        Returns what was found, and the step at which to go on, None at the end.
+        """
+        from strop.record.rows import find_rows, list_rows
+
+        found: list[dict[str, Any]] = []
+        until = time.monotonic() + SEARCH_LIMIT_S
+        for step in steps:
+            if time.monotonic() >= until or len(found) >= MAX_FOUND:
+                return {"found": found, "next": step}
+            data, place = self.read_rollouts(step)
+            hits = set(find_rows(data, place, text))
+            if hits:
+                rows = list_rows(data, place)
+                found += [{"step": step, **asdict(row)} for row in rows if row.index in hits]
+        return {"found": found, "next": None}
+
+    def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
+        """Return the spans of some steps."""
+        lines = LineFollower(self.record, TIMELINE).read_new()[1]
+        return [line for line in lines if first <= line["step"] <= last]
+
+    def cut_tokens(self, turn: Turn) -> list[str] | None:
+        """Return what each token of a turn reads as; None where the run's tokenizer is not at hand yet."""
+        if self._tokenizer is None:
+            name = next(filter(_TOKENIZER.fullmatch, self.record.list("checkpoints")), "tokenizer.json")
+            data = self.record.read(name)
+            if data is None:
+                return None
+            from tokenizers import Tokenizer as FastTokenizer
+
+            self._tokenizer = FastTokenizer.from_buffer(data)
+        return cut_text(self._tokenizer, turn.token_ids.tolist())
+
+
+def to_event(line: Mapping[str, Any]) -> Event:
+    """Return an event of its line. Raises: CorruptRecord if it is none."""
+    try:
+        values = dict(line)
+        return Event(
+            kind=EventKind(values.pop("kind")), example_ids=tuple(values.pop("example_ids")), **values
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptRecord(
+            f"events.jsonl holds a line that is not an event ({error})",
+            allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
+            next_step="delete that line; the rest of the file is intact",
+        ) from error
+
+
+_CONTEXT_TOKENS = 4
+"""Tokens before one that its text may depend on: spaces that a decoder drops at a beginning."""
+
+
+def cut_text(tokenizer: FastTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text.
+
+    A token that ends within a character adds nothing, the one that completes it all of it.
+    """
+    ids, pieces, done = list(token_ids), [], 0
+    for index in range(len(ids)):
+        start = max(0, done - _CONTEXT_TOKENS)
+        before = tokenizer.decode(ids[start:done], skip_special_tokens=False)
+        text = tokenizer.decode(ids[start : index + 1], skip_special_tokens=False)
+        if text.endswith("\ufffd") and index + 1 < len(ids) and index - done < _CONTEXT_TOKENS:
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        done = index + 1
+    return pieces

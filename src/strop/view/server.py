@@ -1,0 +1,334 @@
+"""The page: runs in a browser while they go on and when they have ended. Read-only.
+
+HTML, style and script lie in `page/` and are sent as they are: nothing is fetched from elsewhere, nothing is
+built. Numbers go as one block of columns, news by server-sent events. Only GET is answered. On a loopback
+address only requests for this machine's own names are (a name that somebody else's DNS points here is not
+one); elsewhere, or where STROP_VIEW_TOKEN is set, whoever has the token is let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import asdict, dataclass, replace
+from http.cookies import SimpleCookie
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from strop.errors import ConfigError, StropError
+from strop.view.answers import compare, describe_row, describe_run, list_runs
+from strop.view.live import EVENTS, METRICS, LineFollower, LiveRun
+from strop.view.places import Runs
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 8421
+TOKEN_VARIABLE = "STROP_VIEW_TOKEN"
+_COOKIE = "strop_view"
+_POLL_S, _REMOTE_POLL_S = 0.25, 5.0
+_BEAT_S = 15.0
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_PORT = re.compile(r":\d+$")
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """Answers GET alone, to this machine's own names, or to whoever has the token."""
+
+    def __init__(self, app: AsgiApp, *, token: str | None, host: str) -> None:
+        self._app, self._token = app, token
+        self._names = _LOCAL_NAMES | {host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            return
+        refusal = self._refuse(scope)
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] not in ("GET", "HEAD"):
+            return _plain("this page is read-only: GET alone is answered", 405)
+        if self._token is None:
+            name = _PORT.sub("", headers.get("host", "")).strip("[]")
+            return None if name in self._names else _plain("this is another machine's page", 403)
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if given and self._is_token(given):
+            # Out of the address at once: addresses are copied, and stand in histories.
+            answer = RedirectResponse(scope["path"], headers=_HEADERS)
+            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
+            return answer
+        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value)):
+            return None
+        return _plain("open the address with the token that `strop view` printed", 401)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), (self._token or "").encode())
+
+
+def _plain(text: str, status: int) -> Response:
+    return Response(f"{text}\n", status, _HEADERS, "text/plain")
+
+
+def build_app(runs: Runs, *, token: str | None = None, host: str = LOOPBACK) -> AsgiApp:
+    """Return the page's application over the runs that there are."""
+    routes = _Routes(runs)
+    app = Starlette(
+        routes=[
+            Route("/", _send_file),
+            Route("/page/{name}", _send_file),
+            Route("/api/runs", routes.list),
+            Route("/api/compare", routes.compare),
+            Route("/api/run", routes.run),
+            Route("/api/metrics", routes.metrics),
+            Route("/api/steps", routes.steps),
+            Route("/api/rollouts", routes.rollouts),
+            Route("/api/rollout", routes.rollout),
+            Route("/api/search", routes.search),
+            Route("/api/timeline", routes.timeline),
+            Route("/api/news", routes.news),
+        ],
+        exception_handlers={StropError: _say_error},
+    )
+    return Guard(app, token=token, host=host)
+
+
+async def _send_file(request: Request) -> Response:
+    name = request.path_params.get("name", "index.html")
+    place = files("strop.view") / "page" / name
+    if "/" in name or not place.is_file():
+        return _plain("there is no such page", 404)
+    return Response(place.read_bytes(), 200, _HEADERS, _TYPES.get(name.rpartition(".")[2], "text/plain"))
+
+
+async def _say_error(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 404, _HEADERS)
+
+
+def _json(value: Any) -> Response:
+    # NaN is no JSON, and a number that was not measured is absent.
+    return Response(json.dumps(value, allow_nan=False), 200, _HEADERS, "application/json")
+
+
+class _Routes:
+    """The answers, each read in a thread: a store may take its time."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def _open(self, request: Request) -> LiveRun:
+        return self._runs.open(request.query_params.get("run", ""))
+
+    async def list(self, request: Request) -> Response:
+        return _json(await run_in_threadpool(lambda: list_runs(self._runs.list())))
+
+    async def compare(self, request: Request) -> Response:
+        keys = request.query_params.getlist("run")
+        return _json(await run_in_threadpool(lambda: compare([self._runs.open(key) for key in keys])))
+
+    async def run(self, request: Request) -> Response:
+        return _json(await run_in_threadpool(lambda: describe_run(self._open(request))))
+
+    async def metrics(self, request: Request) -> Response:
+        block = await run_in_threadpool(lambda: self._open(request).pack_metrics())
+        return Response(block, 200, _HEADERS, "application/octet-stream")
+
+    async def steps(self, request: Request) -> Response:
+        return _json(await run_in_threadpool(lambda: {"steps": self._open(request).rollout_steps()}))
+
+    async def rollouts(self, request: Request) -> Response:
+        def read() -> dict[str, Any]:
+            from strop.record.rows import list_rows
+
+            step = _number(request, "step")
+            return {
+                "step": step,
+                "rows": [asdict(row) for row in list_rows(*self._open(request).read_rollouts(step))],
+            }
+
+        return _json(await run_in_threadpool(read))
+
+    async def rollout(self, request: Request) -> Response:
+        step, index = _number(request, "step"), _number(request, "index")
+        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, index)))
+
+    async def search(self, request: Request) -> Response:
+        def read() -> dict[str, Any]:
+            run = self._open(request)
+            first, last = _number(request, "first", 0), _number(request, "last", 2**62)
+            steps = [step for step in reversed(run.rollout_steps()) if first <= step <= last]
+            return run.search(request.query_params.get("text", ""), steps)
+
+        return _json(await run_in_threadpool(read))
+
+    async def timeline(self, request: Request) -> Response:
+        first, last = _number(request, "first", 0), _number(request, "last", 2**62)
+        return _json(await run_in_threadpool(lambda: self._open(request).read_timeline(first, last)))
+
+    async def news(self, request: Request) -> Response:
+        return StreamingResponse(
+            follow(self._open(request), _read_cursor(request)),
+            headers={**_HEADERS, "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    text = request.query_params.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}", allowed="a number from 0", next_step="correct the address")
+    return int(text)
+
+
+def _read_cursor(request: Request) -> tuple[int, int]:
+    """Return from where metrics and events are told, in bytes: where the browser broke off, or as asked."""
+    given = request.headers.get("last-event-id") or request.query_params.get("from", "0.0")
+    metrics, _, events = given.partition(".")
+    return (int(metrics), int(events)) if metrics.isdecimal() and events.isdecimal() else (0, 0)
+
+
+async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None = None) -> AsyncIterator[str]:
+    """Yield what is new in a run, as server-sent events, for as long as somebody listens.
+
+    `restart`: the log was cut back by a resume; what follows replaces all that was told. `metrics`, `event`:
+    one line of the log. `state`: something else has changed, an evaluation or the run's end.
+    """
+    logs = {
+        kind: LineFollower(run.record, name, offset)
+        for (kind, name), offset in zip({"metrics": METRICS, "event": EVENTS}.items(), cursor, strict=True)
+    }
+    poll_s = poll_s or (_POLL_S if run.is_local else _REMOTE_POLL_S)
+    seen, quiet_s = None, 0.0
+    yield "retry: 1000\n\n"
+    while True:
+        told = []
+        for kind, log in logs.items():
+            is_anew, lines = await run_in_threadpool(log.read_new)
+            if is_anew:
+                told.append(("restart", {"log": kind}))
+            told += [(kind, line) for line in lines]
+        now = await run_in_threadpool(run.read_marks)
+        if seen is not None and now != seen:
+            told.append(("state", {}))
+        seen = now
+        mark = ".".join(str(log.offset) for log in logs.values())
+        for kind, content in told:
+            yield f"id: {mark}\nevent: {kind}\ndata: {json.dumps(content)}\n\n"
+        quiet_s = 0.0 if told else quiet_s + poll_s
+        if quiet_s >= _BEAT_S:
+            quiet_s = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(poll_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where the page listens."""
+
+    host: str = LOOPBACK
+    port: int | None = None
+    """None: the usual one, or where that is taken another."""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read HOST, :PORT or HOST:PORT, an IPv6 address in brackets. Raises: ConfigError."""
+        try:
+            parts = urlsplit(f"//{text}")
+            host, port = parts.hostname, parts.port
+            is_whole = not (parts.path or parts.query or parts.fragment or parts.username) and bool(
+                host or port
+            )
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            raise ConfigError(
+                f"--address {text}",
+                allowed="HOST, :PORT or HOST:PORT, such as 127.0.0.1:8421",
+                next_step="correct the address",
+            )
+        return cls(host=host or LOOPBACK, port=port)
+
+    def listen(self) -> socket.socket:
+        """Return a listening socket. Raises: ConfigError if it is taken, or none of this machine's."""
+        try:
+            return self._bind(DEFAULT_PORT if self.port is None else self.port)
+        except OSError as error:
+            if self.port is None:
+                return replace(self, port=0).listen()
+            raise ConfigError(
+                f"the page cannot listen on {self.host}:{self.port} ({error.strerror})",
+                allowed="an address of this machine, with a port that is free",
+                next_step="leave --address out, and a free port is taken",
+            ) from error
+
+    def _bind(self, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, port))
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+
+def serve(runs: Runs, address: Address, *, say: Callable[[str], None]) -> None:
+    """Serve the page until SIGINT or SIGTERM; `say` gets its address. Raises: ConfigError, see `listen`."""
+    listener = address.listen()
+    port = listener.getsockname()[1]
+    token = os.environ.get(TOKEN_VARIABLE) or (
+        None if _is_loopback(address.host) else secrets.token_urlsafe(24)
+    )
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    say(f"http://{host}:{port}/" + (f"?token={token}" if token else ""))
+    config = uvicorn.Config(
+        build_app(runs, token=token, host=address.host),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # A page that follows a run never ends its request by itself.
+        timeout_graceful_shutdown=1,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

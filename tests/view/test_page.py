@@ -1,0 +1,288 @@
+"""The page's answers: what of a run it is told, and to whom it answers at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
+from strop.record import Event, EventKind, MetricsLog, RunDir
+from strop.record.files import DirectoryRecord, RecordFiles
+from strop.store.opening import open_objects
+from strop.tokenizer import Tokenizer
+from strop.view.live import LineFollower, LiveRun, cut_text
+from strop.view.places import Runs, find_runs
+from strop.view.server import Address, build_app, follow
+from tests.view.synthetic_run import make_run
+
+
+def no_job(name: str) -> tuple[str, RecordFiles]:
+    raise ConfigError(f"there is no job {name}", allowed="a job", next_step="submit one")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path, num_steps=3, eval_steps=(0, 3))
+
+
+def client(path: Path, **more: Any) -> TestClient:
+    return TestClient(build_app(find_runs(str(path), no_job), **more), base_url="http://127.0.0.1:8421")
+
+
+def test_a_run_is_told_as_it_was_recorded(run: RunDir) -> None:
+    page = client(run.path.parent)
+    (listed,) = page.get("/api/runs").json()
+    assert (listed["key"], listed["num_steps"], listed["phase"]) == (run.path.name, 3, "running")
+    told = page.get("/api/run", params={"run": run.path.name}).json()
+    assert [one["step"] for one in told["evals"]] == [0, 3]
+    assert told["change"]["low"] < told["change"]["estimate"] < told["change"]["high"]
+    assert told["rollout_steps"] == [1, 3]
+    assert told["wanted_steps"] == 40
+
+
+def test_metrics_are_columns(run: RunDir) -> None:
+    run.metrics.append(4, {"reward_mean": 0.5})
+    block = client(run.path).get("/api/metrics", params={"run": run.path.name}).content
+    (size,) = struct.unpack_from("<I", block)
+    head = json.loads(block[4 : 4 + size])
+    columns = np.frombuffer(block, "<f4", offset=4 + size).reshape(len(head["names"]), head["num_steps"])
+    assert columns[head["names"].index("step")].tolist() == [1, 2, 3, 4]
+    # What step 4 did not measure is absent, and not 0.
+    assert np.isnan(columns[head["names"].index("entropy_nats")]).tolist() == [False, False, False, True]
+    assert head["offset"] == run.metrics.path.stat().st_size
+
+
+def test_rollouts_are_listed_found_and_opened(run: RunDir) -> None:
+    page, key = client(run.path), {"run": run.path.name}
+    rows = page.get("/api/rollouts", params=key | {"step": "1"}).json()["rows"]
+    assert [row["reply"] for row in rows] == ["7", "9", "The answer is 12."]
+    found = page.get("/api/search", params=key | {"text": "ANSWER is"}).json()
+    assert [(row["step"], row["index"]) for row in found["found"]] == [(1, 2)]
+    assert found["next"] is None
+    opened = page.get("/api/rollout", params=key | {"step": "1", "index": "2"}).json()
+    sampled = [turn for turn in opened["turns"] if "token_ids" in turn]
+    assert sampled[-1]["text"] == "The answer is 12."
+    # No tokenizer is in this run's record.
+    assert sampled[-1]["tokens"] is None
+    assert len(sampled[-1]["logprobs"]) == len(sampled[-1]["token_ids"])
+
+
+def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "more", num_steps=3, eval_steps=(0, 40))
+    shutil.move(other.path, tmp_path / "other")
+    told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
+    assert told["compared"][0]["change"]["estimate"] > 0
+    (tmp_path / "other/eval").rename(tmp_path / "other/gone")
+    told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
+    assert "no evaluation" in told["compared"][0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/api/run?run=absent", "there is no run 'absent' here"),
+        ("/api/rollouts?run=KEY&step=2", "step-000002.parquet is not there"),
+        ("/api/rollouts?run=KEY&step=x", "step='x'"),
+        ("/api/rollout?run=KEY&step=1&index=99", "99"),
+    ],
+)
+def test_a_bad_address_says_what_there_is(run: RunDir, path: str, words: str) -> None:
+    answer = client(run.path).get(path.replace("KEY", run.path.name))
+    assert answer.status_code == 404
+    assert words in answer.json()["error"]
+
+
+def test_a_damaged_run_is_listed_as_such(run: RunDir) -> None:
+    (run.path / "run.json").write_text("{")
+    (listed,) = client(run.path.parent).get("/api/runs").json()
+    assert listed["phase"] == "damaged"
+    assert "damaged" in listed["error"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_but_get_is_answered(run: RunDir, method: str) -> None:
+    assert client(run.path).request(method, "/api/runs").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:1", 200), ("127.0.0.1:8421", 200), ("[::1]:8421", 200),
+        ("evil.example", 403), ("127.0.0.1.evil.example:8421", 403), ("", 403), ("[", 403),
+    ],
+)  # fmt: skip
+def test_only_this_machine_s_names_are_answered(run: RunDir, host: str, status: int) -> None:
+    assert client(run.path).get("/", headers={"host": host}).status_code == status
+
+
+def test_elsewhere_a_token_lets_in(run: RunDir) -> None:
+    page = client(run.path, token="a secret", host="0.0.0.0")
+    assert page.get("/", headers={"host": "any.example"}).status_code == 401
+    assert page.get("/api/runs", headers={"authorization": "Bearer a secret"}).status_code == 200
+    assert page.get("/?token=another").status_code == 401
+    page = client(run.path, token="a secret")
+    opened = page.get("/?token=a secret", follow_redirects=False)
+    # The token is out of the address at once, and of reach for scripts and other sites.
+    assert (opened.status_code, opened.headers["location"]) == (307, "/")
+    assert {"HttpOnly", "SameSite=strict"} <= set(opened.headers["set-cookie"].split("; "))
+    assert page.get("/api/runs").status_code == 200
+
+
+def test_files_of_the_page_and_no_others_are_sent(run: RunDir) -> None:
+    page = client(run.path)
+    assert page.get("/").headers["content-type"].startswith("text/html")
+    assert page.get("/page/main.js").headers["content-type"].startswith("text/javascript")
+    assert "script-src 'self'" in page.get("/").headers["content-security-policy"]
+    for path in ("/page/absent.js", "/page/..%2fserver.py", "/page/%2e%2e/server.py", "/run.json"):
+        assert page.get(path).status_code == 404
+
+
+def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
+    live = LiveRun(key="run", record=DirectoryRecord(run.path))
+    metrics, _, events = live.cursor().partition(".")
+
+    async def hear() -> list[str]:
+        news = follow(live, (int(metrics), int(events)), poll_s=0.001)
+        heard = [await anext(news)]
+
+        async def next_of(kind: str) -> None:
+            heard.append(await anext(news))
+            assert f"event: {kind}\n" in heard[-1]
+
+        run.metrics.append(4, {"reward_mean": 0.5})
+        await next_of("metrics")
+        run.events.append(Event(kind=EventKind.TRIPWIRE, step=4, cause="zero_variance"))
+        await next_of("event")
+        run.metrics.truncate_after(2)
+        await next_of("restart")
+        await next_of("metrics")
+        await next_of("metrics")
+        (run.path / "notes.md").write_text("remember")
+        await next_of("state")
+        return heard
+
+    heard = asyncio.run(hear())
+    # A browser that asks on from there is told nothing twice.
+    assert f"id: {run.metrics.path.stat().st_size}.{run.events.path.stat().st_size}\n" in heard[-1]
+
+
+def test_a_log_is_followed_line_by_line(tmp_path: Path) -> None:
+    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path / "metrics.jsonl")
+    followed = LineFollower(DirectoryRecord(tmp_path), "metrics.jsonl")
+    assert followed.read_new() == (False, [])
+    log.append(1, {"a": 1.0})
+    with path.open("ab") as file:
+        file.write(b'{"step":2,')
+    assert followed.read_new() == (False, [{"step": 1, "a": 1.0}])
+    with path.open("ab") as file:
+        file.write(b'"a":2.0}\n')
+    assert followed.read_new() == (False, [{"step": 2, "a": 2.0}])
+    path.write_bytes(b"")
+    assert followed.read_new() == (True, [])
+    path.write_bytes(b'{"step":1,"a":3.0}\n{"step":2,"a":4.0}\n')
+    assert followed.read_new() == (False, [{"step": 1, "a": 3.0}, {"step": 2, "a": 4.0}])
+    # As long as before, and another run's.
+    path.write_bytes(b'{"step":1,"a":5.0}\n{"step":2,"a":6.0}\n')
+    assert followed.read_new() == (True, [{"step": 1, "a": 5.0}, {"step": 2, "a": 6.0}])
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(CorruptRecord, match="a line that is no record"):
+        followed.read_new()
+
+
+def test_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "Ünïcode 👩‍🚀 and  two spaces\n\n\tx = 3"
+    pieces = cut_text(tokenizer._fast, tokenizer.encode(text).tolist())
+    assert "".join(pieces) == text
+    assert len(pieces) == len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1", ("127.0.0.1", None)), (":9", ("127.0.0.1", 9)), ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("[::1]:80", ("::1", 80)), ("[::1]", ("::1", None)), ("host", ("host", None)),
+    ],
+)  # fmt: skip
+def test_addresses(text: str, expected: tuple[str, int | None]) -> None:
+    address = Address.parse(text)
+    assert (address.host, address.port) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":", "host:port", "host:70000", "a@b", "host/path", "[::1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--address"):
+        Address.parse(text)
+
+
+def test_a_taken_port_is_refused_and_the_usual_one_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Address(port=0).listen() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen"):
+            Address(port=port).listen()
+        monkeypatch.setattr("strop.view.server.DEFAULT_PORT", port)
+        with Address().listen() as other:
+            assert other.getsockname()[1] != port
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Address(host="192.0.2.1", port=0).listen()
+
+
+def a_folder(run: RunDir) -> str:
+    return str(run.path.parent)
+
+
+def a_mirror(run: RunDir) -> str:
+    mirror = run.path.parent / "store/checkpoints/arithmetic/traces"
+    mirror.parent.mkdir(parents=True)
+    shutil.copytree(run.path, mirror, ignore=shutil.ignore_patterns("latest"))
+    return f"{run.path.parent}/store/checkpoints"
+
+
+@pytest.mark.parametrize("place", [a_folder, a_mirror, lambda run: str(run.path)])
+def test_runs_are_found_wherever_they_are(run: RunDir, place: Callable[[RunDir], str]) -> None:
+    runs: Runs = find_runs(place(run), no_job)
+    (found,) = runs.list()
+    assert runs.open(found.key) is found
+    assert found.read_metrics() == run.metrics.path.stat().st_size
+    assert found.rollout_steps() == [1, 3]
+
+
+def test_a_mirror_in_s3_is_shown(run: RunDir, s3_root: str) -> None:
+    objects = open_objects(s3_root)
+    for path in sorted(run.path.rglob("*")):
+        if path.is_file() and "attempts" not in path.parts and path.name != "lock":
+            name = path.relative_to(run.path)
+            objects.write(f"{s3_root}/checkpoints/my-run/traces/{name}", path.read_bytes())
+    runs = find_runs(s3_root, no_job)
+    page = TestClient(build_app(runs), base_url="http://127.0.0.1:8421")
+    assert [one["key"] for one in page.get("/api/runs").json()] == ["my-run"]
+    # Whether a process works in it cannot be told from here.
+    assert page.get("/api/run?run=my-run").json()["phase"] == "unfinished"
+    assert len(page.get("/api/rollouts?run=my-run&step=1").json()["rows"]) == 3
+
+
+def test_a_job_is_asked_for_by_its_name(run: RunDir) -> None:
+    runs = find_runs("my-job", lambda name: (name, DirectoryRecord(run.path)))
+    assert [one.key for one in runs.list()] == ["my-job"]
+
+
+@pytest.mark.parametrize("place", ["./absent", "absent/too", "file:///absent/store", "s3://", "nobody"])
+def test_a_place_without_runs_is_refused(place: str) -> None:
+    with pytest.raises(StropError):
+        find_runs(place, no_job)
+
+
+def test_a_run_that_is_gone_is_said(run: RunDir) -> None:
+    live = LiveRun(key="run", record=DirectoryRecord(run.path / "absent"))
+    with pytest.raises(StoreError, match="there is no run"):
+        live.read_state()
+    assert os.fspath(run.path) in DirectoryRecord(run.path).describe("x")
