@@ -123,7 +123,7 @@ class Worker:
             await asyncio.sleep(0)
             if self._out is not None:
                 self._out.add(self.name)
-            return pickle.dumps(self.name)
+            return pickle.dumps((self.name, [], []))
 
         return answer()
 

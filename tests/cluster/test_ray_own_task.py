@@ -86,6 +86,10 @@ async def attempt(run_path: Path, parts: dict[str, dict[str, str]]) -> list[Grou
             ]
             for example in chosen
         ]
-        return list(await asyncio.gather(*map(roles.run_group, plans)))
+        groups = list(await asyncio.gather(*map(roles.run_group, plans)))
+        # Engine and judge worked elsewhere; when, is known here.
+        assert roles.busy.keys() == {"engine-0", "verifier"}
+        assert roles.busy["engine-0"].take_intervals(9)
+        return groups
     finally:
         await placement.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.hardware.busy_clock import BusyClock
+from strop.hardware.busy_clock import MAX_INTERVALS, BusyClock, join_intervals
 
 
 def test_overlapping_work_counts_once() -> None:
@@ -41,3 +41,37 @@ def test_work_that_fails_was_work() -> None:
     with pytest.raises(ValueError, match="x"):
         fail()
     assert clock.take_s() == 3.0
+
+
+def test_intervals_are_told_once_and_up_to_now() -> None:
+    now = 0.0
+    clock = BusyClock(lambda: now)
+    with clock.running(), clock.running():
+        now = 1.0
+    now = 5.0
+    with clock.running():
+        now = 6.0
+        assert clock.take_intervals(9) == [(0.0, 1.0), (5.0, 6.0)]
+        now = 8.0
+    clock.add((7.0, 9.0))
+    # What goes on is told in parts; the time that ended is told whole.
+    assert clock.take_intervals(9) == [(6.0, 9.0)]
+    assert clock.take_intervals(9) == []
+    assert clock.take_s() == 4.0
+
+
+def test_the_smallest_pauses_are_joined() -> None:
+    found = [(0.0, 1.0), (1.5, 2.0), (9.0, 10.0), (4.0, 5.0), (4.5, 6.0)]
+    assert join_intervals(found, 9) == [(0.0, 1.0), (1.5, 2.0), (4.0, 6.0), (9.0, 10.0)]
+    assert join_intervals(found, 3) == [(0.0, 2.0), (4.0, 6.0), (9.0, 10.0)]
+    assert join_intervals(found, 1) == [(0.0, 10.0)]
+    assert join_intervals([], 1) == []
+
+
+def test_intervals_that_nobody_takes_do_not_fill_the_memory() -> None:
+    clock = BusyClock()
+    for number in range(3 * MAX_INTERVALS):
+        clock.add((number, number + 0.5))
+    found = clock.take_intervals(MAX_INTERVALS)
+    assert len(found) < MAX_INTERVALS
+    assert (found[0][0], found[-1][1]) == (0.0, 3 * MAX_INTERVALS - 0.5)

@@ -49,6 +49,9 @@ def watched(before: object) -> Objects:
 
 def test_one_look_sends_all_and_the_next_one_nothing(played: PlayedRun, root: str) -> None:
     played.train(1, 2, 3)
+    discarded = played.run.discarded_path(2)
+    discarded.parent.mkdir()
+    discarded.write_bytes(b"rollouts that were replaced")
     changed: list[str] = []
     objects = watched(lambda method, uri: changed.append(uri) if method in {"write", "upload"} else None)
     uploader = played.uploader(root, objects)
@@ -58,18 +61,20 @@ def test_one_look_sends_all_and_the_next_one_nothing(played: PlayedRun, root: st
     assert (mirror / "tiny_step2" / "model" / "model.safetensors").read_bytes() == model_bytes(2)
     assert json.loads((mirror / "latest.json").read_text())["step"] == 2
     # The record has the curve up to its own step, the traces what came after it as well.
-    assert (mirror / "tiny_step2" / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    for name in ("metrics", "timeline"):
+        assert (mirror / "tiny_step2" / "run" / f"{name}.jsonl").read_text().count("\n") == 2
     assert (mirror / "traces" / "metrics.jsonl").read_text().count("\n") == 3
     assert set(list_files(mirror / "traces")) == {
-        *("run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl"),
+        *("run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl", "timeline.jsonl"),
         *(f"rollouts/step-00000{step}.parquet" for step in (1, 2, 3)),
+        "discarded/step-000002.parquet",
         "attempts/1/attempt.json",
     }
     changed.clear()
     assert uploader.look(is_flush=False)
     # Another process that knows nothing of the first one.
     assert played.uploader(root, objects).look(is_flush=False)
-    logs = {"traces/events.jsonl", "traces/metrics.jsonl", "traces/env.txt"}
+    logs = {*(f"traces/{name}.jsonl" for name in ("events", "metrics", "timeline")), "traces/env.txt"}
     assert {uri.removeprefix(f"{mirror}/") for uri in changed} <= logs
 
 

@@ -43,7 +43,7 @@ def test_logs_are_on_the_disk_before_the_checkpoint_that_continues_them(
 ) -> None:
     """After a power cut a checkpoint of step k with metrics of fewer steps would be a curve with a gap."""
     made = Composition(tiny_spec(train={"checkpoint_every": 1}), tiny_model_dir, new_run(tmp_path))
-    logs = [made.run_dir.path / name for name in ("metrics.jsonl", "events.jsonl")]
+    logs = [made.run_dir.path / name for name in ("metrics.jsonl", "events.jsonl", "timeline.jsonl")]
     durable: dict[Path, int] = {}
     at_seal: list[list[tuple[int, int]]] = []
     fsync = os.fsync

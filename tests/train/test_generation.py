@@ -376,7 +376,13 @@ def group_of_length(number: int, num_tokens: int) -> Group:
 
 
 def batch_of(groups: list[Group], discarded: list[tuple[GroupStatus, Group]]) -> Batch:
-    return Batch(groups=groups, numbers=list(range(len(groups))), discarded=discarded, is_short=False)
+    return Batch(
+        groups=groups,
+        numbers=list(range(len(groups))),
+        discarded=discarded,
+        discarded_numbers=list(range(len(groups), len(groups) + len(discarded))),
+        is_short=False,
+    )
 
 
 def test_used_lengths_are_compared_with_those_of_all_that_were_dispatched() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,29 @@ import numpy as np
 import pytest
 
 from strop.cluster import Roles
+from strop.engine.native import NativeEngine
+from strop.engine.router import Router
+from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.environments.worlds import BuiltInWorld
+from strop.errors import Interrupted
+from strop.hardware.busy_clock import BusyClock
 from strop.policy.learner import LossTerm, Term
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.record.rollouts import StoredRollout
 from strop.record.rows import list_rows, read_row
+from strop.rollout import Group
 from strop.tasks import Task
+from strop.train import EvalSummary
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
+from tests.fixtures.tiny_run import (
+    Composition,
+    StopAfterOne,
+    learner_of,
+    new_run,
+    summary,
+    take_up,
+    tiny_spec,
+)
 from tests.train.test_asynchronous import FlatOnEven, compose
 from tests.train.test_turns import EarningLetters, Letters, LettersSpec
 
@@ -184,3 +201,94 @@ def test_what_was_discarded_is_cut_off_on_resume(tmp_path: Path, tiny_model_dir:
         assert not run.discarded_path(1).exists()
     # Nor is it among what was trained while it is there.
     assert made.run_dir.rollouts_files() == []
+
+
+def read_spans(made: Composition) -> list[tuple[int, dict[str, Any]]]:
+    lines = made.run_dir.timeline.read_lines()
+    return [(line["step"], span) for line in lines for span in line["spans"]]
+
+
+async def look(step: int, on_progress: Callable[[], None]) -> EvalSummary:
+    await asyncio.sleep(0.01)
+    return summary(step)
+
+
+def test_a_run_tells_when_who_did_what(tmp_path: Path, tiny_model_dir: Path) -> None:
+    before = time.time()
+    made = compose_with(
+        tmp_path,
+        tiny_model_dir,
+        FlatOnEven(),
+        train={"steps": 2, "checkpoint_every": 1},
+        eval={"every": 2},
+        algorithm={"zero_variance": "resample"},
+    )
+    made.evaluate = look
+    made.run()
+    spans = read_spans(made)
+    assert all(before <= span["start"] < span["end"] <= time.time() + 0.001 for _, span in spans)
+    names = {(step, span["lane"], span["name"]) for step, span in spans}
+    certain = {
+        (0, "learner", "gate"),
+        *((step, "learner", "evaluate") for step in (0, 2)),
+        *((step, "learner", name) for step in (1, 2) for name in ("wait", "learn", "record", "checkpoint")),
+        *((step, *one) for step in (1, 2) for one in (("environments", "group"), ("engine", "generate"))),
+    }
+    # What may take less than is shown.
+    brief = {(step, *one) for step in (1, 2) for one in (("learner", "sync"), ("verifier", "verify"))}
+    assert certain <= names <= certain | brief
+    for step in (1, 2):
+        wait, *_ = (span for at, span in spans if (at, span["name"]) == (step, "wait"))
+        groups = [span for at, span in spans if at == step and span["lane"] == "environments"]
+        line = made.notes.steps[step - 1]
+        ended = Counter(span["detail"]["status"] for span in groups)
+        assert ended == {"trained": 3, "filtered": line["num_filtered_groups"]}
+        assert len({span["detail"]["number"] for span in groups}) == len(groups)
+        ids = {one.rollout.example.example_id for one in read_stored(made.run_dir.rollouts_path(step))}
+        assert ids == {span["detail"]["example"] for span in groups if span["detail"]["status"] == "trained"}
+        # While the step waits for them, groups are attempted, and the engine works for these.
+        for span in groups + [span for at, span in spans if (at, span["lane"]) == (step, "engine")]:
+            assert wait["start"] - 0.002 <= span["start"] < span["end"] <= wait["end"] + 0.002
+
+
+def test_each_of_several_engines_has_a_lane(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose_with(tmp_path, tiny_model_dir, SpellTask(), train={"prompts_per_step": 4})
+
+    def change(roles: Roles) -> Roles:
+        other = NativeEngine(learner_of(roles).model, roles.tokenizer)
+        return replace(roles, engine=Router({"engine-0": roles.engine, "engine-1": other}))
+
+    made.run(change)
+    lanes = {span["lane"] for step, span in read_spans(made) if step == 1}
+    assert {"engine 0", "engine 1"} <= lanes
+    assert "engine" not in lanes
+
+
+def test_workers_elsewhere_tell_their_engines_and_judges(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose_with(tmp_path, tiny_model_dir, SpellTask())
+    busy = {"engine-0": BusyClock(), "engine-1": BusyClock(), "verifier": BusyClock()}
+
+    def change(roles: Roles) -> Roles:
+        async def attempt(plans: Sequence[RolloutPlan]) -> Group:
+            begun_at = time.perf_counter()
+            group = await run_group(choose_environment(made.task), roles.engine, roles.tokenizer, plans)
+            for clock in busy.values():
+                clock.add((begun_at, time.perf_counter()))
+            return group
+
+        return replace(roles, run_group=attempt, busy=busy)
+
+    made.run(change)
+    lanes = {span["lane"] for step, span in read_spans(made) if step == 1}
+    assert lanes == {"learner", "environments", "engine 0", "engine 1", "verifier"}
+
+
+def test_a_resumed_run_tells_each_step_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose_with(tmp_path, tiny_model_dir, SpellTask(), train={"steps": 3, "checkpoint_every": 2})
+    made.notes = StopAfterOne()
+    with pytest.raises(Interrupted):
+        made.run()
+    again = take_up(made)
+    again.run()
+    waits = [step for step, span in read_spans(again) if span["name"] == "wait"]
+    assert waits == [1, 2, 3]

@@ -14,6 +14,7 @@ from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
+    from strop.hardware.busy_clock import BusyClock
     from strop.policy.device_wires import Wire
     from strop.policy.language_model import ModelShape
     from strop.policy.learner import Term
@@ -183,6 +184,8 @@ class Roles:
     reference: Scorer | None = None
     """None: the run asks none."""
     teacher: Scorer | None = None
+    busy: Mapping[str, BusyClock] = field(default_factory=dict)
+    """When `engine-N` and the `verifier` worked for `run_group`; empty where that is None."""
     frozen_dirs: Mapping[str, Path] = field(default_factory=dict)
     """Where reference and teacher were loaded from, by role."""
 

@@ -35,6 +35,7 @@ from strop.engine.contract import (
     closed,
 )
 from strop.errors import ConfigError, EngineError, EngineLost, StropError, WeightMismatch
+from strop.hardware.busy_clock import BusyClock
 from strop.rollout import IntArray
 
 _CLOSE_LIMIT_S = 10.0
@@ -127,6 +128,7 @@ class _Replica:
     """When each request under way was sent, in order. All expire when the replica is taken out."""
     watch: asyncio.TimerHandle | None = None
     """The next look at the oldest of them."""
+    busy: BusyClock = field(default_factory=BusyClock)
 
 
 class Router:
@@ -171,6 +173,11 @@ class Router:
             num_serving=self._num_serving,
             longest_wait_s=self._admission.longest_wait_s,
         )
+
+    @property
+    def busy(self) -> dict[str, BusyClock]:
+        """When each replica had requests, by its name."""
+        return {replica.name: replica.busy for replica in self._replicas}
 
     def add(self, name: str, engine: Engine) -> None:
         """Take in one more engine, or another one under a lost one's name; it serves after the next update.
@@ -344,7 +351,8 @@ class Router:
                 if replica.watch is None:
                     self._watch(replica)
                 try:
-                    answer = await ask(replica.engine)
+                    with replica.busy.running():
+                        answer = await ask(replica.engine)
                 finally:
                     replica.patiences.pop(patience, None)
         except EngineLost as error:

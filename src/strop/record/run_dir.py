@@ -3,7 +3,7 @@
     <name>-<YYYYmmdd-HHMMSS>/          UTC, with -2, -3 ... for runs born in the same second
       run.json  spec.toml  env.txt  lock
       attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; of a job: attempts/<its name>
-      metrics.jsonl  events.jsonl  rollouts/step-000012.parquet  discarded/step-000012.parquet
+      metrics.jsonl  events.jsonl  timeline.jsonl  {rollouts,discarded}/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
 
 Step 12 in a name is the state after 12 steps, or what the 12th step was trained on.
@@ -33,9 +33,10 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
-from strop.record.events import EventLog, MetricsLog
+from strop.record.events import EventLog, JsonLines, MetricsLog
 from strop.record.fence import ATTEMPT_VARIABLE, require_unfenced
 from strop.record.parts import describe_environment
+from strop.record.timeline import Timeline
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
@@ -43,6 +44,7 @@ WEIGHTS_FACT = "weights_digest"
 """Fact in a checkpoint's manifest: the digest of its model's tensors, by which evaluations name it."""
 STATE_NAME = "run.json"
 LOCK_NAME = "lock"
+TIMELINE_NAME = "timeline.jsonl"
 _FOLDERS = ("attempts", "rollouts", "checkpoints", "eval")
 DISCARDED = "discarded"
 """Folder of the rollouts that were sampled and replaced, made when there are some."""
@@ -87,9 +89,17 @@ class RunDir:
     def __init__(self, path: Path, state: RunState, lock: FileLock) -> None:
         self.path = path
         self.state = state
-        self.metrics = MetricsLog(path / "metrics.jsonl")
-        self.events = EventLog(path / "events.jsonl")
         self._lock = lock
+        self._open_logs()
+
+    def _open_logs(self) -> None:
+        self.metrics = MetricsLog(self.path / "metrics.jsonl")
+        self.events = EventLog(self.path / "events.jsonl")
+        self.timeline = Timeline(self.path / TIMELINE_NAME)
+
+    @property
+    def _logs(self) -> tuple[JsonLines, ...]:
+        return self.metrics, self.events, self.timeline
 
     @classmethod
     def create(
@@ -246,13 +256,12 @@ class RunDir:
         except OSError as error:
             raise explain_write_failure(error, path) from error
         self.path, self._lock.path = path, path / LOCK_NAME
-        self.metrics = MetricsLog(path / "metrics.jsonl")
-        self.events = EventLog(path / "events.jsonl")
+        self._open_logs()
 
     def release(self) -> None:
         """Close the logs and give the lock back."""
-        self.metrics.close()
-        self.events.close()
+        for log in self._logs:
+            log.close()
         self._lock.release()
 
     def __enter__(self) -> RunDir:
@@ -312,14 +321,14 @@ class RunDir:
     def truncate_after(self, step: int) -> None:
         """Remove what was recorded after `step`, so that a resume writes it once and not twice.
 
-        Metrics, events, rollouts and evaluations of later steps go. Checkpoints stay: a later
+        Metrics, events, spans, rollouts and evaluations of later steps go. Checkpoints stay: a later
         one that is damaged is replaced when its step is reached again.
 
         Raises: CheckRefused if this process does not hold the lock; CorruptRecord if a log is damaged.
         """
         self._check_locked()
-        self.metrics.truncate_after(step)
-        self.events.truncate_after(step)
+        for log in self._logs:
+            log.truncate_after(step)
         for folder in _STEP_FOLDERS:
             for path in sorted((self.path / folder).glob("*")):
                 found_step = step_of(path)
@@ -358,8 +367,8 @@ class RunDir:
 
     def sync(self) -> None:
         """Make the logs durable; call it before a checkpoint is sealed."""
-        self.metrics.sync()
-        self.events.sync()
+        for log in self._logs:
+            log.sync()
 
     def _in_use(self) -> CheckRefused:
         return CheckRefused(

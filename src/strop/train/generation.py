@@ -15,6 +15,7 @@ again, under the restored weights.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,12 @@ from statistics import fmean
 from strop.algorithm import Algorithm, needs_replacement
 from strop.algorithm.advantages import has_enough_scored
 from strop.cluster import Roles
+from strop.engine.router import Router
+from strop.engine.timed import TimedEngine
 from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.errors import Starved
+from strop.hardware.busy_clock import BusyClock, Interval
+from strop.record.timeline import ENGINE
 from strop.rollout import Example, Group, Rollout, Sampling
 from strop.spec.run import RunSpec
 from strop.tasks import Task, limits_of
@@ -46,6 +51,20 @@ class Collector:
         self._judge = judge
         self._roles = roles
         self._on_group = on_group
+        # Several engines know themselves which of them was asked.
+        self._engine = roles.engine if isinstance(roles.engine, Router) else TimedEngine(roles.engine)
+        self._intervals: dict[int, Interval] = {}
+
+    @property
+    def busy(self) -> Mapping[str, BusyClock]:
+        """When engines worked for the attempts, by name; in workers elsewhere their judges too."""
+        if self._roles.run_group is not None:
+            return self._roles.busy
+        return {ENGINE: self._engine.busy} if isinstance(self._engine, TimedEngine) else self._engine.busy
+
+    def take_interval(self, number: int) -> Interval | None:
+        """Return when a group was attempted, once; None for one that a checkpoint kept."""
+        return self._intervals.pop(number, None)
 
     def open_buffer(
         self,
@@ -83,11 +102,13 @@ class Collector:
             max_positions=self._roles.learner.shape.max_positions,
             num_branches=spec.train.branches,
         )
+        begun_at = time.perf_counter()
         if self._roles.run_group is not None:
             group = await self._roles.run_group(plans)
         else:
             make_environment = choose_environment(self._task, self._judge)
-            group = await run_group(make_environment, self._roles.engine, self._roles.tokenizer, plans)
+            group = await run_group(make_environment, self._engine, self._roles.tokenizer, plans)
+        self._intervals[number] = (begun_at, time.perf_counter())
         self._on_group()
         return group
 
@@ -241,6 +262,8 @@ class Batch:
     numbers: list[int]
     """Which groups they are."""
     discarded: list[tuple[GroupStatus, Group]]
+    discarded_numbers: list[int]
+    """Which groups those are."""
     is_short: bool
     """Whether groups are missing because too many were discarded."""
 
@@ -387,6 +410,7 @@ class RolloutBuffer:
             groups=[entry.group.result() for entry in chosen],
             numbers=[entry.number for entry in chosen],
             discarded=[(status, group) for _, status, group in found[:num_before]],
+            discarded_numbers=[number for number, _, _ in found[:num_before]],
             is_short=is_short,
         )
 

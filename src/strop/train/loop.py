@@ -24,6 +24,7 @@ from strop.errors import EngineError, Interrupted, RunStopped, Starved
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
+from strop.record.timeline import LEARNER
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
@@ -56,7 +57,7 @@ from strop.train.measure import (
 )
 from strop.train.observer import Evaluator, Observer
 from strop.train.publishing import Publishing
-from strop.train.recording import SampledStep, tell_fates
+from strop.train.recording import SampledStep, add_lanes, tell_fates
 from strop.train.step import StepTerms, take_steps
 from strop.train.watch import (
     DiskWatch,
@@ -103,6 +104,7 @@ class TrainLoop:
         self._spec = parts.spec
         self._roles = parts.roles
         self._run_dir = parts.run_dir
+        self._timeline = parts.run_dir.timeline
         self._terms = StepTerms(
             spec=parts.spec,
             roles=parts.roles,
@@ -170,7 +172,8 @@ class TrainLoop:
             # From the record: earlier steps may be an earlier attempt's.
             self._watch.recall(self._run_dir.metrics.read())
             await self._publish()
-            await self._pass_gate()
+            with self._timeline.span(LEARNER, "gate"):
+                await self._pass_gate()
             await self._terms.prepare(self._run_dir.path)
             self._parts.observer.on_start(
                 run=str(self._run_dir.path), first_step=self._state.step, num_steps=self._spec.train.steps
@@ -269,13 +272,22 @@ class TrainLoop:
             num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
         )
         await self._publish_if_due()
+        synced_at = time.perf_counter()
         seconds = {
             "generate": collected_at - started_at - verify_s,
             "verify": verify_s,
             "learn": learned_at - collected_at,
-            "sync": time.perf_counter() - learned_at,
+            "sync": synced_at - learned_at,
         }
-        sampled.write(self._run_dir, self._state.step)
+        for name, start, end in (
+            ("wait", started_at, collected_at),
+            ("learn", collected_at, learned_at),
+            ("sync", learned_at, synced_at),
+        ):
+            self._timeline.add(LEARNER, name, start, end)
+        add_lanes(self._timeline, self._collector, self._judge, collected, sampled.statuses)
+        with self._timeline.span(LEARNER, "record"):
+            sampled.write(self._run_dir, self._state.step)
         metrics |= measure_demonstrations(demonstrations) | measure_pairs(steps)
         train, is_stale = self._spec.train, metrics.get("staleness_max", 0.0) > 0.0
         metrics |= measure_update(update, is_mixed=train.has_rl and train.has_sft, is_stale=is_stale)
@@ -339,6 +351,7 @@ class TrainLoop:
         step, spec = self._state.step, self._spec
         metrics["policy_version"] = self._state.version
         metrics |= measure_memory() | (self._lag.take() if self._lag is not None else {})
+        self._timeline.write(step)
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
         self._raise_alarms(self._watch.find_alarms(step, metrics, groups))
@@ -389,9 +402,11 @@ class TrainLoop:
             if self._spec.train.deterministic:
                 await self._buffer.settle()
             waiting = self._buffer.list_waiting()
-        path = await save_checkpoint(
-            self._run_dir, self._roles.learner, self._parts.model_dir, self._state, waiting
-        )
+        with self._timeline.span(LEARNER, "checkpoint"):
+            path = await save_checkpoint(
+                self._run_dir, self._roles.learner, self._parts.model_dir, self._state, waiting
+            )
+        self._timeline.write(self._state.step)
         self._run_dir.keep_checkpoints(self._spec.train.keep_checkpoints)
         self._event(EventKind.CHECKPOINT, "written", path.name)
 
@@ -402,9 +417,10 @@ class TrainLoop:
             return
         self._watchdog.progress("evaluate")
         try:
-            summary = await self._parts.evaluate(
-                self._state.step, lambda: self._watchdog.progress("evaluate")
-            )
+            with self._timeline.span(LEARNER, "evaluate"):
+                summary = await self._parts.evaluate(
+                    self._state.step, lambda: self._watchdog.progress("evaluate")
+                )
         except (EngineError, RunStopped) as error:
             notes = "\n\n".join(getattr(error, "__notes__", ()))
             self._event(EventKind.TRIPWIRE, "invalid_eval", str(error), notes)
@@ -413,6 +429,7 @@ class TrainLoop:
             raise
         if summary.invalid_cause is not None:
             await self._require_engine()
+        self._timeline.write(self._state.step)
         self._causes.note(self._state.step, summary.causes)
         self._parts.observer.on_eval(summary)
         if summary.invalid_cause is not None:

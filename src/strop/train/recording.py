@@ -1,15 +1,22 @@
-"""What a step leaves of its rollouts: how each ended, and what its tokens were worth to the learner."""
+"""What a step leaves: how each of its rollouts ended, what its tokens were worth, and when who did what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.hardware.busy_clock import BusyClock
 from strop.record import RunDir
 from strop.record.rollouts import StoredRollout, write_trained
+from strop.record.timeline import ENVIRONMENTS, VERIFIER, Timeline
 from strop.rollout import Group
+from strop.tasks.judging import TimedJudge
 from strop.train.batch import TrainBatch, TurnAdvantages
-from strop.train.generation import Batch, GroupStatus, age_of, sort_by_status
+from strop.train.generation import Batch, Collector, GroupStatus, age_of, sort_by_status
+
+MAX_ENGINE_SPANS = 128
+"""In a line, over all engines."""
+MAX_VERIFIER_SPANS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +72,29 @@ def _store(
         )
         for rollout, of_turns in zip(group.rollouts, advantages or [()] * len(group.rollouts), strict=True)
     ]
+
+
+def add_lanes(
+    timeline: Timeline,
+    collector: Collector,
+    judge: TimedJudge,
+    collected: Batch | None,
+    statuses: Sequence[GroupStatus],
+) -> None:
+    """Add when a step's groups were attempted, and when engines and verifier were asked since the last."""
+    if collected is not None:
+        ended = zip(collected.numbers, collected.groups, statuses, strict=True)
+        gone = zip(collected.discarded_numbers, collected.discarded, strict=True)
+        for number, group, status in (*ended, *((number, group, status) for number, (status, group) in gone)):
+            interval = collector.take_interval(number)
+            if interval is not None:
+                detail = {"number": number, "example": group.example.example_id, "status": status.value}
+                timeline.add(ENVIRONMENTS, "group", *interval, detail)
+    clocks: dict[str, BusyClock | TimedJudge] = dict(collector.busy)
+    verifiers = [judge, *([clocks.pop(VERIFIER)] if VERIFIER in clocks else [])]
+    for name, clock in clocks.items():
+        for interval in clock.take_intervals(max(MAX_ENGINE_SPANS // len(clocks), 1)):
+            timeline.add(name.replace("-", " "), "generate", *interval)
+    for clock in verifiers:
+        for interval in clock.take_intervals(MAX_VERIFIER_SPANS // len(verifiers)):
+            timeline.add(VERIFIER, "verify", *interval)

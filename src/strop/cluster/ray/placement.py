@@ -240,12 +240,14 @@ class RayPlacement:
         self._check_engines(addresses, update.digest, tokenizer.digest)
         engine = self._join_engines()
         await engine.update(update)
+        joined = self._join_workers(workers, chosen, engine) if workers else None
         return Roles(
             learner=learner,
             engine=engine,
             publisher=publisher,
             tokenizer=tokenizer,
-            run_group=self._join_workers(workers, chosen, engine).run_group if workers else None,
+            run_group=None if joined is None else joined.run_group,
+            busy={} if joined is None else joined.busy,
         )
 
     def _join_workers(
@@ -258,7 +260,8 @@ class RayPlacement:
             return not isinstance(engine, Router) or engine.serves(f"engine-{chosen[worker]}")
 
         assert self._watch is not None
-        return RolloutWorkers([worker.actor for worker in workers], self._watch, serves=serves)
+        actors = [worker.actor for worker in workers]
+        return RolloutWorkers(actors, self._watch, engines=chosen, serves=serves)
 
     def _make_client(self, role: _Started, address: EngineAddress) -> RemoteEngine:
         watch = self._watch

@@ -22,8 +22,10 @@ from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
 from strop.errors import EngineLost
+from strop.hardware.busy_clock import BusyClock
 from strop.hardware.process import tail
 from strop.io.endpoints import Endpoint, hand_over
+from strop.record.timeline import ENGINE, VERIFIER
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 
@@ -103,6 +105,8 @@ async def _connect(process: EngineProcess) -> EngineAddress:
 
 CALL_LIMIT_S = 3600.0
 """A group takes no longer."""
+MAX_SPANS = 16
+"""In which one group asked its engine, or its judge; more are joined."""
 
 
 class RolloutWorker(RayRole):
@@ -126,7 +130,6 @@ class RolloutWorker(RayRole):
         Raises: StropError as building the task does; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
-        from strop.environments import choose_environment
         from strop.environments.printed import keep_prints
         from strop.tasks.judging import open_judge
         from strop.tokenizer import Tokenizer
@@ -135,19 +138,31 @@ class RolloutWorker(RayRole):
             self._keys_dir = work_dir
             hand_over(work_dir, endpoints)
         keep_prints(Path(self._start.log_path).with_suffix(".environments.log"))
-        task = make_task()
-        self._judge = open_judge(task, make_task)
+        self._task = make_task()
+        self._judge = open_judge(self._task, make_task)
         self._engine = RemoteEngine(
             address.endpoint.url, address.endpoint.key, is_streamed=address.is_streamed
         )
         self._tokenizer = Tokenizer.load(source.path)
-        self._make_environment = choose_environment(task, self._judge)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
-        """Attempt one group; pickled here, so that its arrays are no views of Ray's shared memory."""
-        from strop.environments import run_group
+        """Attempt one group, and say when it asked engine and judge, in seconds from its begin.
 
-        return pickle.dumps(await run_group(self._make_environment, self._engine, self._tokenizer, plans))
+        Pickled here, so that its arrays are no views of Ray's shared memory.
+        """
+        from strop.engine.timed import TimedEngine
+        from strop.environments import choose_environment, run_group
+        from strop.tasks.judging import TimedJudge
+
+        begun_at = time.perf_counter()
+        engine, judge = TimedEngine(self._engine), TimedJudge(self._judge)
+        make_environment = choose_environment(self._task, judge)
+        group = await run_group(make_environment, engine, self._tokenizer, plans)
+        spans = [
+            [(begin - begun_at, end - begun_at) for begin, end in clock.take_intervals(MAX_SPANS)]
+            for clock in (engine.busy, judge)
+        ]
+        return pickle.dumps((group, *spans))
 
     async def wait_for_end(self) -> str:  # type: ignore[override]
         """Return once this worker was told to end; a killed one never returns."""
@@ -168,12 +183,21 @@ class RolloutWorkers:
     """Sends each group to the worker with the fewest, of those whose engine serves."""
 
     def __init__(
-        self, actors: Sequence[Any], watch: DeathWatch, *, serves: Callable[[int], bool] = lambda worker: True
+        self,
+        actors: Sequence[Any],
+        watch: DeathWatch,
+        *,
+        engines: Sequence[int] | None = None,
+        serves: Callable[[int], bool] = lambda worker: True,
     ) -> None:
         """`actors` are of `RolloutWorker` and have loaded.
 
-        `serves` says whether a worker's engine may be asked.
+        `engines` are those that each worker asks, by number; None: all the first. `serves` says whether a
+        worker's engine may be asked.
         """
+        self._engines = [f"{ENGINE}-{engine}" for engine in engines or [0] * len(actors)]
+        self.busy = {name: BusyClock() for name in [*dict.fromkeys(self._engines), VERIFIER]}
+        """When each engine, and any worker's judge, was asked."""
         self._actors = actors
         self._watch = watch
         self._serves = serves
@@ -196,11 +220,16 @@ class RolloutWorkers:
             chosen = min(serving, key=self._num_running.__getitem__)
             self._num_running[chosen] += 1
             try:
+                begun_at = time.perf_counter()
                 call = self._actors[chosen].run_group.remote(list(plans))
                 # From our own worker, over a connection that carries the run's token.
-                group: Group = pickle.loads(await self._watch.guard(call, CALL_LIMIT_S))
+                answer = pickle.loads(await self._watch.guard(call, CALL_LIMIT_S))
             finally:
                 self._num_running[chosen] -= 1
+            group: Group = answer[0]
+            for name, spans in zip((self._engines[chosen], VERIFIER), answer[1:], strict=True):
+                for begin, end in spans:
+                    self.busy[name].add((begun_at + begin, begun_at + end))
             if self._serves(chosen) or not any(map(self._serves, range(len(self._actors)))):
                 return group
 

@@ -36,7 +36,7 @@ POLL_S = 1.0
 UPLOAD_EVERY_S = 10.0
 _STEP = re.compile(r"step-(\d+)")
 _NOT_STATE = frozenset({"checkpoints", "attempts", "job", "members", "latest"})
-_RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
+_RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl", "timeline.jsonl")
 
 
 class CheckpointSync(Worker):

@@ -28,7 +28,7 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import LEFTOVER_PATTERN
 from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER, TRACES
-from strop.record.run_dir import DISCARDED, STATE_NAME, RunDir, step_of
+from strop.record.run_dir import DISCARDED, STATE_NAME, TIMELINE_NAME, RunDir, step_of
 from strop.store.record_store import RecordStore, describe_directory, describe_files
 from strop.store.uris import join_uri
 
@@ -130,6 +130,7 @@ def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
         STATE_NAME: json.dumps({**state, "finished_at": None}, indent=1).encode(),
         "metrics.jsonl": run.metrics.read_until(step),
         "events.jsonl": run.events.read_until(step),
+        TIMELINE_NAME: run.timeline.read_until(step),
         **{name: (run.path / name).read_bytes() for name in _WHOLE_FILES if (run.path / name).is_file()},
     }
     for path in sorted((run.path / "eval").glob("*.json")):
@@ -144,7 +145,7 @@ def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
 # What a run writes beside its checkpoints, sent as it grows. Rollouts go before the metrics that mention
 # them, so that a reader finds the rollouts of every step that has a line.
 
-LOGS = ("events.jsonl", "metrics.jsonl")
+LOGS = (TIMELINE_NAME, "events.jsonl", "metrics.jsonl")
 """Sent last, in this order."""
 _SINGLE = ("spec.toml", "env.txt", STATE_NAME, "report.html")
 _GROWING = frozenset({".jsonl", ".log", ".out", ".txt"})

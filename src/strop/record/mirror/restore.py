@@ -24,7 +24,7 @@ from strop.io.atomic import (
 from strop.io.lock import FileLock
 from strop.record.mirror.claim import LATEST_NAME, Latest, read_latest
 from strop.record.mirror.layout import RUN_FOLDER, TRACES, RecordName
-from strop.record.run_dir import LOCK_NAME, STATE_NAME, step_of
+from strop.record.run_dir import LOCK_NAME, STATE_NAME, TIMELINE_NAME, step_of
 from strop.store.opening import open_record_store
 from strop.store.record_store import INCOMING_SUFFIX, RecordStore, side_by_side
 from strop.store.s3_client import S3Settings
@@ -34,7 +34,7 @@ NUM_OBJECT_ATTEMPTS = 3
 """How often an object is fetched that its writer replaces meanwhile."""
 _FETCHED_NAME = ".fetched"
 """Marks a copy made by `fetch_run`, with where it is from."""
-_CURVE_FILES = frozenset({"metrics.jsonl", "events.jsonl", STATE_NAME, "spec.toml", "env.txt"})
+_CURVE_FILES = frozenset({"metrics.jsonl", "events.jsonl", TIMELINE_NAME, STATE_NAME, "spec.toml", "env.txt"})
 FETCH_PARTS = ("traces", "latest", "final")
 
 

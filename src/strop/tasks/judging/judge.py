@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from strop.hardware import describe_machine
-from strop.hardware.busy_clock import BusyClock
+from strop.hardware.busy_clock import BusyClock, Interval
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
@@ -119,6 +119,10 @@ class TimedJudge:
 
     async def close(self) -> None:
         """Do nothing: the caller that opened the other judge closes it."""
+
+    def take_intervals(self, most: int) -> list[Interval]:
+        """Return when a reply was being judged, since this was last asked for. See `BusyClock`."""
+        return self._clock.take_intervals(most)
 
     def take_busy_s(self) -> float:
         """Return the time (seconds) since this was last asked for, and start anew."""
