@@ -12,7 +12,8 @@ from rich.console import Console
 
 from strop.record import Event, EventKind
 from strop.train import EvalSummary, Observer
-from strop.view import PlainProgress, Progress, RichProgress, TerminalObserver, make_harmless, open_progress
+from strop.view import PlainProgress, Progress, TerminalObserver, make_harmless, open_progress
+from strop.view.display import RichProgress
 from strop.view.terminal import StepLines, describe_duration
 
 METRICS = {
@@ -110,21 +111,6 @@ def test_an_alarm_is_told_apart_without_colour() -> None:
     progress.note("evaluated: 31 %")
     progress.note("drift is high", is_alarm=True)
     assert stream.getvalue() == "evaluated: 31 %\nalarm: drift is high\n"
-
-
-def test_the_terminal_shows_the_stage_and_the_same_columns() -> None:
-    progress, stream = rich()
-    progress.begin("demo", num_steps=40)
-    progress.stage("generating 3 of 64")
-    progress.step(12, METRICS)
-    progress.end("done")
-    progress.end("done twice")
-    text = stream.getvalue()
-    assert "generating 3 of 64" in text
-    for part in ("12/40", "0.500", "25.0%", "1,234", "4 min 12 s"):
-        assert part in text
-    # Whatever hid the cursor also showed it again.
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
 def test_a_pipe_gets_plain_lines_and_a_terminal_does_not() -> None:

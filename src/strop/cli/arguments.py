@@ -67,6 +67,9 @@ EvalGpus = Annotated[
 ]
 SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="Use one GPU for both learner and generation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+JsonEvents = Annotated[
+    bool, typer.Option("--json", help="Print a line of JSON for each step, event and evaluation.")
+]
 T = TypeVar("T")
 
 

@@ -1,7 +1,10 @@
-"""`strop train|sft RUN.toml [key=value ...] [--new] [--from URI] [--gpus N]`."""
+"""`strop train|sft RUN.toml [key=value ...] [--new] [--from URI] [--gpus N] [--json]`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ from strop.cli.arguments import (
     FromMirror,
     Gpus,
     InferGpus,
+    JsonEvents,
     NewRun,
     OutputDir,
     Overrides,
@@ -23,8 +27,10 @@ from strop.cli.arguments import (
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
+    from strop.record import RunDir
     from strop.run.training import TrainOutcome
     from strop.spec import ResolvedSpec
+    from strop.train import Observer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +46,7 @@ class TrainArguments:
     single_gpu: SingleGpu = False
     new: NewRun = False
     from_uri: FromMirror = None
+    json: JsonEvents = False
 
 
 @takes(TrainArguments)
@@ -50,18 +57,37 @@ def train(context: typer.Context, args: TrainArguments) -> None:
     from strop.spec.reader import require_sft
 
     output: Output = context.obj
-    resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
-    if context.info_name == "sft":
-        require_sft(resolved)
-    for conflict in resolved.conflicts:
-        output.say(str(conflict))
-    if args.from_uri is not None:
-        resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
-    run_to_end(output, resolved, is_new=args.new)
+    with open_observer(output, is_json=args.json) as observer:
+        resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
+        if context.info_name == "sft":
+            require_sft(resolved)
+        for conflict in resolved.conflicts:
+            output.say(str(conflict))
+        if args.from_uri is not None:
+            resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
+        run_to_end(output, resolved, observer, is_new=args.new)
 
 
 def sft() -> None:
     """Fine-tune a model on demonstrations alone (train.terms = "sft"); all else as in `strop train`."""
+
+
+@contextmanager
+def open_observer(output: Output, *, is_json: bool) -> Iterator[Observer]:
+    """Show a run on the terminal and in its log; as lines of JSON on standard output, too."""
+    from strop.view import PlainProgress, TerminalObserver, open_progress
+
+    # Lines of JSON on the same terminal would break a display that stays in place.
+    is_disturbed = is_json and sys.stdout.isatty()
+    progress = PlainProgress(sys.stderr) if is_disturbed else open_progress()
+    shown = TerminalObserver(progress, PlainProgress(output.log))
+    if not is_json:
+        yield shown
+        return
+    from strop.view.json_lines import json_lines
+
+    with json_lines(shown) as lines:
+        yield lines
 
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:
@@ -80,26 +106,27 @@ def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: 
     return found.resolved
 
 
-def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
+def run_to_end(output: Output, resolved: ResolvedSpec, observer: Observer, *, is_new: bool) -> None:
     """Run a spec on this machine, show its progress, and give its result and its report."""
     from strop.run.training import train_here
-    from strop.view import PlainProgress, TerminalObserver, open_progress
+    from strop.view.json_lines import JsonObserver
     from strop.view.report import write_report
 
-    observer = TerminalObserver(open_progress(), PlainProgress(output.log))
-    reports: list[Path] = []
-    outcome = train_here(
-        resolved,
-        observer,
-        is_new=is_new,
-        on_run=output.open_run,
-        on_trained=lambda trained: reports.append(write_report(trained.run_path)),
-    )
+    facts = observer.facts if isinstance(observer, JsonObserver) else {}
+
+    def open_run(run_dir: RunDir) -> None:
+        output.open_run(run_dir)
+        facts["run"] = str(run_dir.path)
+
+    def report(trained: TrainOutcome) -> None:
+        facts["report"] = str(write_report(trained.run_path))
+
+    outcome = train_here(resolved, observer, is_new=is_new, on_run=open_run, on_trained=report)
     for line in describe_outcome(outcome):
         output.give(line)
     if paced := describe_pace(outcome.run_path):
         output.give(paced)
-    output.give(f"report {reports[0]}")
+    output.give(f"report {facts['report']}")
 
 
 def describe_outcome(outcome: TrainOutcome) -> list[str]:

@@ -7,17 +7,12 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.text import Text
 
 from strop.record import Event, EventKind
 from strop.train import EvalSummary
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as LiveLine
-    from rich.progress import TaskID
 
 # Model text can hold terminal escape codes that move the cursor, rename the window or hide lines, and
 # direction marks that make a line read other than it is. Each such character becomes a visible one.
@@ -105,6 +100,8 @@ class TerminalObserver:
 STEPS_FOR_ESTIMATE = 10
 """The time left follows the last steps only: replies grow and shrink while training goes on."""
 ABSENT = "-"
+MAX_NOTE_CHARACTERS = 2000
+"""Of a note's line; the run's events keep twice as much."""
 
 
 class Progress(Protocol):
@@ -167,11 +164,25 @@ class StepLines:
             ("left", self._describe_left(self._num_steps - step)),
         ]
 
+    def explain_left(self, num_steps_left: int) -> list[str]:
+        """Return the time left, without evaluations, and how it is estimated; empty where it is not."""
+        if not self._last_seconds:
+            return []
+        seconds = len(self._last_seconds)
+        mean = describe_duration(self._mean_s())
+        of_last = f"mean of the last {seconds}" if seconds > 1 else "as the last"
+        return [
+            f"left {self._describe_left(num_steps_left)}",
+            f"({num_steps_left} steps of {mean}, {of_last})",
+        ]
+
     def _describe_left(self, num_steps_left: int) -> str:
         if not self._last_seconds:
             return ABSENT
-        mean_s = sum(self._last_seconds) / len(self._last_seconds)
-        return describe_duration(mean_s * max(num_steps_left, 0))
+        return describe_duration(self._mean_s() * max(num_steps_left, 0))
+
+    def _mean_s(self) -> float:
+        return sum(self._last_seconds) / len(self._last_seconds)
 
 
 def _describe_learning(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -195,7 +206,8 @@ def _shown(value: float | None, form: str) -> str:
     return shown if value is not None else ABSENT.rjust(len(shown))
 
 
-def _describe_begin(name: str, num_steps: int, first_step: int) -> str:
+def describe_begin(name: str, num_steps: int, first_step: int) -> str:
+    """Return the line of a run that begins, or goes on."""
     where = f"continues after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps"
     return f"{make_harmless(name)}: {where}"
 
@@ -210,7 +222,7 @@ class PlainProgress:
     def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
         """Print what starts."""
         self._lines = StepLines(num_steps)
-        self._print(_describe_begin(name, num_steps, first_step))
+        self._print(describe_begin(name, num_steps, first_step))
 
     def stage(self, text: str) -> None:
         """Print nothing: a log would hold thousands of these."""
@@ -221,7 +233,7 @@ class PlainProgress:
 
     def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
         """Print the note on one line, and a traceback below it."""
-        self._print(("alarm: " if is_alarm else "") + _one_line(text))
+        self._print(("alarm: " if is_alarm else "") + to_one_line(text))
         if trace:
             self._print(make_harmless(trace))
 
@@ -234,64 +246,11 @@ class PlainProgress:
         print(line, file=self._stream, flush=True)
 
 
-class RichProgress:
-    """Aligned lines with a live line below them, for a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._lines = StepLines(0)
-        self._live: LiveLine | None = None
-        self._bar: TaskID | None = None
-
-    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
-        """Print what starts, and show the live line."""
-        self._lines = StepLines(num_steps)
-        self._console.print(Text(_describe_begin(name, num_steps, first_step), style="bold"))
-        # Here: tables and short commands take the console alone.
-        from rich import progress
-
-        self._live = progress.Progress(
-            progress.SpinnerColumn(),
-            progress.BarColumn(bar_width=32),
-            # Markup is off: a stage may quote text that holds brackets.
-            progress.TextColumn("{task.description}", style="dim", markup=False),
-            console=self._console,
-            transient=True,
-        )
-        self._bar = self._live.add_task("starting", total=num_steps, completed=first_step)
-        self._live.start()
-
-    def stage(self, text: str) -> None:
-        """Show what is going on in the live line."""
-        if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, description=_one_line(text))
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line and move the bar."""
-        line = Text()
-        for label, value in self._lines.columns(step, metrics):
-            style = "bold green" if label == "accuracy" else ""
-            line.append(f"{label} ", style="dim").append(value, style=style).append("  ")
-        self._console.print(line, soft_wrap=True)
-        if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, completed=step)
-
-    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
-        """Print the note on one line."""
-        mark, style = ("! ", "bold red") if is_alarm else ("  ", "cyan")
-        self._console.print(Text(mark + _one_line(text), style=style), soft_wrap=True)
-
-    def end(self, text: str) -> None:
-        """Take the live line away and print how the run ended."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        self._console.print(Text(make_harmless(text), style="bold"), soft_wrap=True)
-
-
-def _one_line(text: str) -> str:
-    """Keep an event on its line: a reply quoted in it may hold line feeds."""
-    return " ".join(make_harmless(text).split())
+def to_one_line(text: str) -> str:
+    """Return a text as one harmless line: a reply quoted in an event may hold line feeds, and be long."""
+    more = len(text) - MAX_NOTE_CHARACTERS
+    shown = " ".join(make_harmless(text[:MAX_NOTE_CHARACTERS]).split())
+    return f"{shown} ... {more} characters more" if more > 0 else shown
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
@@ -301,5 +260,8 @@ def open_progress(stream: TextIO | None = None) -> Progress:
     """
     console = Console(file=stream or sys.stderr, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
+        # Here: a log and a pipe need nothing of it.
+        from strop.view.display import RichProgress
+
         return RichProgress(console)
     return PlainProgress(stream or sys.stderr)

@@ -1,0 +1,260 @@
+"""A run on a terminal: a few lines that stay at the bottom, with what happened above them.
+
+The lines are cut to the terminal's width at each drawing, so that none ever wraps. A terminal that is made
+narrower breaks what was drawn before; as many rows as it has broken it into are then taken away.
+Nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
+from rich.text import Text
+
+from strop.view.terminal import (
+    StepLines,
+    describe_begin,
+    describe_duration,
+    make_harmless,
+    to_one_line,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_LEVELS = "_.-=+*%#"
+"""Where the terminal's encoding has no blocks; the lowest first, too."""
+_MOST_STEPS = 240
+"""Of a curve; no terminal is so wide that it shows more."""
+_BAR_CELLS = 24
+_CURVES = (
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("reward_mean", "reward", "{:.3f}"),
+    ("pair_accuracy", "pairs right", "{:.0%}"),
+    ("loss", "loss", "{:.4f}"),
+)
+"""Metric, its name and its form: the first that a run has is drawn."""
+_GAP = "  "
+
+
+def draw_curve(values: Sequence[float | None], *, levels: str = BLOCKS) -> str:
+    """Return a character for each value, from the lowest to the highest; a space where there is none."""
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    top = len(levels) - 1
+
+    def draw(value: float | None) -> str:
+        if value is None:
+            return " "
+        return levels[round((value - low) / (high - low) * top) if high > low else top // 2]
+
+    return "".join(map(draw, values))
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """Join as many parts as fit into so many cells; the first is cut where it does not fit alone."""
+    line = cut(parts[0], width) if parts else ""
+    for part in filter(None, parts[1:]):
+        if cell_len(line) + len(_GAP) + cell_len(part) > width:
+            break
+        line += _GAP + part
+    return line
+
+
+def cut(text: str, width: int) -> str:
+    """Return a text of at most so many cells; one that was cut ends in dots."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, max(width - 3, 0)).rstrip() + "..."[:width]
+
+
+class Frame:
+    """The lines at the bottom, drawn anew from what is known whenever they are asked for."""
+
+    def __init__(self, name: str, *, num_steps: int, step: int, now: Callable[[], float]) -> None:
+        self._name = name
+        self._num_steps = num_steps
+        self._step = step
+        self._now = now
+        self._lines = StepLines(num_steps)
+        self._curves: dict[str, deque[float | None]] = {
+            metric: deque(maxlen=_MOST_STEPS) for metric, _, _ in _CURVES
+        }
+        self._columns: list[tuple[str, str]] = []
+        self._stage, self._stage_at = "starting", now()
+        self._is_over = False
+        self._num_alarms, self._alarm = 0, ""
+        self.drawn: tuple[int, ...] = ()
+        """Cells of each line as it was last drawn."""
+
+    def set_stage(self, text: str) -> None:
+        """Say what is going on now."""
+        self._stage, self._stage_at = text, self._now()
+
+    def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take a completed step."""
+        self._step = step
+        for metric, curve in self._curves.items():
+            curve.append(metrics.get(metric))
+        self._columns = [(label, value.strip()) for label, value in self._lines.columns(step, metrics)]
+
+    def add_alarm(self, text: str) -> None:
+        """Take an alarm; the last one stays in sight."""
+        self._num_alarms, self._alarm = self._num_alarms + 1, text
+
+    def finish(self) -> None:
+        """Nothing goes on any more: what was going on and the time left are not shown."""
+        self._is_over = True
+
+    def describe(self, width: int, *, has_blocks: bool) -> list[str]:
+        """Return the lines, none wider than so many cells."""
+        lines = [self._describe_progress(width, has_blocks=has_blocks)]
+        lines += self._describe_curve(width, levels=BLOCKS if has_blocks else ASCII_LEVELS)
+        curve = self._curve_label()
+        shown = [f"{label} {value}" for label, value in self._columns if label not in ("step", "left", curve)]
+        if shown:
+            lines.append(fit(shown, width))
+        if not self._is_over:
+            lines.append(self._describe_left(width))
+        if self._num_alarms:
+            several = f"alarm {self._num_alarms}" if self._num_alarms > 1 else "alarm"
+            lines.append(cut(f"! {several}: {self._alarm}", width))
+        return lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the lines."""
+        # A full last column makes some terminals wrap.
+        lines = self.describe(max(options.max_width - 1, 1), has_blocks=_has_blocks(console.encoding))
+        lines = lines[: max(options.size.height - 1, 1)]
+        self.drawn = tuple(map(cell_len, lines))
+        styles = chain(["bold"], repeat(""))
+        for line, style in zip(lines, styles, strict=False):
+            yield Text(line, style="bold red" if line.startswith("! ") else style, no_wrap=True)
+
+    def _describe_progress(self, width: int, *, has_blocks: bool) -> str:
+        share = self._step / self._num_steps if self._num_steps else 1.0
+        cells = min(_BAR_CELLS, width // 3)
+        full = min(int(share * cells), cells)
+        done, left = ("█", "░") if has_blocks else ("#", "-")
+        count = f"step {self._step}/{self._num_steps}"
+        line = fit([count, done * full + left * (cells - full), f"{share:.0%}"], width)
+        room = width - cell_len(line) - len(_GAP)
+        return line + _GAP + cut(self._name, room) if room >= 12 else line
+
+    def _describe_curve(self, width: int, *, levels: str) -> list[str]:
+        found = self._find_curve()
+        if found is None:
+            return []
+        metric, label, form = found
+        values = list(self._curves[metric])
+        known = [value for value in values if value is not None]
+        lead = f"{label} {form.format(known[-1])}"
+        scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(values)} steps"
+        # Without the scale where both do not fit: a short curve would say nothing.
+        room = width - cell_len(lead) - len(_GAP)
+        if room - cell_len(scale) - len(_GAP) >= min(len(values), 20):
+            room -= cell_len(scale) + len(_GAP)
+        else:
+            scale = ""
+        shown = values[-room:] if room > 0 else []
+        if scale and len(shown) < len(values):
+            known = [value for value in shown if value is not None] or known
+            scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(shown)} steps"
+        return [fit([lead, draw_curve(shown, levels=levels), scale], width)]
+
+    def _find_curve(self) -> tuple[str, str, str] | None:
+        known = (one for one in _CURVES if any(value is not None for value in self._curves[one[0]]))
+        return next(known, None)
+
+    def _curve_label(self) -> str:
+        found = self._find_curve()
+        return "" if found is None else found[1]
+
+    def _describe_left(self, width: int) -> str:
+        going_on = f"{self._stage} for {describe_duration(self._now() - self._stage_at)}"
+        left = self._lines.explain_left(self._num_steps - self._step)
+        return fit([*left[:1], going_on, *left[1:]], width)
+
+
+class _Region(Live):
+    """`rich.live.Live`, which knows that a terminal made narrower has broken what was drawn."""
+
+    def __init__(self, frame: Frame, console: Console) -> None:
+        # Once a second: the clock of what is going on.
+        super().__init__(frame, console=console, refresh_per_second=1.0, vertical_overflow="crop")
+        self.frame = frame
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Put what is printed above the lines, and draw them anew below it."""
+        drawn = self.frame.drawn
+        made = super().process_renderables(renderables)
+        if drawn and self.console.is_interactive:
+            width = max(self.console.width, 1)
+            rows = sum(max(-(-cells // width), 1) for cells in drawn)
+            up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
+            made[0] = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up * (rows - 1))
+        return made
+
+
+class RichProgress:
+    """`Progress` on a terminal: notes as lines, and a few lines below them that stay."""
+
+    def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._now = now
+        self._region: _Region | None = None
+
+    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+        """Print what starts, and show the lines; of a run that begins anew, its new ones."""
+        self._stop()
+        self._print(describe_begin(name, num_steps, first_step), "bold")
+        frame = Frame(to_one_line(name), num_steps=num_steps, step=first_step, now=self._now)
+        self._region = _Region(frame, self._console)
+        self._region.start(refresh=True)
+
+    def stage(self, text: str) -> None:
+        """Show what is going on now, and for how long."""
+        if self._region is not None:
+            self._region.frame.set_stage(to_one_line(text))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a completed step in the lines; a log keeps each."""
+        if self._region is not None:
+            self._region.frame.add_step(step, metrics)
+            self._region.refresh()
+
+    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
+        """Print the note above the lines; an alarm stays in sight in them."""
+        line = to_one_line(text)
+        if is_alarm and self._region is not None:
+            self._region.frame.add_alarm(line)
+        self._print(f"! {line}" if is_alarm else f"  {line}", "bold red" if is_alarm else "")
+
+    def end(self, text: str) -> None:
+        """Leave the lines as they are, and print how the run ended."""
+        if self._region is not None:
+            self._region.frame.finish()
+        self._stop()
+        self._print(make_harmless(text), "bold")
+
+    def _stop(self) -> None:
+        if self._region is not None:
+            self._region.stop()
+            self._region = None
+
+    def _print(self, line: str, style: str) -> None:
+        self._console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _has_blocks(encoding: str) -> bool:
+    try:
+        (BLOCKS + "░").encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
