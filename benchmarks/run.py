@@ -27,10 +27,11 @@ FIGURES = (
     *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
     "long-tail",
+    "page",
     *("worlds", "lanes", "busy", "reverse-text", "demo", "demo-agent"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
-WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy", "long-tail")
+WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "worlds", "busy", "long-tail", "page")
 """Those that need a model's directory."""
 EXTRAS = ("start-up", "gradient-cosine", *FIGURES)
 

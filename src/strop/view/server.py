@@ -117,7 +117,7 @@ def build_app(runs: Runs, *, token: str | None = None, host: str = LOOPBACK) -> 
             Route("/api/timeline", routes.timeline),
             Route("/api/news", routes.news),
         ],
-        exception_handlers={StropError: _say_error},
+        exception_handlers={StropError: _say_error, 404: _say_nothing},
     )
     return Guard(app, token=token, host=host)
 
@@ -132,6 +132,10 @@ async def _send_file(request: Request) -> Response:
 
 async def _say_error(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 404, _HEADERS)
+
+
+async def _say_nothing(_: Request, __: Exception) -> Response:
+    return _plain("there is no such page", 404)
 
 
 def _json(value: Any) -> Response:

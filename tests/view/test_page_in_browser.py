@@ -1,0 +1,351 @@
+"""The page in a real browser: what a person does with it, and what it must never do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+import pytest
+
+from strop.record.rollouts import StoredRollout
+from strop.record.rows import read_row
+from tests.fixtures.browser import find_faults, is_wider_than_screen, open_page
+from tests.view.rich_runs import ALARMS, HOSTILE, LAST, NOTE, RichRuns, append_step, cut_back, make_runs
+from tests.view.served import served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+
+LIMIT_MS = 60_000
+"""Two busy cores may need it; what is waited for takes a moment."""
+SUM, TALK, LOST, SCRIPT, ESCAPED, TURNED, TOKENS, LINE = 0, 4, 6, 7, 8, 9, 10, 11
+"""Rows of the last step of `RichRuns.whole`."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> RichRuns:
+    return make_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def address(runs: RichRuns) -> Iterator[str]:
+    with served(runs.root) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that keeps its security policy, and may not complain."""
+    complaints: list[str] = []
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(LIMIT_MS)
+        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        yield page
+    assert complaints == []
+
+
+def show(page: Page, address: str, place: str) -> None:
+    """Open a view by its deep link, and wait until it is there."""
+    page.goto(f"{address}/#{place}")
+    wait_for(page, place)
+
+
+def wait_for(page: Page, place: str) -> None:
+    page.locator(f'#main[data-view="#{place}"]').wait_for(timeout=LIMIT_MS)
+
+
+def wait_for_text(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
+    page.locator(selector).filter(has_text=text).first.wait_for(timeout=LIMIT_MS)
+
+
+def place_of(runs: RichRuns, *parts: object) -> str:
+    """Return the place of the whole run, of a step, or of a rollout."""
+    names = ["step", *parts] if parts else []
+    return "/".join(["/run", runs.whole.path.name, *map(str, names)])
+
+
+def compare_place(runs: RichRuns) -> str:
+    return "/compare?" + urlencode([("run", run.path.name) for run in (runs.whole, runs.other)])
+
+
+def all_places(runs: RichRuns) -> list[str]:
+    others = (f"/run/{run.path.name}" for run in (runs.imitated, runs.begun))
+    rollouts = (place_of(runs, LAST, index) for index in (SUM, TALK, LOST, ESCAPED))
+    search = f"{place_of(runs)}/search?text=script"
+    return ["/", place_of(runs), *others, place_of(runs, LAST), *rollouts, search, compare_place(runs)]
+
+
+def stored(runs: RichRuns, index: int) -> StoredRollout:
+    path = runs.whole.rollouts_path(LAST)
+    return read_row(path.read_bytes(), str(path), index)
+
+
+def open_folds(page: Page) -> None:
+    for fold in page.locator("summary").all():
+        fold.click()
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_every_view_can_be_read_by_everybody(
+    browser: Browser, address: str, runs: RichRuns, is_dark: bool
+) -> None:
+    found = {}
+    with open_page(browser, is_dark=is_dark, width=400) as page:
+        for place in all_places(runs):
+            show(page, address, place)
+            open_folds(page)
+            found[place] = find_faults(page) + ["wider than the screen"] * is_wider_than_screen(page)
+        page.get_by_role("button", name="Keys").click()
+        found["keys"] = find_faults(page)
+        # Its 4,000 tokens keep axe busy for seconds.
+        show(page, address, place_of(runs, LAST, LINE))
+        found["line"] = ["wider than the screen"] * is_wider_than_screen(page)
+    assert {place: faults for place, faults in found.items() if faults} == {}
+
+
+def test_no_view_asks_anybody_else(page: Page, address: str, runs: RichRuns) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for place in all_places(runs):
+        show(page, address, place)
+    assert len(asked) > len(all_places(runs))
+    assert [url for url in asked if not url.startswith((f"{address}/", "data:"))] == []
+
+
+def test_a_running_run_is_followed(page: Page, address: str, runs: RichRuns) -> None:
+    run = runs.other
+    show(page, address, f"/run/{run.path.name}")
+    wait_for_text(page, "#pulse", f"following, step {LAST}")
+    append_step(run, LAST + 1, accuracy=0.5)
+    wait_for_text(page, "#pulse", f"following, step {LAST + 1}")
+    wait_for_text(page, "figure .read", f"step {LAST + 1}: training, each step 50.0%")
+    # As a resume does: what came later never was.
+    cut_back(run, LAST - 5)
+    wait_for_text(page, "figure .read", re.compile(f"^step {LAST - 5}: training"))
+    for step in range(LAST - 4, LAST + 1):
+        append_step(run, step)
+    wait_for_text(page, "#pulse", f"following, step {LAST}")
+    assert f"step {LAST + 1}" not in page.locator("#main").inner_text()
+
+
+def test_a_step_of_a_curve_opens_its_rollouts(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs))
+    chart = page.get_by_role("slider", name="Accuracy")
+    box = chart.bounding_box()
+    assert box is not None
+    chart.hover(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    step = int(chart.get_attribute("aria-valuenow") or "")
+    assert 10 < step < 20
+    assert (chart.get_attribute("aria-valuetext") or "").startswith(f"step {step}: training, each step ")
+    chart.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    wait_for(page, place_of(runs, step))
+    assert page.get_by_role("heading", level=1).inner_text() == f"Step {step}"
+    page.go_back()
+    wait_for(page, place_of(runs))
+
+
+def test_a_reply_is_read_token_by_token(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs, LAST, SUM))
+    kept = stored(runs, SUM)
+    reply, advantages = kept.rollout.turns[1], kept.advantages[1]
+    tokens = page.get_by_role("slider", name="tokens of turn 2")
+    assert "".join(tokens.locator("span").all_text_contents()) == reply.text
+    tokens.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert reply.logprobs is not None
+    assert advantages is not None
+    told = page.locator(".readout").inner_text()
+    assert told.startswith(f"token 4 of {len(reply.token_ids)}: ")
+    assert f"log-probability {reply.logprobs[3]:.3f} " in told
+    assert f"advantage {advantages[3]:.3f}" in told
+    # Where nothing was recorded, nothing is claimed.
+    show(page, address, place_of(runs, LAST, ESCAPED))
+    page.get_by_role("slider", name="tokens of turn 2").focus()
+    wait_for_text(page, ".readout", "advantage absent")
+
+
+def test_a_conversation_is_told_turn_by_turn(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs, LAST, TALK))
+    texts = page.get_by_role("article").all_inner_texts()
+    told = [["What is 17 * 23?"], ["calculator", "17*23"], ["391"], ["It is 391."]]
+    assert len(texts) == len(told)
+    for text, words in zip(texts, told, strict=True):
+        assert all(word in text for word in words)
+
+
+def test_rollouts_are_filtered_and_found(browser: Browser, page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs, LAST))
+    rows = page.locator("tr[data-href]")
+    assert rows.count() == 12
+    page.get_by_label("show").select_option("solved")
+    wait_for_text(page, "[role=status]", "4 of 12 rollouts")
+    page.get_by_label("show").select_option("")
+    page.get_by_label("search in this step").fill("17*23")
+    page.keyboard.press("Enter")
+    wait_for_text(page, "[role=status]", "2 of 12 rollouts")
+    # The address leads somebody else to the same rows.
+    with browser.new_context() as elsewhere:
+        other = elsewhere.new_page()
+        other.goto(page.url)
+        wait_for_text(other, "[role=status]", "2 of 12 rollouts")
+        assert other.locator("tr[data-href]").all_inner_texts() == rows.all_inner_texts()
+    show(page, address, f"{place_of(runs)}/search?{urlencode({'text': 'zwölf'})}")
+    wait_for_text(page, "[role=status]", "1 found")
+    page.locator("tr[data-href] a").click()
+    wait_for(page, place_of(runs, LAST, 2))
+
+
+def test_two_runs_are_compared(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, "/")
+    button = page.get_by_role("button", name="compare the chosen runs")
+    assert button.is_disabled()
+    for run in (runs.whole, runs.other):
+        page.get_by_label(f"compare {run.path.name}").check()
+    button.click()
+    wait_for(page, compare_place(runs))
+    change = page.get_by_role("region", name="Paired changes").inner_text()
+    assert re.search(r"[+\u2212]\d+\.\d points", change)
+    assert "no difference shown" in change
+    differing = page.get_by_role("region", name="Settings that differ").inner_text()
+    assert "train.lr" in differing
+    assert "2e-05" in differing
+    assert page.get_by_role("slider", name="Reward").is_visible()
+
+
+def test_an_alarm_is_explained(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs))
+    alarms = page.locator("section", has=page.get_by_role("heading", name="Alarms")).locator(".alarm")
+    told = {text.split()[0]: text for text in alarms.all_inner_texts()}
+    for cause, detail in ALARMS.items():
+        assert detail in told[cause]
+    alarms.filter(has_text="reply_collapse").get_by_role("link", name="step").click()
+    wait_for(page, place_of(runs, 11))
+
+
+def test_notes_gate_and_plan_are_shown(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs))
+    for name in ("Notes", "Gate: 2 checks"):
+        page.locator("summary", has_text=name).first.click()
+    text = page.locator("#main").inner_text()
+    assert NOTE in text
+    assert "20 of 20 gold answers are right" in text
+    assert "Predicted and actual" in text
+    assert "price of a step" in text
+
+
+def test_hostile_texts_stay_texts(page: Page, address: str, runs: RichRuns) -> None:
+    places = [place_of(runs), place_of(runs, LAST)]
+    places += [place_of(runs, LAST, index) for index in (SCRIPT, ESCAPED, TURNED, TOKENS, LINE)]
+    for place in places:
+        show(page, address, place)
+        open_folds(page)
+        assert page.locator("main :is(script, img, iframe, a[href^=javascript])").count() == 0
+        text = page.locator("main").text_content() or ""
+        # Tags are read, and what would act on a terminal or turn letters round is seen.
+        assert "<script>" in text
+        assert not set("\x1b\x07\u202e\u2066\u2069") & set(text)
+        assert "caught" not in page.title()
+    show(page, address, place_of(runs, LAST, SCRIPT))
+    assert page.get_by_role("slider", name="tokens of turn 2").text_content() == HOSTILE
+
+
+def test_a_theme_is_chosen_and_kept(page: Page, address: str) -> None:
+    def paper() -> object:
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    show(page, address, "/")
+    light = paper()
+    page.emulate_media(color_scheme="dark")
+    dark = paper()
+    assert dark != light
+    page.keyboard.press("t")
+    assert paper() == light
+    page.reload()
+    wait_for(page, "/")
+    assert paper() == light
+    page.get_by_role("button", name="Theme").click()
+    assert paper() == dark
+
+
+def press_until(page: Page, key: str, selector: str) -> None:
+    """Press a key until what is focused matches."""
+    for _ in range(80):
+        page.keyboard.press(key)
+        if page.evaluate("one => document.activeElement.matches(one)", selector):
+            return
+    pytest.fail(f"{key} does not reach {selector}")
+
+
+def test_everything_is_reached_by_keys_alone(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, "/")
+    press_until(page, "j", f"a[href$='{runs.whole.path.name}']")
+    page.keyboard.press("Enter")
+    wait_for(page, place_of(runs))
+    press_until(page, "Tab", "canvas")
+    page.keyboard.press("Home")
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    wait_for(page, place_of(runs, LAST))
+    press_until(page, "j", f"a[href$='/{TALK}']")
+    page.keyboard.press("Enter")
+    wait_for(page, place_of(runs, LAST, TALK))
+    press_until(page, "Tab", ".tokens")
+    page.keyboard.press("ArrowRight")
+    wait_for_text(page, ".readout", "token 2 of 85")
+    page.keyboard.press("j")
+    wait_for(page, place_of(runs, LAST, TALK + 1))
+    page.keyboard.press("u")
+    wait_for(page, place_of(runs, LAST))
+    page.keyboard.press("[")
+    wait_for(page, place_of(runs, LAST - 1))
+    page.keyboard.press("/")
+    page.keyboard.type("sum")
+    page.keyboard.press("Escape")
+    page.keyboard.press("u")
+    wait_for(page, place_of(runs))
+    page.keyboard.press("?")
+    assert page.get_by_role("dialog").is_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    wait_for(page, "/")
+
+
+def test_the_token_leaves_the_address(browser: Browser, runs: RichRuns) -> None:
+    with served(runs.root, token="let-me-in") as address, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{address}/?token=let-me-in#{place_of(runs)}")
+        wait_for(page, place_of(runs))
+        assert "let-me-in" not in page.url
+        assert page.evaluate("document.cookie") == ""
+
+
+def test_what_is_not_there_is_said(browser: Browser, address: str, runs: RichRuns) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        for place in ("/run/nobody", place_of(runs, 999), place_of(runs, LAST, 99)):
+            show(page, address, place)
+            assert len(page.get_by_role("alert").inner_text()) > 20
+
+
+def test_a_run_that_begins_appears_by_itself(page: Page, address: str, runs: RichRuns) -> None:
+    page.clock.install()
+    show(page, address, "/")
+    assert page.locator("tbody tr").count() == 4
+    made = runs.root / "later-20260101-000000"
+    made.mkdir()
+    try:
+        for name in ("run.json", "spec.toml"):
+            (made / name).write_bytes((runs.begun.path / name).read_bytes())
+        page.clock.run_for(6_000)
+        wait_for_text(page, "tbody tr", made.name)
+    finally:
+        for path in made.iterdir():
+            path.unlink()
+        made.rmdir()
