@@ -128,6 +128,8 @@ def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Pa
     for name in (*names, "num_optimizer_steps", "reference_kl_nats", "ratio_p50", "update_ratio"):
         values = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
         np.testing.assert_allclose(values[0], values[1], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+    lanes = {span["lane"] for line in scene.run_dir.timeline.read_lines() for span in line["spans"]}
+    assert {"learner", "environments", "engine 0", "engine 1"} <= lanes
     # Checkpoints are of two ranks; the exported weights are whole.
     step_path = scene.run_dir.path / "checkpoints" / f"step-{NUM_STEPS:06d}"
     assert (step_path / "COMPLETE").is_file() or list(step_path.rglob("*.safetensors"))

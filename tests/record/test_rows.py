@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -206,3 +207,13 @@ def test_rows_of_a_directory_are_those_of_its_files(tmp_path: Path) -> None:
     write_rollouts(path, written)
     rows = list_rows(path.read_bytes(), path.name)
     assert [row.reply for row in rows] == [one.reply.text for one in read_rollouts(path) if one.reply]
+
+
+def test_the_page_for_users_names_every_column() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "view.md").read_text()
+    table = text.split("Columns of a file of rollouts:")[1].split("\nAdvantages are")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    turn = rollouts_module.SCHEMA.field("turns").type.value_type
+    failure = rollouts_module.SCHEMA.field("failure").type
+    columns = {*rollouts_module.SCHEMA.names, *(field.name for field in (*turn, *failure))}
+    assert columns <= named

@@ -15,6 +15,7 @@ from strop.algorithm import Algorithm
 from strop.algorithm.offline import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
+from strop.record.rows import read_row
 from strop.rollout import Group, Split
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.model import TeacherSpec
@@ -175,6 +176,10 @@ def test_a_run_comes_closer_to_its_teacher(
     # The sampled form's loss is minus its mean advantage: the same divergence, estimated.
     assert losses[0] > 0.0
     assert np.mean(losses[-3:]) < 0.8 * losses[0]
+    # A teacher's judgement is no advantage.
+    path = made.run_dir.rollouts_path(1)
+    stored = read_row(path.read_bytes(), path.name, 0)
+    assert (stored.status, stored.staleness, {*stored.advantages}) == ("trained", 0, {None})
     is_corrected = ["correction_mean" in line for line in made.run_dir.metrics.read()]
     assert is_corrected == [form == "sampled"] * train["steps"]
 

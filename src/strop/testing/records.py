@@ -29,7 +29,7 @@ from strop.evaluate import (
 from strop.record import Event, EventKind, RunDir
 from strop.record.events import JsonLines
 from strop.record.prediction import Prediction, write_prediction
-from strop.record.rollouts import write_rollouts
+from strop.record.rollouts import StoredRollout, write_trained
 from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout, Sampling, Split, Turn, make_example
 
 _STARTED_AT = 1_780_000_000.0
@@ -200,7 +200,7 @@ def _make_spans(
     for number in range(size.num_rollouts // size.group_size):
         start = at + rng.uniform(0, 0.4) * (sampled_at - at)
         end = start + rng.uniform(0.3, 1) * (sampled_at - start)
-        add("environments", "group", start, end, group=number, example=f"example {number}", ended="used")
+        add("environments", "group", start, end, number=number, example=f"{number:016x}", status="trained")
     add("verifier", "verify", sampled_at, judged_at)
     return spans
 
@@ -210,10 +210,33 @@ def _write_rollouts(run: RunDir, size: RecordSize, rng: random.Random) -> None:
     for step in range(1, size.num_steps + 1):
         path = run.rollouts_path(step)
         if len(written) < size.num_distinct:
-            write_rollouts(path, make_rollouts(step, size, rng))
+            rollouts = make_rollouts(step, size, rng)
+            groups = [rollouts[at : at + size.group_size] for at in range(0, len(rollouts), size.group_size)]
+            write_trained(path, [one for group in groups for one in _train(group, rng.choice((0, 1, 1, 2)))])
             written.append(path)
         else:
             _link(written[step % len(written)], path)
+
+
+def _train(group: list[Rollout], staleness: int) -> list[StoredRollout]:
+    """Return a group as it is trained on: by how much each reward is above the mean."""
+    rewards = [rollout.outcome.reward for rollout in group]
+    scored = [reward for reward in rewards if reward is not None]
+    has_difference = len({*scored}) > 1
+    return [
+        StoredRollout(
+            rollout=rollout,
+            advantages=tuple(
+                np.full(len(turn.token_ids), reward - sum(scored) / len(scored), dtype=np.float32)
+                if turn.is_sampled and has_difference and reward is not None
+                else None
+                for turn in rollout.turns
+            ),
+            status="trained" if has_difference else "skipped",
+            staleness=staleness,
+        )
+        for rollout, reward in zip(group, rewards, strict=True)
+    ]
 
 
 def _link(source: Path, target: Path) -> None:
