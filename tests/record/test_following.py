@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import StoreError
+from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import write_bytes_atomically
 from strop.record import MetricsLog
 from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
@@ -122,6 +122,16 @@ def test_a_resume_of_a_real_log_is_seen(tmp_path: Path) -> None:
             b'{"step":3,"seconds_step":2.0}',
         ],
     )
+
+
+def test_lines_are_read_as_objects_and_another_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b'{"step": 1}\n')
+    follower = LineFollower(DirectoryRecord(tmp_path), NAME)
+    assert follower.read_records() == (False, [{"step": 1}])
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b"[1]\n")
+    with pytest.raises(CorruptRecord, match=r"metrics.jsonl has a line that is no record"):
+        follower.read_records()
 
 
 def test_what_a_silent_place_kept_back_comes_later(tmp_path: Path) -> None:

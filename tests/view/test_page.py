@@ -18,9 +18,10 @@ from starlette.testclient import TestClient
 from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
 from strop.record import Event, EventKind, MetricsLog, RunDir
 from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.following import LineFollower
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
-from strop.view.live import LineFollower, LiveRun, cut_text
+from strop.view.live import LiveRun, cut_text
 from strop.view.places import Runs, find_runs
 from strop.view.server import Address, build_app, follow
 from tests.view.synthetic_run import make_run
@@ -179,24 +180,24 @@ def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
 def test_a_log_is_followed_line_by_line(tmp_path: Path) -> None:
     path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path / "metrics.jsonl")
     followed = LineFollower(DirectoryRecord(tmp_path), "metrics.jsonl")
-    assert followed.read_new() == (False, [])
+    assert followed.read_records() == (False, [])
     log.append(1, {"a": 1.0})
     with path.open("ab") as file:
         file.write(b'{"step":2,')
-    assert followed.read_new() == (False, [{"step": 1, "a": 1.0}])
+    assert followed.read_records() == (False, [{"step": 1, "a": 1.0}])
     with path.open("ab") as file:
         file.write(b'"a":2.0}\n')
-    assert followed.read_new() == (False, [{"step": 2, "a": 2.0}])
+    assert followed.read_records() == (False, [{"step": 2, "a": 2.0}])
     path.write_bytes(b"")
-    assert followed.read_new() == (True, [])
+    assert followed.read_records() == (True, [])
     path.write_bytes(b'{"step":1,"a":3.0}\n{"step":2,"a":4.0}\n')
-    assert followed.read_new() == (False, [{"step": 1, "a": 3.0}, {"step": 2, "a": 4.0}])
+    assert followed.read_records() == (False, [{"step": 1, "a": 3.0}, {"step": 2, "a": 4.0}])
     # As long as before, and another run's.
     path.write_bytes(b'{"step":1,"a":5.0}\n{"step":2,"a":6.0}\n')
-    assert followed.read_new() == (True, [{"step": 1, "a": 5.0}, {"step": 2, "a": 6.0}])
+    assert followed.read_records() == (True, [{"step": 1, "a": 5.0}, {"step": 2, "a": 6.0}])
     path.write_bytes(b"[1]\n")
     with pytest.raises(CorruptRecord, match="a line that is no record"):
-        followed.read_new()
+        followed.read_records()
 
 
 def test_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:

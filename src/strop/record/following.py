@@ -7,8 +7,11 @@ there, what was read before counts no more, and the file is read anew.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
+from strop.errors import CorruptRecord
 from strop.record.files import RecordFiles
 
 
@@ -25,7 +28,8 @@ class NewLines:
 class LineFollower:
     """Reads the complete lines of one file; a last line without its end waits until it has one."""
 
-    def __init__(self, record: RecordFiles, name: str, *, offset: int = 0) -> None:
+    def __init__(self, record: RecordFiles, name: str, offset: int = 0) -> None:
+        """`offset`: bytes that were read before, up to the end of a line."""
         self._record, self._name = record, name
         self._offset = offset
         # Of a place that another reader reached, only the end of its last line is known.
@@ -58,6 +62,27 @@ class LineFollower:
         if lines:
             self._last = lines[-1] + b"\n"
         return NewLines(is_restarted=is_restarted, lines=lines)
+
+    def read_records(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file is read anew, and the new lines as objects.
+
+        Raises: StoreError if the place does not answer; CorruptRecord for a line that is no JSON object.
+        """
+        found = self.read_new()
+        return found.is_restarted, [self._parse(line) for line in found.lines]
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        try:
+            content = json.loads(line)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise CorruptRecord(
+                f"{self._record.describe(self._name)} has a line that is no record: {line[:60]!r}",
+                allowed="one JSON object per line",
+                next_step="mend or delete that line; the rest of the file is intact",
+            )
+        return content
 
     def _read_from(self, offset: int) -> bytes:
         parts: list[bytes] = []

@@ -21,6 +21,7 @@ import numpy as np
 from strop.errors import CorruptRecord, StoreError
 from strop.record import Event, EventKind, RunState
 from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.following import LineFollower
 from strop.record.prediction import PREDICTION_NAME, Prediction
 from strop.record.run_dir import STATE_NAME
 from strop.run.runs import RunPhase, find_phase
@@ -38,51 +39,6 @@ SEARCH_LIMIT_S = 0.5
 MAX_FOUND = 200
 _STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
 _TOKENIZER = re.compile(r"checkpoints/step-\d+/model/tokenizer\.json")
-
-
-class LineFollower:
-    """The complete lines of a log that grows, and that a resume cuts back."""
-
-    def __init__(self, record: RecordFiles, name: str, offset: int = 0) -> None:
-        """`offset`: bytes that were read before, up to the end of a line."""
-        self._record, self._name = record, name
-        self.offset = offset
-        """Bytes up to the end of the last complete line."""
-        self._last = b"\n" if offset else b""
-
-    def read_new(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file began anew, and the lines since the last call, or all of them then.
-
-        A file that was cut back no longer has the line that was read last in its place.
-        Raises: StoreError if the place does not answer; CorruptRecord for a line that is no JSON object.
-        """
-        start = self.offset - len(self._last)
-        data = self._record.read_from(self._name, start)
-        is_anew = not data.startswith(self._last)
-        if is_anew:
-            start, self._last = 0, b""
-            data = self._record.read_from(self._name, 0)
-        end = data.rfind(b"\n") + 1
-        lines = data[len(self._last) : end].split(b"\n")[:-1]
-        self.offset = start + end
-        if lines:
-            self._last = lines[-1] + b"\n"
-        elif is_anew:
-            self.offset = 0
-        return is_anew, [self._parse(line) for line in lines]
-
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        try:
-            content = json.loads(line)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise CorruptRecord(
-                f"{self._record.describe(self._name)} has a line that is no record: {line[:60]!r}",
-                allowed="one JSON object per line",
-                next_step="mend or delete that line; the rest of the file is intact",
-            )
-        return content
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -122,7 +78,7 @@ class LiveRun:
 
     def read_metrics(self) -> int:
         """Bring `metrics` up to date; return the bytes that they stand in."""
-        is_anew, lines = self._metrics_log.read_new()
+        is_anew, lines = self._metrics_log.read_records()
         if is_anew:
             self.metrics.clear()
         self.metrics += lines
@@ -146,7 +102,7 @@ class LiveRun:
 
     def read_events(self) -> list[Event]:
         """Return the events of the run. Raises: CorruptRecord if a line is none."""
-        return [to_event(line) for line in LineFollower(self.record, EVENTS).read_new()[1]]
+        return [to_event(line) for line in LineFollower(self.record, EVENTS).read_records()[1]]
 
     def read_results(self) -> list[EvalResult]:
         """Return the evaluations, by step; each is read once."""
@@ -206,7 +162,7 @@ class LiveRun:
     def cursor(self) -> str:
         """Return from where news are news to who has just read everything."""
         events = LineFollower(self.record, EVENTS)
-        events.read_new()
+        events.read_records()
         return f"{self.read_metrics()}.{events.offset}"
 
     def read_rollouts(self, step: int) -> tuple[bytes, str]:
@@ -246,7 +202,7 @@ class LiveRun:
 
     def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return the spans of some steps."""
-        lines = LineFollower(self.record, TIMELINE).read_new()[1]
+        lines = LineFollower(self.record, TIMELINE).read_records()[1]
         return [line for line in lines if first <= line["step"] <= last]
 
     def cut_tokens(self, turn: Turn) -> list[str] | None:

@@ -31,8 +31,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from strop.errors import ConfigError, StropError
+from strop.record.following import LineFollower
 from strop.view.answers import compare, describe_row, describe_run, list_runs
-from strop.view.live import EVENTS, METRICS, LineFollower, LiveRun
+from strop.view.live import EVENTS, METRICS, LiveRun
 from strop.view.places import Runs
 
 LOOPBACK = "127.0.0.1"
@@ -236,7 +237,7 @@ async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None 
     while True:
         told = []
         for kind, log in logs.items():
-            is_anew, lines = await run_in_threadpool(log.read_new)
+            is_anew, lines = await run_in_threadpool(log.read_records)
             if is_anew:
                 told.append(("restart", {"log": kind}))
             told += [(kind, line) for line in lines]
