@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -15,7 +16,15 @@ from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
-from strop.tasks.answers import cut_at_first, ends_with_number, judged_text, last_number, parse_number
+from strop.tasks.answers import (
+    NUMBER_PATTERN,
+    cut_at_first,
+    ends_with_number,
+    judged_text,
+    last_number,
+    last_number_text,
+    parse_number,
+)
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.prompt import PosedMessage, Thinking
@@ -98,7 +107,20 @@ def test_any_text_is_read_without_error(text: str) -> None:
     assert ends_with_number(text) is False or found is not None
 
 
-@pytest.mark.parametrize("piece", ["9", "1,234", "-", ".", "$", "1.", "1 "])
+@given(
+    st.text(alphabet="0123456789-,.$eE+H) a", max_size=40),
+    st.sampled_from([" lorem", "H2O ", "lorem", "1,234", ".5", "-", "\n", " -"]),
+    st.text(alphabet="0123456789-,.$eE+H) a", max_size=40),
+)
+def test_the_last_number_is_that_of_all_numbers_however_far_it_is_from_the_end(
+    head: str, piece: str, tail: str
+) -> None:
+    text = head + piece * 200 + tail
+    found = [match.group() for match in re.finditer(NUMBER_PATTERN, text)]
+    assert last_number_text(text) == (found[-1] if found else None)
+
+
+@pytest.mark.parametrize("piece", ["9", "1,234", "-", ".", "$", "1.", "1 ", "H2O", "H2O "])
 def test_time_is_linear_in_the_text(piece: str) -> None:
     # 200 kB of each; quadratic time would be minutes, linear is far below a second.
     started_at = time.process_time()

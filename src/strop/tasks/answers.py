@@ -25,6 +25,9 @@ NUMBER_PATTERN = (
     r"(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?"
 )
 _NUMBER = re.compile(NUMBER_PATTERN)
+_DIGITS = "0123456789"
+_FIRST_CHARS = 256
+"""How much of a reply's end is read first: an answer is mostly there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """What may follow an answer without moving it from the end of the reply."""
 
@@ -60,10 +63,21 @@ def cut_at_first(text: str, markers: tuple[str, ...]) -> str:
 
 
 def _last_match(text: str) -> re.Match[str] | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return last
+    """Return the last of all matches from the left, which is looked for from the end."""
+    if not any(digit in text for digit in _DIGITS):
+        return None
+    start, length = len(text), _FIRST_CHARS
+    while start:
+        # No number has a space in it, so those behind one do not depend on what is before it.
+        start = text.rfind(" ", 0, max(len(text) - length, 0)) + 1
+        last = None
+        for match in _NUMBER.finditer(text, start):
+            last = match
+        if last is not None:
+            return last
+        # Larger by a factor each time: the time stays linear in the text.
+        length *= 8
+    return None
 
 
 def _to_decimal(text: str) -> Decimal:
