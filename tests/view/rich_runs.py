@@ -25,7 +25,7 @@ from strop.testing.records import RecordSize, make_metrics, make_record
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
-SIZE = RecordSize(num_steps=30, num_rollouts=24, num_reply_tokens=40, num_evaluations=4)
+SIZE = RecordSize(num_steps=30, num_rollouts=24, num_reply_tokens=40, num_metrics=34, num_evaluations=4)
 LAST = SIZE.num_steps
 HOSTILE = "<script>document.title='caught'</script><img src=x onerror=\"document.title='caught'\">"
 ESCAPES = "\x1b[2J\x1b]0;caught\x07red"

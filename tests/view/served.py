@@ -20,7 +20,7 @@ def served(root: Path, *, token: str | None = None) -> Iterator[str]:
     app = build_app(find_runs(str(root), _no_job), token=token)
     # What a browser still listens to is cut off.
     config = uvicorn.Config(
-        app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=0
+        app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     listener = Address(port=0).listen()

@@ -91,12 +91,9 @@ def open_folds(page: Page) -> None:
         fold.click()
 
 
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_every_view_can_be_read_by_everybody(
-    browser: Browser, address: str, runs: RichRuns, is_dark: bool
-) -> None:
+def test_every_view_can_be_read_by_everybody(browser: Browser, address: str, runs: RichRuns) -> None:
     found = {}
-    with open_page(browser, is_dark=is_dark, width=400) as page:
+    with open_page(browser, width=400) as page:
         for place in all_places(runs):
             show(page, address, place)
             open_folds(page)

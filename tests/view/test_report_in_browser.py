@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_the_report_can_be_read_by_everybody(tmp_path: Path, browser: Browser, is_dark: bool) -> None:
+def test_the_report_can_be_read_by_everybody(tmp_path: Path, browser: Browser) -> None:
     run = make_run(tmp_path)
     raise_alarm(run, 3, "x" * 300)
     report = write_report(run.path)
-    with open_page(browser, is_dark=is_dark, width=400) as page:
+    with open_page(browser, width=400) as page:
         page.goto(report.as_uri())
         assert not is_wider_than_screen(page)
         assert find_faults(page) == []
