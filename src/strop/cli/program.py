@@ -23,6 +23,7 @@ from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
 from strop.cli.train import sft, train
+from strop.cli.watch import watch
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 
 _TYPER_CTRL_C = 130
@@ -51,6 +52,7 @@ for _name, _command in (
     ("submit", submit),
     ("status", status),
     ("logs", logs),
+    ("watch", watch),
     ("cancel", cancel),
     ("fetch", fetch),
     ("drill", drill),

@@ -210,11 +210,15 @@ class RichProgress:
         self._now = now
         self._region: _Region | None = None
 
-    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+    def begin(
+        self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         """Print what starts, and show the lines; of a run that begins anew, its new ones."""
         self._stop()
         self._print(describe_begin(name, num_steps, first_step), "bold")
         frame = Frame(to_one_line(name), num_steps=num_steps, step=first_step, now=self._now)
+        for metrics in earlier:
+            frame.add_step(int(metrics["step"]), metrics)
         self._region = _Region(frame, self._console)
         self._region.start(refresh=True)
 

@@ -25,6 +25,7 @@ from strop.record.following import LineFollower
 from strop.record.prediction import PREDICTION_NAME, Prediction
 from strop.record.run_dir import STATE_NAME
 from strop.run.runs import RunPhase, find_phase
+from strop.spec.eval_file import is_of_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -105,10 +106,11 @@ class LiveRun:
         return [to_event(line) for line in LineFollower(self.record, EVENTS).read_records()[1]]
 
     def read_results(self) -> list[EvalResult]:
-        """Return the evaluations, by step; each is read once."""
+        """Return the run's own evaluations, by step; each is read once."""
         from strop.evaluate.result import parse_result
 
         names = [name for name in self.record.list("eval") if name.endswith(".json") and name.count("/") == 1]
+        names = [name for name in names if not is_of_file(Path(name))]
         for name in names:
             if name not in self._results and (data := self.record.read(name)) is not None:
                 self._results[name] = parse_result(data, self.record.describe(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -58,11 +58,13 @@ class TerminalObserver:
     def __init__(self, *progresses: Progress) -> None:
         self._progresses = progresses
 
-    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Show where the run is written and how far it is."""
+    def on_start(
+        self, *, run: str, first_step: int, num_steps: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
+        """Show where the run is written and how far it is; `earlier`: the metrics of the steps until then."""
         for progress in self._progresses:
-            progress.begin(Path(run).name, num_steps=num_steps, first_step=first_step)
-            progress.stage("first step")
+            progress.begin(Path(run).name, num_steps=num_steps, first_step=first_step, earlier=earlier)
+            progress.stage(f"step {first_step + 1}")
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """Show the line of a step; `metrics` names it under 'step'."""
@@ -73,11 +75,21 @@ class TerminalObserver:
 
     def on_event(self, event: Event) -> None:
         """Show an alarm or a notice as a line; what other lines say already is left out."""
-        if event.kind in _QUIET_KINDS:
+        if not self.is_shown(event):
             return
         text = f"step {event.step}: {event.cause}" + (f": {event.detail}" if event.detail else "")
         for progress in self._progresses:
             progress.note(text, is_alarm=event.kind in ALARM_KINDS, trace=event.trace)
+
+    @staticmethod
+    def is_shown(event: Event) -> bool:
+        """Whether an event has a line of its own."""
+        return event.kind not in _QUIET_KINDS
+
+    def note(self, text: str) -> None:
+        """Show something of which no run tells."""
+        for progress in self._progresses:
+            progress.note(text)
 
     def on_eval(self, summary: EvalSummary) -> None:
         """Show held-out accuracy with its interval."""
@@ -88,8 +100,7 @@ class TerminalObserver:
             + (f", {sampled:.1%} sampled" if sampled is not None else "")
             + (f", {summary.invalid_cause}" if summary.invalid_cause is not None else "")
         )
-        for progress in self._progresses:
-            progress.note(text)
+        self.note(text)
 
     def on_end(self, *, cause: str) -> None:
         """Show how the run ended."""
@@ -107,8 +118,10 @@ MAX_NOTE_CHARACTERS = 2000
 class Progress(Protocol):
     """What a run tells about itself while it goes on. All calls come from one thread."""
 
-    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
-        """Say that a run starts, or goes on after `first_step` completed steps."""
+    def begin(
+        self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
+        """Say that a run starts, or goes on after `first_step` completed steps, with these metrics."""
         ...
 
     def stage(self, text: str) -> None:
@@ -219,9 +232,13 @@ class PlainProgress:
         self._stream = stream
         self._lines = StepLines(0)
 
-    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+    def begin(
+        self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         """Print what starts."""
         self._lines = StepLines(num_steps)
+        for metrics in earlier:
+            self._lines.columns(int(metrics["step"]), metrics)
         self._print(describe_begin(name, num_steps, first_step))
 
     def stage(self, text: str) -> None:

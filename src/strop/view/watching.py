@@ -1,0 +1,176 @@
+"""A run that trains elsewhere, shown as if it trained here: what its record says anew is told to an observer.
+
+A run that goes on from a checkpoint has its record cut back; then its display begins anew where it goes on.
+A place that does not answer for a while is asked again: only the run's end ends the watching.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
+from strop.evaluate.result import EvalResult
+from strop.io import FileLock
+from strop.record.files import RecordFiles
+from strop.record.following import LineFollower
+from strop.record.run_dir import LOCK_NAME
+from strop.run.runs import RunPhase, find_phase
+from strop.train import EvalSummary
+from strop.view.live import EVENTS, METRICS, LiveRun, to_event
+from strop.view.terminal import TerminalObserver
+
+EARLIER_SHOWN = 5
+"""Events from before the watching began; the others stand in the record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """How a run, or the job that it was, ended."""
+
+    cause: str
+    exit_code: int
+
+
+def find_end(run: LiveRun) -> RunEnd | None:
+    """Return how a run that is no job ended; None while it goes on, or where that cannot be seen from here.
+
+    Raises: StoreError if the place does not answer, or holds no run; CorruptRecord if run.json is damaged.
+    """
+    state = run.read_state()
+    if state.finished_at is not None:
+        return RunEnd(cause="done", exit_code=EXIT_DONE)
+    attempt = _read_attempt(run.record, state.num_attempts)
+    if run.path is not None:
+        if find_phase(run.path) is RunPhase.RUNNING:
+            return None
+        holder = FileLock(run.path / LOCK_NAME).holder()
+        if attempt is None and holder is not None and holder.host == socket.gethostname():
+            return RunEnd(cause="no process works in it any more", exit_code=EXIT_FAILED)
+    return attempt
+
+
+def _read_attempt(record: RecordFiles, number: int) -> RunEnd | None:
+    """Return how the last attempt ended, None where it has not written that."""
+    try:
+        content = json.loads(record.read(f"attempts/{number}/attempt.json") or b"{}")
+        return RunEnd(cause=str(content["cause"]), exit_code=int(content["exit_code"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class Watcher:
+    """Tells an observer what a run's record says anew."""
+
+    def __init__(self, run: LiveRun, observer: TerminalObserver) -> None:
+        self._run, self._observer = run, observer
+        self._metrics, self._events = (LineFollower(run.record, name) for name in (METRICS, EVENTS))
+        self._steps: list[dict[str, Any]] = []
+        self._told: set[str] = set()
+        self._num_steps = 0
+        self._is_begun = False
+        self._evals: set[tuple[str, int]] = set()
+
+    def look(self) -> None:
+        """Tell what is new.
+
+        Raises: StoreError if the place does not answer; CorruptRecord for a damaged log.
+        """
+        is_first = not self._is_begun
+        if is_first:
+            spec = self._run.record.read("spec.toml")
+            if spec is None:
+                return
+            self._num_steps = int(tomllib.loads(spec.decode())["train"]["steps"])
+        self._take_steps(*self._metrics.read_records(), is_first=is_first)
+        self._is_begun = True
+        self._take_events(self._events.read_records()[1], is_first=is_first)
+        self._take_evals(is_first=is_first)
+
+    def _take_steps(self, is_restarted: bool, lines: list[dict[str, Any]], *, is_first: bool) -> None:
+        kept = len(self._steps)
+        if is_restarted:
+            pairs = zip(self._steps, lines, strict=False)
+            same = min(kept, len(lines))
+            kept = next((number for number, (old, new) in enumerate(pairs) if old != new), same)
+            # What was evaluated since then is evaluated anew, and read anew.
+            self._evals = {key for key in self._evals if key[1] <= kept}
+            self._run = LiveRun(key=self._run.key, record=self._run.record)
+        elif is_first:
+            kept = len(lines)
+        if is_first or is_restarted:
+            # As a run that goes on here tells it: with what came before in its curve.
+            first = int(lines[kept - 1]["step"]) if kept else 0
+            self._observer.on_start(
+                run=self._run.key, first_step=first, num_steps=self._num_steps, earlier=lines[:kept]
+            )
+            self._steps, lines = lines[:kept], lines[kept:]
+        for line in lines:
+            self._observer.on_step(line)
+        self._steps += lines
+
+    def _take_events(self, lines: Sequence[dict[str, Any]], *, is_first: bool) -> None:
+        new = [line for line in lines if json.dumps(line) not in self._told]
+        self._told.update(map(json.dumps, new))
+        events = [to_event(line) for line in new]
+        if is_first:
+            events = [event for event in events if self._observer.is_shown(event)]
+            more = len(events) - EARLIER_SHOWN
+            if more > 0:
+                self._observer.note(f"{more} earlier events are in {self._run.record.describe(EVENTS)}")
+            events = events[-EARLIER_SHOWN:]
+        for event in events:
+            self._observer.on_event(event)
+
+    def _take_evals(self, *, is_first: bool) -> None:
+        results = [
+            result for result in self._run.read_results() if (result.task, result.step) not in self._evals
+        ]
+        self._evals.update((result.task, result.step) for result in results)
+        # Of the past the first and the last one: how it was, and how it is.
+        for result in results[:1] + results[1:][-1:] if is_first else results:
+            if result.greedy.accuracy is not None:
+                self._observer.on_eval(summarize(result, result.greedy.accuracy))
+
+
+def watch(
+    watcher: Watcher,
+    observer: TerminalObserver,
+    find_end: Callable[[], RunEnd | None],
+    *,
+    pause: Callable[[], None],
+) -> RunEnd:
+    """Show a run until it has ended, and return how."""
+    silence = ""
+    while True:
+        end = None
+        try:
+            # Asked before the record is read, so that what was written until the end is still told.
+            end = find_end()
+            watcher.look()
+            silence = ""
+        except StoreError as error:
+            if str(error) != silence:
+                observer.note(f"notice: {error}")
+            silence = str(error)
+        if end is not None and not silence:
+            observer.on_end(cause=end.cause)
+            return end
+        pause()
+
+
+def summarize(result: EvalResult, accuracy: float) -> EvalSummary:
+    """Return what an observer shows of a result."""
+    return EvalSummary(
+        step=result.step,
+        num_examples=result.num_examples,
+        greedy_accuracy=accuracy,
+        greedy_low=result.greedy.low,
+        greedy_high=result.greedy.high,
+        sampled_accuracy=None if result.sampled is None else result.sampled.accuracy,
+        invalid_cause=None if result.is_valid else result.verdict,
+    )

@@ -1,0 +1,72 @@
+"""`strop watch`: the run that trains elsewhere, from another terminal, until it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.commands import Run
+from tests.fixtures.jobs import wait_for
+
+
+def test_a_finished_run_is_shown_and_ends_with_its_exit_code(finished_run: Path, run: Run) -> None:
+    for reference in (finished_run, finished_run.name):
+        ended = run("watch", reference)
+        assert (ended.code, ended.err) == (0, "")
+        lines = ended.out.splitlines()
+        assert lines[0] == f"{finished_run.name}: continues after step 2 of 2"
+        assert [line.split(":")[0] for line in lines if "held-out accuracy" in line] == ["step 0", "step 2"]
+        assert lines[-1] == "ended: done"
+
+
+def test_a_stopped_run_gives_the_code_of_its_attempt(folder: Path, run: Run) -> None:
+    stop = ("tripwires.on_alarm=stop", "tripwires.max_truncated_frac=0.0")
+    assert run("train", "run.toml", "output.dir=here", *stop).code == 1
+    # The process that trained is this one, which lives: it let go of the lock, and says so.
+    lock = folder / "here" / "lock"
+    lock.write_text(lock.read_text().replace(str(os.getpid()), "999999999"))
+    ended = run("watch", "here")
+    assert ended.code == 1
+    assert "alarm: step 1: truncation" in ended.out
+    assert ended.out.splitlines()[-1] == "ended: RunStopped"
+
+
+@pytest.mark.slow
+def test_a_job_is_watched_left_and_watched_to_its_end(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "STROP_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(folder.parent / variable.lower()))
+    settings = ("train.steps=2000", "train.checkpoint_every=2000", "name=far", "eval.num_samples=none")
+    assert run("submit", "run.toml", *settings, "--on", "local").code == 0
+    command = [sys.executable, "-m", "strop.cli", "watch", "far"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        assert watching.stdout is not None
+        for line in watching.stdout:
+            if "step " in line and "/2000" in line:
+                watching.send_signal(signal.SIGINT)
+                break
+        told = watching.stdout.read()
+    assert watching.returncode == 1
+    assert "no longer watched; the run goes on" in told
+    (home,) = (folder / "runs").glob("far-*")
+
+    def num_steps() -> int:
+        return len((home / "metrics.jsonl").read_text().splitlines())
+
+    before = num_steps()
+    wait_for(lambda: num_steps() > before, limit_s=240)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        assert run("cancel", "far").code == 0
+        assert watching.stdout is not None
+        told = watching.stdout.read()
+    (status,) = json.loads(run("status", "far", "--json").out)
+    assert status["state"] == "cancelled"
+    assert watching.returncode not in (0, None)
+    assert "ended: cancelled" in told.splitlines()[-1]
