@@ -171,6 +171,7 @@ def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
     names |= {f"rollouts/step-00000{step}.parquet" for step in range(1, 7)}
     names |= {f"eval/reverse-text-step-00000{step}.json" for step in (0, 3, 6)}
     names |= {"attempts/1/attempt.json", "attempts/1/mirror.log"}
+    names |= {"timeline.jsonl", "plan.json", "audit.json", "tokenizer.json"}
     assert list_files(mirror / "traces") == names
     for name in names - {"events.jsonl", "attempts/1/mirror.log"}:
         assert (mirror / "traces" / name).read_bytes() == (run.path / name).read_bytes(), name

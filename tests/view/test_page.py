@@ -21,6 +21,7 @@ from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.following import LineFollower
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
+from strop.view.answers import read_calls
 from strop.view.live import LiveRun, cut_text
 from strop.view.places import Runs, find_runs
 from strop.view.server import Address, build_app, follow
@@ -82,10 +83,11 @@ def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path)
     other = make_run(tmp_path / "more", num_steps=3, eval_steps=(0, 40))
     shutil.move(other.path, tmp_path / "other")
     told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert told["compared"][0]["change"]["estimate"] > 0
+    assert told["changes"][0]["estimate"] > 0
+    assert told["changes"][0]["against"] == run.path.name
     (tmp_path / "other/eval").rename(tmp_path / "other/gone")
     told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert "no evaluation" in told["compared"][0]["error"]
+    assert told["error"] == "other: no evaluation to compare"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,22 @@ def test_a_log_is_followed_line_by_line(tmp_path: Path) -> None:
     path.write_bytes(b"[1]\n")
     with pytest.raises(CorruptRecord, match="a line that is no record"):
         followed.read_records()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+        '```tool\n{"name": "add", "arguments": {"a": 1}}\n```',
+    ],
+)
+def test_tool_calls_are_told_in_every_family_s_form(text: str) -> None:
+    (call,) = read_calls(text)
+    assert (call.name, json.loads(call.arguments)["a"] in (1, "1")) == ("add", True)
+    assert read_calls("no call, 3 < 4") == ()
 
 
 def test_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:

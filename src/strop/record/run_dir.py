@@ -42,6 +42,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
 WEIGHTS_FACT = "weights_digest"
 """Fact in a checkpoint's manifest: the digest of its model's tensors, by which evaluations name it."""
+TOKENIZER_NAME = "tokenizer.json"
 STATE_NAME = "run.json"
 LOCK_NAME = "lock"
 TIMELINE_NAME = "timeline.jsonl"

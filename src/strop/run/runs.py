@@ -176,7 +176,13 @@ def compare_many(paths: Sequence[Path], *, declared: Sequence[str] | None = None
     notes = [] if len(places) == len(paths) else ["a run that is named twice is compared once"]
     if len(places) == 1:
         places, notes = list(paths[:2]), ["a run is compared with itself"]
-    first, *rest = _group_by_seed([_read_arm(path, places) for path in places])
+    found = compare_arms([_read_arm(path, places) for path in places], declared=declared)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def compare_arms(arms: Sequence[Arm], *, declared: Sequence[str] | None = None) -> ManyComparison:
+    """Compare arms of one run each, at least two, as `compare_many`. Raises: CheckRefused like that."""
+    first, *rest = _group_by_seed(arms)
     settings = _list_settings([first, *rest])
     undeclared = [] if declared is None else [found for found in settings if found.key not in declared]
     if declared is not None and undeclared:
@@ -192,7 +198,7 @@ def compare_many(paths: Sequence[Path], *, declared: Sequence[str] | None = None
         baseline=first,
         others=tuple(_correct(rest, changes, first)),
         settings=settings,
-        notes=(*notes, *_list_notes([first, *rest])),
+        notes=tuple(_list_notes([first, *rest])),
     )
 
 
@@ -201,12 +207,7 @@ def _read_arm(path: Path, places: Sequence[Path]) -> Arm:
     if path.is_file():
         values = result.identity.model_dump(mode="json")
     else:
-        spec = load_spec(path / "spec.toml").spec.model_dump()
-        # Places of output are no difference.
-        found = {dotted(key): value for key, value in walk_values(spec)}
-        values = {
-            key: value for key, value in found.items() if not key.startswith("output.") and key != "name"
-        }
+        values = list_values(load_spec(path / "spec.toml").spec.model_dump())
     is_alone = [place.name for place in places].count(path.name) == 1
     return Arm(
         name=path.name if is_alone and path.name else str(path),
@@ -214,6 +215,12 @@ def _read_arm(path: Path, places: Sequence[Path]) -> Arm:
         results=(result,),
         values=values,
     )
+
+
+def list_values(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings by dotted key. Where it writes to is no difference between runs."""
+    found = {dotted(key): value for key, value in walk_values(spec)}
+    return {key: value for key, value in found.items() if not key.startswith("output.") and key != "name"}
 
 
 def _group_by_seed(arms: Sequence[Arm]) -> list[Arm]:

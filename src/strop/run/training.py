@@ -38,6 +38,7 @@ from strop.hardware.number_format import (
     settle_format,
 )
 from strop.hardware.ports import count_nodes
+from strop.io import write_bytes_atomically
 from strop.io.notices import listen
 from strop.io.variables import log_from, log_level_of
 from strop.kernels import kernel_status
@@ -47,6 +48,7 @@ from strop.policy.footprint import read_model_size
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT, list_changes
 from strop.record.prediction import Prediction, write_prediction
+from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import Sampling, Split
 from strop.run.claim import claim_machine, list_parts, open_run
 from strop.run.mirroring import Mirroring, probe_mirror
@@ -280,6 +282,10 @@ async def _train(
         from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
+    # What was sampled can be read token by token where the model is not.
+    kept, tokenizer = run_dir.path / TOKENIZER_NAME, model.path / TOKENIZER_NAME
+    if tokenizer.is_file() and not kept.exists():
+        write_bytes_atomically(kept, tokenizer.read_bytes())
     named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
     servers_dir = run_dir.path / "roles" / "servers"
     judges = JudgeRoles(spec, source, named, servers_dir)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import CheckRefused, StropError
+from strop.errors import StropError
 from strop.record import EventKind
+from strop.rollout import ToolCall
+from strop.tool_calls import CallFormat, read_reply
 from strop.view.live import NOTES, LiveRun
 
 if TYPE_CHECKING:
-    from strop.evaluate import EvalResult, Interval
+    from strop.evaluate import EvalResult
 
 
 def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
@@ -131,6 +133,7 @@ def describe_row(live: LiveRun, step: int, index: int) -> dict[str, Any]:
             "num_tokens": len(turn.token_ids),
             "version": turn.policy_version,
             "finish": turn.finish_reason and turn.finish_reason.value,
+            "calls": [asdict(call) for call in read_calls(turn.text)] if turn.is_sampled else [],
         }
         if turn.is_sampled:
             told |= {
@@ -172,56 +175,81 @@ def describe_row(live: LiveRun, step: int, index: int) -> dict[str, Any]:
     }
 
 
+_MARKS = (
+    ("<function=", CallFormat.QWEN_XML),
+    ("<tool_call>", CallFormat.HERMES),
+    ("[TOOL_CALLS]", CallFormat.MISTRAL),
+    ("<|python_tag|>", CallFormat.LLAMA),
+    ("```tool", CallFormat.FENCE),
+)
+
+
+def read_calls(text: str) -> Sequence[ToolCall]:
+    """Return the tool calls in a reply, in whichever family's form they are; none where no form's mark is."""
+    form = next((form for mark, form in _MARKS if mark in text), None)
+    # Which tools there are is not recorded: a call of any name is one.
+    return () if form is None else read_reply(text, form, {"any": {}}).calls
+
+
 def _round(values: Any) -> list[float | None]:
     """Return numbers with five digits, and None for what is none."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
-    """Return the paired change of the last evaluations of each run against the first one's."""
-    from strop.evaluate import compare_results
+    """Return the last evaluations of runs, and the paired change of each against the first.
 
-    lasts = [results[-1] if (results := run.read_run().evals) else None for run in runs]
-    compared = []
-    for run, last in zip(runs[1:], lasts[1:], strict=True):
-        told: dict[str, Any] = {"key": run.key, "against": runs[0].key}
-        try:
-            if lasts[0] is None or last is None:
-                raise CheckRefused(
-                    "one of the two runs has no evaluation",
-                    allowed="runs with results",
-                    next_step="evaluate a checkpoint with `strop eval`",
-                )
-            change = compare_results(lasts[0], last)
-            told["change"] = None if change.greedy is None else _describe_change(change.greedy)
-        except StropError as error:
-            told["error"] = str(error)
-        compared.append(told)
-    return {
+    Runs that cannot be compared are told with the reason: their curves can be.
+    """
+    from strop.run.runs import Arm, compare_arms, list_changes, list_values
+
+    records = [run.read_run() for run in runs]
+    told: dict[str, Any] = {
         "runs": [
-            {
-                "key": run.key,
-                "last": None if last is None else _describe_eval(last),
-                "spec": _flatten(run.read_run().spec),
-            }
-            for run, last in zip(runs, lasts, strict=True)
+            {"key": run.key, "last": _describe_eval(record.evals[-1]) if record.evals else None}
+            for run, record in zip(runs, records, strict=True)
         ],
-        "compared": compared,
+        "changes": [],
+        "notes": [],
     }
-
-
-def _describe_change(change: Interval) -> dict[str, Any]:
-    return {
-        name: getattr(change, name, None)
-        for name in ("estimate", "low", "high", "num_gained", "num_lost", "num_examples", "p_value")
-    }
-
-
-def _flatten(spec: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in spec.items():
-        if isinstance(value, Mapping):
-            found |= _flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = json.dumps(value, default=str)
-    return found
+    arms = [
+        Arm(
+            name=run.key,
+            paths=(record.path,),
+            results=tuple(record.evals[-1:]),
+            values=list_values(record.spec),
+        )
+        for run, record in zip(runs, records, strict=True)
+    ]
+    told["settings"] = [
+        {"key": key, "values": [str(arm.values.get(key, "not set")) for arm in arms]}
+        for key in sorted({key for arm in arms for key in arm.values})
+        if len({str(arm.values.get(key)) for arm in arms}) > 1
+    ]
+    lacking = [arm.name for arm in arms if not arm.results]
+    if lacking:
+        return told | {"error": f"{', '.join(lacking)}: no evaluation to compare"}
+    try:
+        found = compare_arms(arms)
+    except StropError as error:
+        return told | {"error": str(error)}
+    told["notes"] = list(found.notes)
+    for other in found.others:
+        for name, change in list_changes(other.change).items():
+            over_seeds = other.over_seeds.get(name)
+            told["changes"].append(
+                {
+                    "arm": other.arm.label,
+                    "against": found.baseline.label,
+                    "replies": name,
+                    "estimate": change.estimate,
+                    "low": change.low,
+                    "high": change.high,
+                    "num_gained": change.num_gained,
+                    "num_lost": change.num_lost,
+                    "num_examples": change.num_examples,
+                    "p_value": other.p_values.get(name),
+                    "over_seeds": None if over_seeds is None else asdict(over_seeds),
+                }
+            )
+    return told

@@ -23,7 +23,7 @@ from strop.record import Event, EventKind, RunState
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.following import LineFollower
 from strop.record.prediction import PREDICTION_NAME, Prediction
-from strop.record.run_dir import STATE_NAME
+from strop.record.run_dir import STATE_NAME, TOKENIZER_NAME
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
 
@@ -39,7 +39,6 @@ SEARCH_LIMIT_S = 0.5
 """After it a search says how far it came, and the page asks on."""
 MAX_FOUND = 200
 _STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
-_TOKENIZER = re.compile(r"checkpoints/step-\d+/model/tokenizer\.json")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -210,8 +209,7 @@ class LiveRun:
     def cut_tokens(self, turn: Turn) -> list[str] | None:
         """Return what each token of a turn reads as; None where the run's tokenizer is not at hand yet."""
         if self._tokenizer is None:
-            name = next(filter(_TOKENIZER.fullmatch, self.record.list("checkpoints")), "tokenizer.json")
-            data = self.record.read(name)
+            data = self.record.read(TOKENIZER_NAME)
             if data is None:
                 return None
             from tokenizers import Tokenizer as FastTokenizer

@@ -28,7 +28,8 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import LEFTOVER_PATTERN
 from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER, TRACES
-from strop.record.run_dir import DISCARDED, STATE_NAME, TIMELINE_NAME, RunDir, step_of
+from strop.record.prediction import PREDICTION_NAME
+from strop.record.run_dir import DISCARDED, STATE_NAME, TIMELINE_NAME, TOKENIZER_NAME, RunDir, step_of
 from strop.store.record_store import RecordStore, describe_directory, describe_files
 from strop.store.uris import join_uri
 
@@ -147,7 +148,10 @@ def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
 
 LOGS = (TIMELINE_NAME, "events.jsonl", "metrics.jsonl")
 """Sent last, in this order."""
-_SINGLE = ("spec.toml", "env.txt", STATE_NAME, "report.html")
+_SINGLE = (
+    *("spec.toml", "env.txt", STATE_NAME, PREDICTION_NAME, "audit.json", TOKENIZER_NAME),
+    *("report.html", "notes.md"),
+)
 _GROWING = frozenset({".jsonl", ".log", ".out", ".txt"})
 FEW_FILES = 100
 SMALL_BYTES = 8 << 20

@@ -14,18 +14,13 @@ export async function compareView(room, { all }) {
   const [told, ...blocks] = await Promise.all([ask("compare", { run: keys }), ...keys.map((key) => ask("metrics", { run: key }, { binary: true }))]);
   const metrics = blocks.map((block) => new Metrics(block)), grid = h("div", { class: "charts" }), charts = [];
   const lasts = told.runs.map((run) => [h("a", { href: link(["run", run.key]) }, visible(run.key)), run.last ? run.last.step : "–", percent(run.last?.accuracy), run.last ? `${percent(run.last.low)} to ${percent(run.last.high)}` : "no evaluation", run.last?.num_examples ?? "–"]);
-  const changes = told.compared.map((one) => {
-    const change = one.change;
-    if (one.error || !change) return [one.key, "–", "–", "–", "–", one.error ?? "no greedy replies"];
-    return [one.key, `${signed(change.estimate)} points`, `${signed(change.low)} to ${signed(change.high)}`, `${change.num_gained} / ${change.num_lost} of ${change.num_examples}`, change.p_value === null ? "–" : change.p_value.toPrecision(2),
-      change.low > 0 ? "better" : change.high < 0 ? "worse" : "no difference shown"];
-  });
-  const names = [...new Set(told.runs.flatMap((run) => Object.keys(run.spec)))].sort();
-  const differing = names.filter((name) => new Set(told.runs.map((run) => run.spec[name])).size > 1 && name !== "name" && !name.startsWith("output."));
+  const changes = told.changes.map((one) => [one.arm, one.replies, `${signed(one.estimate)} points`, `${signed(one.low)} to ${signed(one.high)}`, `${one.num_gained} / ${one.num_lost} of ${one.num_examples}`, isNumber(one.p_value) ? one.p_value.toPrecision(2) : "–",
+    one.over_seeds ? `${signed(one.over_seeds.low)} to ${signed(one.over_seeds.high)}` : "–", one.low > 0 ? "better" : one.high < 0 ? "worse" : "no difference shown"]);
   room.append(h("h1", {}, `${keys.length} runs compared`), table(["run", "step", "held-out accuracy", "95% interval", "examples"], lasts, { label: "Last evaluations" }),
-    h("h2", {}, "Change against the first, on the same examples"), table(["run", "change", "95% interval", "gained / lost", "p", "verdict"], changes, { label: "Paired changes" }),
-    h("p", { class: "soft small" }, told.note ?? "Paired over problems, greedy replies. Intervals are of one seed each: what another seed would change is not in them."),
-    h("h2", {}, "Curves"), grid, h("h2", {}, "Settings that differ"), differing.length ? table(["setting", ...keys], differing.map((name) => [name, ...told.runs.map((run) => run.spec[name] ?? "not set")]), { label: "Settings that differ" }) : h("p", {}, "None."));
+    h("h2", {}, "Change on the same examples", told.changes.length ? ` against ${visible(told.changes[0].against)}` : ""),
+    told.error ? h("p", { class: "card alarm" }, visible(told.error)) : table(["run", "replies", "change", "95% interval", "gained / lost", "p (Holm)", "interval over seeds", "verdict"], changes, { label: "Paired changes" }),
+    told.notes.map((note) => h("p", { class: "soft small" }, visible(note))), h("p", { class: "soft small" }, "Intervals are over problems: what another seed would change is in the interval over seeds alone, where there are several."),
+    h("h2", {}, "Curves"), grid, h("h2", {}, "Settings that differ"), told.settings.length ? table(["setting", ...keys], told.settings.map((one) => [one.key, ...one.values]), { label: "Settings that differ" }) : h("p", {}, "None."));
   for (const [title, name, isShare] of SHOWN) {
     if (!metrics.some((one) => one.column(name).some(isNumber))) continue;
     const isSmooth = title.includes("mean of 5");
