@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from strop.record import RunDir
 
 
+_NAME_CHARACTERS = 100
 PLAIN_WIDTH = 200
 """Columns of a table that no terminal shows."""
 
@@ -101,6 +102,13 @@ class Output:
         """Print the result for a program."""
         print(json.dumps(value, indent=1, ensure_ascii=False))
 
+    def give_json_list(self, values: Iterable[Any]) -> None:
+        """Print a list for a program, an entry a line, as the entries come."""
+        print("[", end="")
+        for index, value in enumerate(values):
+            print(",\n " if index else "\n ", json.dumps(value, ensure_ascii=False), sep="", end="")
+        print("\n]")
+
     def give_table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
     ) -> None:
@@ -115,9 +123,10 @@ class Output:
         table = Table(box=SIMPLE_HEAD)
         for index, column in enumerate(columns):
             is_number = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-            # The first column is what a reader looks for: never broken over lines.
+            # The first column is what a reader looks for: a name is never broken over lines.
+            is_name = index == 0 and all(len(_show(row[0])) <= _NAME_CHARACTERS for row in rows)
             table.add_column(
-                column, justify="right" if is_number else "left", overflow="fold", no_wrap=index == 0
+                column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_name
             )
         for row in rows:
             table.add_row(*(Text(make_harmless(_show(cell))) for cell in row))

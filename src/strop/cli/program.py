@@ -18,7 +18,7 @@ from strop.cli.jobs import cancel, drill, fetch, logs, status
 from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
 from strop.cli.plan import explain, import_commands, plan
-from strop.cli.runs import compare, list_runs, report, view
+from strop.cli.runs import compare, list_runs, query, report, view
 from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
@@ -59,6 +59,7 @@ for _name, _command in (
     ("explain", explain),
     ("ls", list_runs),
     ("view", view),
+    ("query", query),
     ("report", report),
     ("compare", compare),
     ("audit", audit),

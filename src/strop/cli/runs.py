@@ -1,4 +1,4 @@
-"""`strop ls [ROOT]`, `strop compare RUN RUN [RUN...]`, `strop view [PLACE]` and `strop report RUN`."""
+"""What is asked of runs that are recorded: `strop ls`, `compare`, `view`, `query` and `report`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +16,21 @@ import typer
 from strop.cli.arguments import Json, brief
 from strop.cli.eval import percent
 from strop.cli.output import Output
+from strop.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from strop.evaluate import Interval, Summary
     from strop.launch.contract import JobStatus
     from strop.record.files import RecordFiles
     from strop.run.runs import Arm, ArmChange, ManyComparison, RunSummary
+    from strop.view.places import Runs
+
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="[PLACE]", help="A run, a folder of runs, a job, or runs in a store (s3://bucket/prefix)."
+    ),
+]
 
 
 @brief
@@ -222,32 +232,90 @@ def _show_change(change: Interval | None) -> tuple[str, str]:
 
 def view(
     context: typer.Context,
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="[PLACE]", help="A run, a folder of runs, a job, or runs in a store (s3://bucket/prefix)."
-        ),
-    ] = "runs",
+    place: Place = "runs",
     address: Annotated[
         str,
         typer.Option(metavar="HOST:PORT", help="Where the page listens; elsewhere than here with a token."),
     ] = "127.0.0.1",
 ) -> None:
     """Show runs in a browser, live: curves, rollouts token by token, alarms, comparisons. Read-only."""
-    from strop.cli.jobs import open_job
     from strop.engine.wire import require_server_part
 
     require_server_part("starlette")
-    from strop.view.places import find_runs
     from strop.view.server import Address, serve
+
+    output: Output = context.obj
+    listening = Address.parse(address)
+    serve(_find_runs(place), listening, say=output.give)
+
+
+def _find_runs(place: str) -> Runs:
+    from strop.cli.jobs import open_job
+    from strop.view.places import find_runs
 
     def open_job_record(reference: str) -> tuple[str, RecordFiles]:
         launcher, ref, trial = open_job(reference)
         return ref.name, launcher.backend.open_record(ref, trial or 0)
 
+    return find_runs(place, open_job_record)
+
+
+MOST_ROWS = 1000
+"""Of an answer on the terminal; a program gets all."""
+_CELL_CHARACTERS = 240
+
+
+def query(
+    context: typer.Context,
+    sql: Annotated[
+        str, typer.Argument(metavar="[SQL]", help="One SELECT. Without it, tables and columns are listed.")
+    ] = "",
+    place: Place = "runs",
+    json: Json = False,
+) -> None:
+    """Ask the records of runs by SQL (DuckDB): rollouts, metrics, evals, events, timeline, runs."""
+    from importlib.util import find_spec
+
+    if find_spec("duckdb") is None:
+        raise ConfigError(
+            "strop query needs the package duckdb, which is not installed",
+            allowed="an installation with the extra 'query'",
+            next_step="pip install 'strop[query]'",
+        )
+    from strop.view import make_harmless
+    from strop.view.query import RunsDatabase, shorten, to_json
+
     output: Output = context.obj
-    listening = Address.parse(address)
-    serve(find_runs(place, open_job_record), listening, say=output.give)
+    if sql and (len(sql.split()) == 1 or Path(sql).is_dir()):
+        # No question is one word: where to look, and nothing asked.
+        sql, place = "", sql
+    runs = _find_runs(place).list()
+    if not runs:
+        raise StoreError(
+            f"{place} holds no run",
+            allowed="a run, a folder of runs, a job, or runs in a store",
+            next_step="name it: strop query SQL PLACE",
+        )
+    database = RunsDatabase({run.key: run.record for run in runs})
+    if not sql:
+        columns = database.list_columns()
+        if json:
+            output.give_json([asdict(column) for column in columns])
+        else:
+            output.give_table(
+                ("table", "column", "type"), [(one.table, one.name, shorten(one.kind, 80)) for one in columns]
+            )
+        return
+    answer = database.ask(sql)
+    if json:
+        output.give_json_list(
+            dict(zip(answer.columns, map(to_json, row), strict=True)) for row in answer.rows
+        )
+        return
+    rows = [[shorten(value, _CELL_CHARACTERS) for value in row] for row in islice(answer.rows, MOST_ROWS)]
+    output.give_table([make_harmless(name) for name in answer.columns], rows)
+    if next(answer.rows, None) is not None:
+        output.say(f"these are the first {MOST_ROWS} rows: narrow the question, or take all with --json")
 
 
 def report(

@@ -92,17 +92,11 @@ def open_transfers(settings: S3Settings) -> Any:
 
 @lru_cache(maxsize=4)
 def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None, ...]) -> Any:
-    try:
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-        from s3transfer.manager import TransferConfig, TransferManager
-    except ImportError as error:
-        raise ConfigError(
-            "s3:// needs the package boto3, which is not installed",
-            allowed="a store in a directory, or S3 with boto3",
-            next_step=INSTALL,
-        ) from error
+    session = _make_session()
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+    from s3transfer.manager import TransferConfig, TransferManager
+
     is_foreign = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
     config = Config(
         # `_retry_handler` decides instead. In this mode the client's own rules stay out of its way.
@@ -117,15 +111,10 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
             "payload_signing_enabled": False,
         },
     )
-    region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
     try:
-        client = boto3.session.Session(region_name=region).client("s3", config=config)
+        client = session.client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(
-            f"the S3 client cannot be made ({error})",
-            allowed="AWS_ENDPOINT_URL as http(s)://host, and a profile and region that exist",
-            next_step="correct the variable or ~/.aws/config",
-        ) from error
+        raise _no_client(error) from error
 
     client.meta.events.register("needs-retry.s3", _retry_handler(settings.retries))
     return TransferManager(
@@ -140,6 +129,53 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
             max_bandwidth=settings.max_bytes_per_s,
         ),
         _make_reader(is_limited=settings.max_bytes_per_s is not None),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Where the client of this process finds S3, and as whom."""
+
+    endpoint: str
+    region: str
+    credentials: Any
+    """With `access_key`, `secret_key` and `token`, as they are now; None where there are none."""
+
+
+def find_access(settings: S3Settings) -> Access:
+    """Return what another client needs to meet the same store. Raises: ConfigError as `open_transfers`."""
+    client = open_transfers(settings).client
+    credentials = _make_session().get_credentials()
+    return Access(
+        endpoint=client.meta.endpoint_url,
+        region=client.meta.region_name,
+        credentials=None if credentials is None else credentials.get_frozen_credentials(),
+    )
+
+
+def _make_session() -> Any:
+    """Return boto3's session. Raises: ConfigError without boto3, or for a profile that makes no sense."""
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise ConfigError(
+            "s3:// needs the package boto3, which is not installed",
+            allowed="a store in a directory, or S3 with boto3",
+            next_step=INSTALL,
+        ) from error
+    try:
+        # boto3 itself knows AWS_DEFAULT_REGION only.
+        return boto3.session.Session(region_name=os.environ.get("AWS_REGION"))
+    except (BotoCoreError, ValueError) as error:
+        raise _no_client(error) from error
+
+
+def _no_client(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the S3 client cannot be made ({error})",
+        allowed="AWS_ENDPOINT_URL as http(s)://host, and a profile and region that exist",
+        next_step="correct the variable or ~/.aws/config",
     )
 
 

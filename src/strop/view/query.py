@@ -1,0 +1,205 @@
+"""SQL over the records of runs, by DuckDB: one question at a time, and nothing can be changed by it.
+
+DuckDB itself opens no file and no connection: what it may read are the tables of `strop.view.tables`,
+which are handed to it. So a question can neither write nor read anything else. Texts of answers are as they
+were recorded; whoever prints them makes them harmless.
+
+Importing this module imports DuckDB (`pip install strop[query]`) and pyarrow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NoReturn
+
+import duckdb
+
+from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
+from strop.view.tables import TABLES, Records
+from strop.view.terminal import make_harmless
+
+_SETTINGS: Mapping[str, str] = {
+    # No file, no address, no further code; and none of these can be changed by a question.
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "python_enable_replacements": "false",
+    "temp_directory": "",
+    "lock_configuration": "true",
+}
+_MAX_LISTED_COLUMNS = 24
+_FETCHED_ROWS = 1000
+_PLACE = re.compile(r"[^\s'\"]*step-\d+\.parquet")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column of a table that can be asked."""
+
+    table: str
+    name: str
+    kind: str
+    """DuckDB's type, for example 'DOUBLE'."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Rows in columns. Names are unique: the second `a` is `a_1`."""
+
+    columns: tuple[str, ...]
+    rows: Iterator[tuple[Any, ...]]
+    """Read as they are taken. Taking raises what `RunsDatabase.ask` raises."""
+
+
+class RunsDatabase:
+    """The tables of some runs. Each is read when it is first asked for, and stays as it was then."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._known: set[str] = set()
+        self._connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
+
+    def ask(self, sql: str) -> Answer:
+        """Answer one SELECT.
+
+        Raises: ConfigError, with DuckDB's words and the tables' columns, if the question is no SELECT, wrong,
+            or reaches for something else; StoreError or CorruptRecord if a record cannot be read.
+        """
+        try:
+            statements = self._connection.extract_statements(sql)
+        except (duckdb.Error, ValueError) as error:
+            self._refuse(error)
+        if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
+            raise ConfigError(
+                f"{sql.strip()[:80]!r} is not one SELECT",
+                allowed="one question that begins with SELECT, FROM, WITH, DESCRIBE or SUMMARIZE; records are"
+                " read, never changed",
+                next_step="ask one question at a time",
+            )
+        # By its text: a name that only stands in a literal costs time, and nothing else.
+        self._load([name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)] or TABLES)
+        try:
+            found = self._connection.execute(statements[0])
+        except duckdb.Error as error:
+            self._refuse(error)
+        names = [column[0] for column in found.description or ()]
+        return Answer(columns=_make_unique(names), rows=self._fetch(found))
+
+    def list_columns(self) -> list[Column]:
+        """Return the columns of all tables. Raises: StoreError or CorruptRecord if one cannot be read."""
+        self._load(TABLES)
+        found = self._connection.execute(
+            "SELECT table_name, column_name, data_type FROM duckdb_columns() WHERE NOT internal"
+            " AND table_name NOT LIKE '\\_%' ESCAPE '\\' ORDER BY column_index"
+        ).fetchall()
+        by_table = {name: [row for row in found if row[0] == name] for name in TABLES}
+        return [
+            Column(table=table, name=name, kind=kind)
+            for rows in by_table.values()
+            for table, name, kind in rows
+        ]
+
+    def _load(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._known:
+                continue
+            self._connection.register(f"_{name}", TABLES[name].read(self._records))
+            self._connection.execute(f'CREATE VIEW {name} AS SELECT {TABLES[name].select} FROM "_{name}"')
+            self._known.add(name)
+
+    def _fetch(self, found: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+        while True:
+            try:
+                rows = found.fetchmany(_FETCHED_ROWS)
+            except (duckdb.Error, OSError) as error:
+                self._refuse(error)
+            if not rows:
+                return
+            yield from rows
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise the error of strop that says what DuckDB or Arrow could not do."""
+        # It may quote what a model wrote.
+        said = make_harmless(str(error).strip())
+        place = _PLACE.search(said)
+        if place is not None or isinstance(error, OSError):
+            raise _cannot_be_read(said, place[0] if place else "a file of rollouts") from error
+        if isinstance(error, duckdb.PermissionException):
+            raise ConfigError(
+                f"the question reaches for more than the record ({said.splitlines()[0]})",
+                allowed=f"the tables {', '.join(TABLES)}",
+                next_step="ask these alone",
+            ) from error
+        raise ConfigError(
+            f"the question has no answer ({said})", allowed=self._describe(), next_step="mend the question"
+        ) from error
+
+    def _describe(self) -> str:
+        """Return the tables with their columns, as far as they can be read."""
+        try:
+            columns = self.list_columns()
+        except StropError:
+            return f"the tables {', '.join(TABLES)}"
+        by_table = {table: [one.name for one in columns if one.table == table] for table in TABLES}
+        return "; ".join(f"{table} ({_cut(names)})" for table, names in by_table.items())
+
+
+def _cut(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED_COLUMNS])
+    more = len(names) - _MAX_LISTED_COLUMNS
+    return f"{shown} and {more} more, see `strop query`" if more > 0 else shown
+
+
+def _cannot_be_read(said: str, place: str) -> StoreError:
+    is_gone = "No such file" in said or "PATH_NOT_FOUND" in said or "does not exist" in said
+    if is_gone:
+        return StoreError(
+            f"{place} went while it was asked ({said})",
+            allowed="a record that stands still",
+            next_step="ask again: a run that resumes writes its last steps anew",
+        )
+    return CorruptRecord(
+        f"{place} cannot be read ({said})",
+        allowed="a Parquet file written by strop",
+        next_step="remove the file, or leave its step out: WHERE step < ...",
+    )
+
+
+def _make_unique(names: list[str]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        number = seen.get(name, 0)
+        seen[name] = number + 1
+        unique.append(f"{name}_{number}" if number else name)
+    return tuple(unique)
+
+
+def to_json(value: Any) -> Any:
+    """Return a value of an answer as JSON has it: NaN and infinities are null, other things their text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float | Decimal):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(one) for one in value]
+    return str(value)
+
+
+def shorten(value: Any, num_characters: int) -> Any:
+    """Return a value for a table: long texts and lists cut, with how long they are."""
+    if isinstance(value, list) and len(value) > num_characters // 8:
+        return f"{str(value[: num_characters // 8])[:-1]}, ... {len(value)} values]"
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    if len(text) <= num_characters:
+        return text
+    return f"{text[:num_characters]} ... {len(text)} characters"

@@ -1,0 +1,312 @@
+"""The records of runs as tables with plain names: what `strop query` asks.
+
+Small ones are Arrow tables, built from the lines and results of all runs. Rollouts stay in their files: an
+Arrow data set reads the columns and the steps that a question needs, from a disk or from S3, and unites
+formats by the names of their columns. What an older file lacks is null.
+
+Importing this module imports pyarrow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyarrow.fs import FileSystem, LocalFileSystem
+
+from strop.errors import CorruptRecord
+from strop.evaluate.harness import HarnessResult
+from strop.evaluate.result import EvalResult, parse_result
+from strop.record.files import RecordFiles
+from strop.record.following import LineFollower
+from strop.record.rollouts import SCHEMA
+from strop.record.run_dir import STATE_NAME
+from strop.spec.display import dotted, walk_values
+from strop.store.uris import is_remote
+
+Records = Mapping[str, RecordFiles]
+"""The record of each run, by the name that the column `run` has."""
+RUN, STEP = "_run", "_step"
+"""Columns of the data set that its view renames: the files have a `step` of their own."""
+_STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
+_RUN_AND_STEP = [("run", pa.string()), ("step", pa.int64())]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One table that can be asked."""
+
+    about: str
+    """What a row is."""
+    read: Callable[[Records], pa.Table | ds.Dataset]
+    """Raises: StoreError if a place does not answer; CorruptRecord if a file is damaged."""
+    select: str = "*"
+    """Columns as they are shown."""
+
+
+def read_rollouts(records: Records) -> ds.Dataset:
+    """Return the rollouts of all steps, unread."""
+    files, parquet = _Files(), ds.ParquetFileFormat()
+    fragments = []
+    for run, record in records.items():
+        for name in record.list("rollouts"):
+            match = _STEP_FILE.fullmatch(name)
+            if match is None:
+                continue
+            place, path = files.open(record.describe(name))
+            # Known without a look into the file: a condition on them leaves whole files out.
+            known = (ds.field(RUN) == run) & (ds.field(STEP) == int(match[1]))
+            fragments.append(parquet.make_fragment(path, place, partition_expression=known))
+    schema = SCHEMA.remove_metadata()
+    for name, kind in ((RUN, pa.string()), (STEP, pa.int64())):
+        schema = schema.append(pa.field(name, kind))
+    return ds.FileSystemDataset(fragments, schema, parquet, files.any)
+
+
+class _Files:
+    """The file systems of some places, each opened once."""
+
+    def __init__(self) -> None:
+        self._remote: FileSystem | None = None
+        self._local = LocalFileSystem()
+
+    @property
+    def any(self) -> FileSystem:
+        """The one of S3 if something is there."""
+        return self._remote or self._local
+
+    def open(self, place: str) -> tuple[FileSystem, str]:
+        """Return the file system of a path or URI, and the path in it."""
+        if not is_remote(place):
+            return self._local, place
+        if self._remote is None:
+            from strop.store.arrow_files import open_arrow_files
+
+            self._remote = open_arrow_files()
+        return self._remote, place.partition("://")[2]
+
+
+def read_metrics(records: Records) -> pa.Table:
+    """Return a row a step, a column a number; null where it was not computed."""
+    rows = [{**line, "run": run} for run, line in _read_lines(records, "metrics.jsonl")]
+    names = dict.fromkeys(name for row in rows for name in row)
+    numbers = [(name, pa.float64()) for name in names if name not in ("run", "step")]
+    return _to_table(rows, [*_RUN_AND_STEP, *numbers], "metrics.jsonl")
+
+
+_EVENT = [
+    ("kind", pa.string()),
+    ("cause", pa.string()),
+    ("detail", pa.string()),
+    ("trace", pa.string()),
+    ("example_ids", pa.list_(pa.string())),
+    ("num_examples", pa.int64()),
+    ("occurrence", pa.int64()),
+    ("at", pa.float64()),
+]
+
+
+def read_events(records: Records) -> pa.Table:
+    """Return a row an event."""
+    rows = [{**line, "run": run} for run, line in _read_lines(records, "events.jsonl")]
+    return _to_table(rows, [*_RUN_AND_STEP, *_EVENT], "events.jsonl")
+
+
+_SPAN = [
+    ("lane", pa.string()),
+    ("name", pa.string()),
+    ("started_at", pa.float64()),
+    ("ended_at", pa.float64()),
+    ("seconds", pa.float64()),
+    ("detail", pa.string()),
+]
+
+
+def read_timeline(records: Records) -> pa.Table:
+    """Return a row a span of a lane."""
+    rows = [
+        {
+            "run": run,
+            "step": line["step"],
+            "lane": span.get("lane"),
+            "name": span.get("name"),
+            "started_at": span.get("start"),
+            "ended_at": span.get("end"),
+            "seconds": span["end"] - span["start"] if "start" in span and "end" in span else None,
+            "detail": json.dumps(span.get("detail") or {}),
+        }
+        for run, line in _read_lines(records, "timeline.jsonl")
+        for span in line["spans"]
+    ]
+    return _to_table(rows, [*_RUN_AND_STEP, *_SPAN], "timeline.jsonl")
+
+
+_EVALUATED = [
+    ("task", pa.string()),
+    ("split", pa.string()),
+    ("replies", pa.string()),
+    ("example_id", pa.string()),
+    ("problem", pa.string()),
+    ("num_judged", pa.int64()),
+    ("solved_frac", pa.float64()),
+    ("format_ok_frac", pa.float64()),
+    ("in_format_solved_frac", pa.float64()),
+    ("reward_mean", pa.float64()),
+    ("value", pa.float64()),
+    ("protocol", pa.string()),
+    ("validity", pa.string()),
+]
+
+
+def read_evals(records: Records) -> pa.Table:
+    """Return a row an evaluated example; of a result of lm-eval a row a number, which has no example."""
+    rows: list[dict[str, Any]] = []
+    for run, record in records.items():
+        for name in record.list("eval"):
+            if not name.endswith(".json") or name.count("/") > 1:
+                continue
+            data, place = record.read(name), record.describe(name)
+            if data is None:
+                continue  # A resume has cut it off meanwhile.
+            result = _read_result(data, place)
+            rows += [{"run": run, "step": result.step, **row} for row in _list_scores(result)]
+    return _to_table(rows, [*_RUN_AND_STEP, *_EVALUATED], "eval/")
+
+
+def _read_result(data: bytes, place: str) -> EvalResult | HarnessResult:
+    try:
+        is_harness = "harness" in json.loads(data)
+    except (ValueError, TypeError):
+        is_harness = False
+    if not is_harness:
+        return parse_result(data, place)
+    try:
+        return HarnessResult.read(data)
+    except ValueError as error:
+        raise _damaged(place, error) from error
+
+
+def _list_scores(result: EvalResult | HarnessResult) -> Iterator[dict[str, Any]]:
+    if isinstance(result, HarnessResult):
+        for name, metric in result.metrics.items():
+            yield {"task": result.task, "split": result.split.value, "replies": name, "value": metric.value}
+        return
+    same = {
+        "task": result.full_name,
+        "split": result.split.value,
+        "protocol": result.protocol_digest,
+        "validity": result.validity.value,
+    }
+    for kind, score in result.scores.items():
+        for example_id, one in score.by_example.items():
+            yield {
+                **same,
+                "replies": kind,
+                "example_id": example_id,
+                "problem": one.problem,
+                "num_judged": one.num_judged,
+                "solved_frac": one.solved_frac,
+                "format_ok_frac": one.format_ok_frac,
+                "in_format_solved_frac": one.in_format_solved_frac,
+                "reward_mean": one.reward_mean,
+            }
+
+
+_RUN = [
+    ("name", pa.string()),
+    ("place", pa.string()),
+    ("created_at", pa.float64()),
+    ("finished_at", pa.float64()),
+    ("num_attempts", pa.int64()),
+    ("seed", pa.int64()),
+    ("settings", pa.map_(pa.string(), pa.string())),
+    ("facts", pa.string()),
+]
+
+
+def read_runs(records: Records) -> pa.Table:
+    """Return a row a run; `step` is the last one that is recorded, 0 before the first."""
+    last_steps = dict.fromkeys(records, 0)
+    for run, line in _read_lines(records, "metrics.jsonl"):
+        last_steps[run] = max(last_steps[run], line["step"])
+    return _to_table(
+        [_describe_run(run, record, last_steps[run]) for run, record in records.items()],
+        [*_RUN_AND_STEP, *_RUN],
+        STATE_NAME,
+    )
+
+
+def _describe_run(run: str, record: RecordFiles, last_step: int) -> dict[str, Any]:
+    try:
+        state = json.loads(record.read(STATE_NAME) or b"")
+        spec = tomllib.loads((record.read("spec.toml") or b"").decode())
+        settings = {dotted(key): value for key, value in walk_values(spec)}
+        return {
+            "run": run,
+            "step": last_step,
+            "name": state["name"],
+            "place": record.describe("").rstrip("/."),
+            "created_at": state["created_at"],
+            "finished_at": state["finished_at"],
+            "num_attempts": state["num_attempts"],
+            "seed": settings.get("seed", 0),
+            "settings": [
+                (key, value if isinstance(value, str) else json.dumps(value))
+                for key, value in settings.items()
+            ],
+            "facts": json.dumps(state["facts"]),
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(record.describe(STATE_NAME), error) from error
+
+
+def _read_lines(records: Records, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield run and line of each complete line of a log; a last one without its end is left out."""
+    for run, record in records.items():
+        lines = LineFollower(record, name).read_new().lines
+        try:
+            found = json.loads(b"[%b]" % b",".join(lines))
+            if len(found) != len(lines):
+                raise ValueError("a line holds several values")
+            for line in found:
+                if not isinstance(line["step"], int):
+                    raise TypeError("a line has no step")
+                yield run, line
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(record.describe(name), error) from error
+
+
+def _to_table(rows: Sequence[dict[str, Any]], columns: Sequence[tuple[str, Any]], name: str) -> pa.Table:
+    try:
+        return pa.Table.from_pylist(rows, schema=pa.schema(columns))
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise _damaged(name, error) from error
+
+
+def _damaged(place: str, error: Exception) -> CorruptRecord:
+    return CorruptRecord(
+        f"{place} holds what is no record ({error})",
+        allowed="the files that strop wrote",
+        next_step="mend or move it, or ask the other runs alone",
+    )
+
+
+TABLES: Mapping[str, Table] = {
+    "runs": Table(about="a run; step is its last", read=read_runs),
+    "metrics": Table(about="a step, with a column a number", read=read_metrics),
+    "rollouts": Table(
+        about="a rollout; step is the one that was trained on it, asked_step when it was asked for",
+        read=read_rollouts,
+        select=f"{RUN} AS run, {STEP} AS step, * EXCLUDE ({RUN}, {STEP}, step), turns[1].text AS prompt,"
+        " step AS asked_step",
+    ),
+    "evals": Table(about="an evaluated example, or a number of lm-eval", read=read_evals),
+    "events": Table(about="an event: a gate's check, an alarm, a loss, a checkpoint", read=read_events),
+    "timeline": Table(about="what a lane did from when to when", read=read_timeline),
+}
