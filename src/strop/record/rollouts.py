@@ -96,6 +96,7 @@ SCHEMA = pa.schema(
 )
 
 
+_REPEATING = [name for name in SCHEMA.names if name not in ("turns", "reply_text")]
 DECODING_ERRORS = (ValueError, KeyError, TypeError, OSError, pa.ArrowException)
 """What decoding bytes that are no rollouts may end in."""
 _EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
@@ -148,7 +149,8 @@ def write_trained(
     metadata = {name.encode(): value.encode() for name, value in (facts or {}).items()}
     table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT, _SEAL_KEY: _UNSEALED})
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    # Token ids, log-probabilities and most texts repeat too little for a dictionary.
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_REPEATING)
     data = sink.getvalue().to_pybytes()
     start = _find_seal(data)
     sealed = b"".join([data[:start], _digest(data, start), data[start + len(_UNSEALED) :]])

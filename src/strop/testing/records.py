@@ -212,13 +212,15 @@ def _write_rollouts(run: RunDir, size: RecordSize, rng: random.Random) -> None:
         if len(written) < size.num_distinct:
             rollouts = make_rollouts(step, size, rng)
             groups = [rollouts[at : at + size.group_size] for at in range(0, len(rollouts), size.group_size)]
-            write_trained(path, [one for group in groups for one in _train(group, rng.choice((0, 1, 1, 2)))])
+            write_trained(
+                path, [one for group in groups for one in train_group(group, rng.choice((0, 1, 1, 2)))]
+            )
             written.append(path)
         else:
             _link(written[step % len(written)], path)
 
 
-def _train(group: list[Rollout], staleness: int) -> list[StoredRollout]:
+def train_group(group: list[Rollout], staleness: int) -> list[StoredRollout]:
     """Return a group as it is trained on: by how much each reward is above the mean."""
     rewards = [rollout.outcome.reward for rollout in group]
     scored = [reward for reward in rewards if reward is not None]
