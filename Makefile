@@ -19,7 +19,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --n
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps browser-deps clean
+.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps browser-deps trackers-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -35,6 +35,7 @@ help:
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
 	@echo "make browser-deps  fetch axe-core by npm, with which tests look for faults of accessibility"
+	@echo "make trackers-deps  make the environment of wandb, tensorboard, mlflow and trackio, which tests use"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -171,6 +172,13 @@ guest-deps: $(READY)
 # axe-core, which finds faults of accessibility in the pages that tests open: 0.7 MB in the user's cache. Needs npm.
 browser-deps: $(READY)
 	@$(IN_VENV) -c "from tests.fixtures.browser import fetch_axe; fetch_axe()"
+
+# Weights & Biases, TensorBoard, MLflow and trackio, which tests use as they are: an environment of its own in the
+# user's cache, 0.5 GB.
+trackers-deps: $(READY)
+	@$(IN_VENV) -c "from tests.fixtures.real_trackers import TRACKERS; \
+		from strop.store.python_environment import ensure_environment; \
+		ensure_environment(TRACKERS, say=print)"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

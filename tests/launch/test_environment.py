@@ -12,6 +12,7 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.io.leftovers import partial_path_of
+from strop.io.redaction import redact
 from strop.launch.contract import JobEnvironment
 from strop.launch.dotenv import parse_dotenv
 from strop.launch.environment import (
@@ -24,7 +25,7 @@ from strop.launch.environment import (
 )
 from strop.launch.local.options import LocalSite
 from strop.launch.options import Site
-from strop.launch.secrets import redact, remove_secrets, secret_values
+from strop.launch.secrets import remove_secrets, secret_values
 from strop.launch.slurm.options import SlurmSite
 
 CANARY = "canary-7f3a,'\"$HOME `id`\nsecond line"

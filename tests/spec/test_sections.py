@@ -160,6 +160,8 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("output.root", "output.dir", "output.log_level", "store.uri", "store.order"),
         *("store.mirror", "store.mirror_as", "store.mirror_every_s", "store.max_mb_per_s"),
         *("store.keep_last", "store.keep_every", "store.flush_limit_s", "store.stop_flush_limit_s"),
+        *("trackers.use", "trackers.project", "trackers.offline", "trackers.rollouts_every"),
+        "trackers.finish_limit_s",
         *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.infer_nodes"),
         *("job.judge_gpus", "job.env_gpus", "job.single_gpu"),
         *("job.eval_config", "job.eval_gpus"),

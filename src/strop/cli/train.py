@@ -111,17 +111,20 @@ def run_to_end(output: Output, resolved: ResolvedSpec, observer: Observer, *, is
     from strop.run.training import train_here
     from strop.view.json_lines import JsonObserver
     from strop.view.report import write_report
+    from strop.view.tracking import TrackingObserver
 
     facts = observer.facts if isinstance(observer, JsonObserver) else {}
+    tracking = TrackingObserver(resolved.spec.trackers, observer)
 
     def open_run(run_dir: RunDir) -> None:
         output.open_run(run_dir)
+        tracking.open_run(run_dir)
         facts["run"] = str(run_dir.path)
 
     def report(trained: TrainOutcome) -> None:
         facts["report"] = str(write_report(trained.run_path))
 
-    outcome = train_here(resolved, observer, is_new=is_new, on_run=open_run, on_trained=report)
+    outcome = train_here(resolved, tracking, is_new=is_new, on_run=open_run, on_trained=report)
     for line in describe_outcome(outcome):
         output.give(line)
     if paced := describe_pace(outcome.run_path):

@@ -29,7 +29,7 @@ from strop.launch.contract import (
     TrialPlan,
     VariableSource,
 )
-from strop.launch.environment import EnvironmentFlags, gather_environment
+from strop.launch.environment import EnvironmentFlags
 from strop.launch.evaluating import (
     EVALUATION,
     carry_baselines,
@@ -50,8 +50,9 @@ from strop.launch.serving import (
 )
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
+from strop.launch.trackers import gather_for_trackers
 from strop.record.prediction import PRICE_VARIABLE
-from strop.spec import ResolvedSpec, RunSpec, load_spec, spec_digest
+from strop.spec import NOT_ASKED, ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, guess_command
 from strop.spec.job import parse_duration_s
@@ -148,8 +149,9 @@ def read_request(
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
-    environment, conflicts = gather_environment(
-        site, project_path, options.variables, options.env_file, options.environment, environ
+    named, flags_of_job = options.variables, options.environment
+    environment, conflicts = gather_for_trackers(
+        resolved.spec.trackers, site, project_path, named, options.env_file, flags_of_job, environ
     )
     if file is not None:
         refuse_unreachable(file, site.name, profile, environment)
@@ -210,11 +212,11 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
                 next_step="correct it",
             )
         axes[key] = [f"{key}={value}" for value in listed]
-    fixed = [key for key in axes if key.partition(".")[0] in {"name", "job", "output", "store", "runtime"}]
+    fixed = [key for key in axes if key.partition(".")[0] in {"name", *NOT_ASKED}]
     if fixed:
         raise ConfigError(
             f"--sweep varies {', '.join(fixed)}, which all trials share",
-            allowed="settings of what is trained; name, job, output, store and runtime are the whole job's",
+            allowed=f"settings of what is trained; name, {', '.join(sorted(NOT_ASKED))} are the whole job's",
             next_step="submit a job for each value",
         )
     trials = tuple(itertools.product(*axes.values())) if axes else ()
@@ -468,7 +470,7 @@ def hash_request(request: JobRequest) -> str:
         "spec": spec_digest(request.resolved.spec),
         # The content of the evaluation's file counts below, not its path.
         "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
-        "store": request.resolved.spec.store.model_dump(mode="json"),
+        **request.resolved.spec.model_dump(mode="json", include={"store", "trackers"}),
         "site": {"name": request.site.name, "profile": request.site.profile.model_dump(mode="json")},
         "command": request.command,
         "resources": asdict(request.resources),

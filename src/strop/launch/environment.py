@@ -24,13 +24,12 @@ from pathlib import Path
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
+from strop.io.redaction import REDACTED, is_secret
 from strop.launch.contract import JobEnvironment, VariableSource
 from strop.launch.dotenv import is_variable_name, parse_dotenv
 from strop.launch.options import Site, SiteOptions
 from strop.launch.secrets import (
-    REDACTED,
     SECRETS_NAME,
-    is_secret,
     read_hub_login,
     read_json,
     read_secrets,

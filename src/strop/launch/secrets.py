@@ -1,4 +1,4 @@
-"""The values of a job's secrets: their file, and how they are redacted from a text.
+"""The values of a job's secrets, in their file; `strop.io.redaction` takes them out of texts.
 
 `job/secrets.json` has mode 0600 from its first byte on, is written atomically, and is removed when the job
 ends. Not here: which secrets a job has (`environment`).
@@ -8,31 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
-import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from strop.errors import StoreError
 from strop.io.atomic import write_bytes_atomically
-from strop.spec.display import credential_form, is_credential_name
 
 SECRETS_NAME = "secrets.json"
-REDACTED = "<redacted>"
-
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API_?KEY|ACCESS_KEY_ID|KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT)$",
-    re.IGNORECASE,
-)
-# Below this, replacing every occurrence would spoil the text and hide nothing worth hiding.
-_MIN_REDACTED_LENGTH = 4
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a credential, by its name or its value."""
-    return bool(_SECRET_NAME.search(name)) or is_credential_name(name) or credential_form(value) is not None
 
 
 def read_secrets(job_path: Path) -> dict[str, str]:
@@ -58,24 +42,6 @@ def remove_secrets(job_path: Path) -> None:
             allowed="a directory of the submitting user",
             next_step=f"remove it by hand: rm {shlex.quote(str(job_path / SECRETS_NAME))}",
         ) from error
-
-
-def redact(text: str, values: Iterable[str]) -> str:
-    """Replace every given value in a text, also in the forms of JSON, a shell and a URL.
-
-    A value over several lines is replaced line by line too. Values under 4 characters stay: they occur by
-    chance.
-    """
-    forms: set[str] = set()
-    for value in values:
-        for one in {value, *(value.splitlines() if "\n" in value else ())}:
-            forms |= {one, repr(one)[1:-1], shlex.quote(one), urllib.parse.quote(one, safe="")}
-            forms |= {json.dumps(one, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
-    # The longest first, so that no part of a longer one remains.
-    for form in sorted(forms, key=len, reverse=True):
-        if len(form) >= _MIN_REDACTED_LENGTH:
-            text = text.replace(form, REDACTED)
-    return text
 
 
 def read_hub_login(environ: Mapping[str, str]) -> str | None:

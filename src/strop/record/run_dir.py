@@ -5,6 +5,7 @@
       attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; of a job: attempts/<its name>
       metrics.jsonl  events.jsonl  timeline.jsonl  {rollouts,discarded}/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
+      trackers/{<name>.json, <name>/}          what a tracker has, and its own files
 
 Step 12 in a name is the state after 12 steps, or what the 12th step was trained on.
 Whoever works in a run holds its lock; reading needs none.

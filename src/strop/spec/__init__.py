@@ -17,10 +17,12 @@ from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.schema import all_keys, expert_keys
 from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import TaskSection, TaskSpec, UserEnvironmentSpec, UserTaskSpec
+from strop.spec.trackers import TrackersSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
-from strop.spec.writer import spec_digest, write_spec
+from strop.spec.writer import NOT_ASKED, spec_digest, write_spec
 
 __all__ = [
+    "NOT_ASKED",
     "AlgorithmSpec",
     "EngineSpec",
     "EvalSpec",
@@ -38,6 +40,7 @@ __all__ = [
     "StoreSpec",
     "TaskSection",
     "TaskSpec",
+    "TrackersSpec",
     "TrainSpec",
     "TripwireSpec",
     "UserEnvironmentSpec",

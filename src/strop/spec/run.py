@@ -27,6 +27,7 @@ from strop.spec.parts import needs_service
 from strop.spec.runtime import RuntimeSpec
 from strop.spec.store import OutputSpec, StoreSpec
 from strop.spec.task import TaskSection, TaskSpec
+from strop.spec.trackers import TrackersSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.user_code import CodeRef, is_code
 
@@ -69,6 +70,9 @@ class RunSpec(Section):
     tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
     output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
     store: StoreSpec = Field(default=StoreSpec(), description="Where models and data are kept.")
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description="Which programs of others show the run, and what they are sent."
+    )
     job: JobSpec = Field(default=JobSpec(), description="What a job of this run asks for.")
 
     @property

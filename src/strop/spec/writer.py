@@ -66,13 +66,16 @@ def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> 
     return lines
 
 
+NOT_ASKED = frozenset({"output", "store", "job", "runtime", "trackers"})
+"""Sections that say where and how a run lives, and nothing of what was asked for."""
+
+
 def spec_digest(spec: RunSpec) -> str:
     """Return a hash over what was asked for: equal specs have equal digests, on every machine.
 
-    The `output` folders, the `store`, the `job` and the `runtime` are left out: moving a run elsewhere does
-    not change it.
+    The sections of `NOT_ASKED` are left out: moving a run elsewhere does not change it, nor does showing it.
     """
-    left_out = {"output", "store", "job", "runtime"}
+    left_out = set(NOT_ASKED)
     if spec.harness == type(spec.harness)():
         # Runs have none: their digests stay those of before there was one.
         left_out.add("harness")

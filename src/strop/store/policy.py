@@ -8,7 +8,7 @@ that never see the run file: STROP_STORE_URI, the root of the store, and STROP_S
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
@@ -64,9 +64,9 @@ class SourcePolicy:
         return None if self.root is None else join_uri(self.root, kind, name)
 
 
-def is_offline() -> bool:
+def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether STROP_OFFLINE or HF_HUB_OFFLINE forbids every connection to a hub."""
-    return any(os.environ.get(name, "").upper() in _TRUE_WORDS for name in OFFLINE_VARIABLES)
+    return any(environ.get(name, "").upper() in _TRUE_WORDS for name in OFFLINE_VARIABLES)
 
 
 def read_policy() -> SourcePolicy:

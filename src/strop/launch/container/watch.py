@@ -31,6 +31,7 @@ from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
 from strop.hardware.process import start_detached
 from strop.io import write_bytes_atomically
 from strop.io.atomic import explain_write_failure
+from strop.io.redaction import redact
 from strop.launch.attempts import SIGNAL_BASE, describe_exit, read_attempts, write_verdict
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.container.image import strop_folder
@@ -38,7 +39,7 @@ from strop.launch.contract import JobState, SchedulerStatus
 from strop.launch.environment import clean_inherited
 from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.supervisor_files import read_identity
-from strop.launch.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
+from strop.launch.secrets import SECRETS_NAME, remove_secrets, secret_values
 from strop.record.files import DirectoryRecord
 
 START_NAME = "container.json"

@@ -24,9 +24,9 @@ from typing import Protocol
 
 from strop.errors import ConfigError, StoreError
 from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
+from strop.io.redaction import redact
 from strop.launch.sagemaker.client import JobObjects
 from strop.launch.sagemaker.evaluation_files import EVALUATION_FOLDER, Worker, list_evaluation
-from strop.launch.secrets import redact
 from strop.record.mirror.layout import TRACES
 from strop.store.policy import URI_VARIABLE
 from strop.store.uris import join_uri

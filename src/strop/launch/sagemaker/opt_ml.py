@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused
+from strop.io.redaction import redact
 from strop.launch.attempts import describe_exit
 from strop.launch.environment import ENVIRONMENT_NAME
 from strop.launch.job_dir import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS
-from strop.launch.secrets import SECRETS_NAME, redact, write_private
+from strop.launch.secrets import SECRETS_NAME, write_private
 from strop.store.policy import URI_VARIABLE
 
 CPU_GROUP = "cpu"

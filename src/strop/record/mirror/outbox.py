@@ -228,6 +228,7 @@ class TraceSender:
             (DISCARDED, "*.parquet"),
             ("eval", "*.json"),
             ("attempts", "**/*"),
+            ("trackers", "**/*"),
         ):
             for path in sorted((self._run_path / folder).glob(pattern)):
                 if path.is_file() and not path.is_symlink() and LEFTOVER_PATTERN.search(path.name) is None:

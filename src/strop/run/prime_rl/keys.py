@@ -279,7 +279,7 @@ NEEDS_NO_EQUIVALENT = (
 """Keys that need no notice where they are false or 0: then they ask for nothing."""
 _BY_ITSELF = "strop chooses it by itself"
 REASONS: Mapping[str, str] = {
-    rf"{ROLE}wandb(\..*)?": "metrics, events and a report are in the run's directory",
+    rf"{ROLE}wandb(\..*)?": "metrics and events are in the run's directory; for W&B set trackers.use",
     rf"{ROLE}(log|prime_monitor|monitor|heartbeat|metrics_server)(\..*)?": "every role has a log in the run",
     rf"{ROLE}model\.(attn|impl|compile.*|reshard_after_forward|fused_lm_head_chunk_size|moe\w*)": _BY_ITSELF,
     rf"{ROLE}model\.(dtype|trust_remote_code)": "model.dtype is about the policy; no code of a model runs",

@@ -1,0 +1,28 @@
+"""Whether tools of others find a key by themselves. No key is read out."""
+
+from __future__ import annotations
+
+import netrc
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+_WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+
+
+def has_wandb_key(environ: Mapping[str, str], *, sees_home: bool = True) -> bool:
+    """Whether wandb would find a key with these variables, or needs none; else it asks a person.
+
+    `sees_home`: whether the login that `wandb login` has left here is there, too.
+    """
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    if not sees_home:
+        return False
+    own = urlsplit(environ.get("WANDB_BASE_URL", "")).netloc
+    try:
+        logins = netrc.netrc(environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(logins.authenticators(host) for host in ([own] if own else _WANDB_HOSTS))

@@ -1,0 +1,42 @@
+"""Values that look like credentials, told by their names or forms, and taken out of texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import urllib.parse
+from collections.abc import Iterable
+
+from strop.spec.display import credential_form, is_credential_name
+
+REDACTED = "<redacted>"
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:API_?KEY|ACCESS_KEY_ID|KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT)$",
+    re.IGNORECASE,
+)
+# Below this, replacing every occurrence would spoil the text and hide nothing worth hiding.
+_MIN_REDACTED_LENGTH = 4
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable looks like a credential, by its name or its value."""
+    return bool(_SECRET_NAME.search(name)) or is_credential_name(name) or credential_form(value) is not None
+
+
+def redact(text: str, values: Iterable[str]) -> str:
+    """Replace every given value in a text, also in the forms of JSON, a shell and a URL.
+
+    A value over several lines is replaced line by line too. Values under 4 characters stay: they occur by
+    chance.
+    """
+    forms: set[str] = set()
+    for value in values:
+        for one in {value, *(value.splitlines() if "\n" in value else ())}:
+            forms |= {one, repr(one)[1:-1], shlex.quote(one), urllib.parse.quote(one, safe="")}
+            forms |= {json.dumps(one, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
+    # The longest first, so that no part of a longer one remains.
+    for form in sorted(forms, key=len, reverse=True):
+        if len(form) >= _MIN_REDACTED_LENGTH:
+            text = text.replace(form, REDACTED)
+    return text

@@ -1,0 +1,347 @@
+"""Weights & Biases, TensorBoard, MLflow and trackio behind one small sink, each imported when asked for.
+
+An adapter keeps four calls and knows nothing of runs; `strop.view.tracking` decides what is sent and when, in
+a process of its own, because these packages print, ask networks, register what runs at the end of a process,
+and take seconds to import. Nothing here reads a key: the packages find their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from strop.errors import CheckRefused
+from strop.io.logins import has_wandb_key
+from strop.record.run_dir import step_of
+from strop.spec import TrackersSpec
+from strop.store.policy import is_offline
+
+Row = Mapping[str, str | float | None]
+EVENTS = "events"
+"""The table of what happened; its rows have `is_alarm`, 1 or 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What a tracker is told of a run when it starts."""
+
+    name: str
+    project: str
+    folder: Path
+    """Where the tracker may write."""
+    config: Mapping[str, Any]
+    """The run's settings, by section."""
+    first_step: int
+    """Steps already trained when this attempt began; what was trained beyond them was cut off."""
+    is_offline: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What a tracker has of a run; kept beside it, so that a run that goes on is not sent twice."""
+
+    id: str | None = None
+    """By which the tracker finds the run again; None: it has not been started there."""
+    step: int = 0
+    """The last step whose numbers it has."""
+    rollouts_step: int = 0
+    at: float = 0.0
+    """Unix seconds of the last event that it has."""
+    evaluations: tuple[str, ...] = ()
+    """Names of the files that it has the numbers of."""
+
+    def cut_after(self, step: int) -> Sent:
+        """Forget what came after a step, for a tracker that forgets it too."""
+        kept = tuple(name for name in self.evaluations if (step_of(Path(name)) or 0) <= step)
+        return replace(
+            self,
+            step=min(self.step, step),
+            rollouts_step=min(self.rollouts_step, step),
+            evaluations=kept,
+        )
+
+
+class Tracker(Protocol):
+    """Takes a run's numbers. Calls come from one thread, in order; any may raise, and end the process."""
+
+    def start(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Begin, or go on with the run that `sent` names; return what the tracker has, its id included."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers of a step, by their names in the tracker."""
+        ...
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Take rows of one kind that belong to a step: rollouts, or events."""
+        ...
+
+    def finish(self, *, cause: str) -> None:
+        """End with the cause in a word, 'done' where all steps were trained. What was taken has arrived."""
+        ...
+
+
+class WandbTracker:
+    """Weights & Biases. Offline files are for `wandb sync`."""
+
+    def start(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Begin or resume by id. Raises: what wandb raises where its server refuses."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self._wandb = wandb
+        sent = replace(sent, id=sent.id or uuid4().hex[:12])
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=sent.id,
+            resume="allow",
+            config=dict(run.config),
+            dir=os.environ.get("WANDB_DIR", str(run.folder)),
+            mode="offline" if run.is_offline else None,
+            save_code=False,
+            # The machine's charts are those of the process that trains.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, x_stats_pid=os.getppid()),
+        )
+        # W&B's own step only grows: an evaluation that comes late would be dropped without a word.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return sent
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row."""
+        self._run.log({"step": step, **values})
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Log a table of this step, and alert of alarms."""
+        columns = list(rows[0])
+        data = [[row[column] for column in columns] for row in rows]
+        self._run.log({"step": step, name: self._wandb.Table(columns=columns, data=data)})
+        for row in rows if name == EVENTS else ():
+            if row["is_alarm"]:
+                self._run.alert(str(row["cause"])[:63], f"step {step}: {row['detail']}", level="WARN")
+
+    def finish(self, *, cause: str) -> None:
+        """Send the rest."""
+        self._run.finish(exit_code=0 if cause == "done" else 1)
+
+
+class TensorboardTracker:
+    """Event files, by tensorboardX: the smallest writer that also takes text and cuts back."""
+
+    def start(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Open a file that tells readers to drop what came after the last step that counts."""
+        from tensorboardX import SummaryWriter
+
+        sent = replace(sent, id=sent.id or run.name).cut_after(run.first_step)
+        self._writer = SummaryWriter(str(run.folder), purge_step=sent.step + 1, flush_secs=2)
+        return sent
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Write text: readers take it for Markdown, and an indented block of it as it is."""
+        text = json.dumps(list(rows), ensure_ascii=False, indent=1)
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
+
+    def finish(self, *, cause: str) -> None:
+        """Write the rest."""
+        self._writer.close()
+
+
+_MLFLOW_STATUS = {"done": "FINISHED", "Interrupted": "KILLED"}
+_MARK = "time/seconds_step"
+"""A number of every step, by which MLflow says how far it has come."""
+
+
+class MlflowTracker:
+    """MLflow: the server of MLFLOW_TRACKING_URI, else files that `mlflow ui` shows."""
+
+    def start(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Begin a run of the experiment, or go on with one. Raises: MlflowException."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        uri = None if run.is_offline else os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            # MLflow asks for a database instead, which its small package cannot open.
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = client = MlflowClient(tracking_uri=uri or run.folder.absolute().as_uri())
+        if sent.id is not None:
+            self._id = sent.id
+            client.update_run(self._id, status="RUNNING")
+            steps = [metric.step for metric in client.get_metric_history(self._id, _MARK)]
+            return replace(sent, step=max(steps, default=0))
+        experiment = client.get_experiment_by_name(run.project)
+        try:
+            number = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        except MlflowException:  # Another run has just made it.
+            number = client.get_experiment_by_name(run.project).experiment_id
+        self._id = str(client.create_run(number, run_name=run.name).info.run_id)
+        params = [Param(key, text[:500]) for key, text in flatten(run.config) if text]
+        for at in range(0, len(params), 100):
+            client.log_batch(self._id, params=params[at : at + 100])
+        return replace(sent, id=self._id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers, the mark last."""
+        now_ms = round(time.time() * 1000)
+        ordered = sorted(values.items(), key=lambda item: item[0] == _MARK)
+        self._client.log_batch(self._id, metrics=[self._metric(key, v, now_ms, step) for key, v in ordered])
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Write an artifact in the form of MLflow's tables."""
+        columns = list(rows[0])
+        content = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+        # Events of one step come one after the other, and a file replaces another of its name.
+        part = f"-{time.time_ns()}" if name == EVENTS else ""
+        self._client.log_dict(self._id, content, f"{name}/step-{step:06d}{part}.json")
+
+    def finish(self, *, cause: str) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self._id, _MLFLOW_STATUS.get(cause, "FAILED"))
+
+
+class TrackioTracker:
+    """trackio: a Space or server where its variables name one, else a database that `trackio show` opens."""
+
+    def start(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Begin a run, or resume it by its name."""
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
+        if run.is_offline:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"):
+                os.environ.pop(name, None)
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            run.project,
+            run.name,
+            config=dict(run.config),
+            resume="never" if sent.id is None else "allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        # It sends twice a second: what it has decides, not what it was given before it was killed.
+        has_until = max(self._run._next_step - 1, 0)
+        return replace(sent, id=self._run.id, step=min(sent.step, has_until))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row."""
+        self._run.log(dict(values), step=step)
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Log rollouts as traces, one each, and events as alerts and a table."""
+        if name == EVENTS:
+            self._run.log({name: self._trackio.Table(data=[dict(row) for row in rows])}, step=step)
+            for row in rows:
+                if row["is_alarm"]:
+                    self._run.alert(str(row["cause"]), str(row["detail"]), step=step)
+            return
+        for row in rows:
+            roles = {"prompt": "user", "reply": "assistant"}
+            messages = [{"role": role, "content": row[key]} for key, role in roles.items()]
+            facts = {key: value for key, value in row.items() if key not in roles}
+            self._run.log({name: self._trackio.Trace(messages, facts)}, step=step)
+
+    def finish(self, *, cause: str) -> None:
+        """Send the rest."""
+        self._run.finish()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerKind:
+    """How a tracker is made, and what it needs."""
+
+    adapter: type[Tracker]
+    module: str
+    """What its package is imported by."""
+
+
+KINDS: Mapping[str, TrackerKind] = {
+    "wandb": TrackerKind(adapter=WandbTracker, module="wandb"),
+    "tensorboard": TrackerKind(adapter=TensorboardTracker, module="tensorboardX"),
+    "mlflow": TrackerKind(adapter=MlflowTracker, module="mlflow"),
+    "trackio": TrackerKind(adapter=TrackioTracker, module="trackio"),
+}
+"""By the names of `trackers.use`, which are also the names of the extras."""
+
+
+def require_trackers(spec: TrackersSpec) -> None:
+    """See that the trackers of a run can start here. Imports none of them, and asks nobody.
+
+    Raises: CheckRefused for a package that is not installed, or a key that W&B would ask a person for.
+    """
+    for name in spec.use:
+        if find_spec(KINDS[name].module) is None:
+            raise CheckRefused(
+                f"trackers.use names {name}, and this Python has no package {KINDS[name].module}",
+                allowed="trackers whose packages are installed",
+                next_step=f"pip install 'strop[{name}]'",
+            )
+    is_asked = "wandb" in spec.use and not (spec.offline or is_offline())
+    if is_asked and not has_wandb_key(os.environ):
+        raise CheckRefused(
+            "trackers.use names wandb, and there is no key for it",
+            allowed="WANDB_API_KEY, a login by `wandb login`, or files for later: trackers.offline = true",
+            next_step="export WANDB_API_KEY, or set trackers.offline=true",
+        )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of a tree of settings as dotted names and texts."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+# How the record's names are grouped, as trackers' users expect: `train/reward_mean`, `time/seconds_step`.
+TRAIN, ROLLOUTS, TIME, SYSTEM = "train", "rollouts", "time", "system"
+GROUPS: tuple[tuple[str, str], ...] = (
+    (TIME, r"seconds_\w+|\w+_per_s|loop_(lag_s|late_frac)"),
+    (SYSTEM, r"(peak_)?memory_bytes"),
+    # What was sampled, and what became of it.
+    (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled|branched)_frac(_.+)?"),
+    (ROLLOUTS, r"(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac"),
+    (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|dev_gap|judge_\w+"),
+    (ROLLOUTS, r"staleness_(mean|max)|num_groups_ahead|num_\w+_groups"),
+    # What is learned from it, and how the policy moves.
+    (TRAIN, r"reward_(mean|part)(_.+)?|accuracy(_.+)?|unearned_reward_mean|zero_variance_frac"),
+    (TRAIN, r"(loss|grad_norm)(_.+)?|lr|grad_cosine|update_ratio|(master_)?changed_frac"),
+    (TRAIN, r"(policy_)?entropy_nats|\w+_kl_nats|(drift|offpolicy|mismatch)_\w+_nats"),
+    (TRAIN, r"ratio_p\d\d|clip_(low|high)_frac|correction_\w+|effective_sample_frac"),
+    (TRAIN, r"pair_\w+|num_(pairs|pair_tokens|sft_rows|sft_tokens)"),
+    (TRAIN, r"num_(scored_tokens|signal_tokens|forwarded|positions|optimizer_steps)"),
+    (TRAIN, r"num_(refused|left_out)_steps|policy_version"),
+)
+"""Group and pattern of the whole name; the first that fits counts. What fits none is `train`."""
+_PATTERNS = [(group, re.compile(pattern)) for group, pattern in GROUPS]
+_ODD = re.compile(r"[^A-Za-z0-9_./ -]")
+
+
+def group_of(name: str) -> str | None:
+    """Return the group of a metric of the record; None for one that strop does not measure itself."""
+    return next((group for group, pattern in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def name_metric(name: str) -> str:
+    """Return what a metric of the record is called in trackers. Signs that one of them refuses become '_'."""
+    return f"{group_of(name) or TRAIN}/{_ODD.sub('_', name)}"

@@ -1,0 +1,370 @@
+"""A run on its way to trackers: an observer in the process that trains, and a follower for each tracker.
+
+A follower is a process of its own, niced, that reads the run's directory while it grows and hands what is
+new to one tracker. The record is the queue: training waits for nothing and holds nothing back, a slow tracker
+loses nothing, and one that hangs, raises or takes its process along costs the run nothing. What a tracker has
+is noted in `trackers/NAME.json`, by which the next follower, of this attempt or of a later one, goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from strop.errors import CorruptRecord
+from strop.evaluate import read_result
+from strop.hardware import ChildProcess, spawn, terminate
+from strop.hardware.process import step_back
+from strop.io.atomic import write_bytes_atomically
+from strop.io.redaction import is_secret, redact
+from strop.record import Event, EventKind, RunDir
+from strop.record.fence import GRACE_VARIABLE
+from strop.record.files import DirectoryRecord
+from strop.record.following import LineFollower
+from strop.rollout import Rollout
+from strop.spec import TrackersSpec
+from strop.store.policy import is_offline
+from strop.train.observer import EvalSummary, Observer
+from strop.view.run_record import choose_rollouts
+from strop.view.terminal import ALARM_KINDS
+from strop.view.trackers import (
+    EVENTS,
+    KINDS,
+    ROLLOUTS,
+    Row,
+    Sent,
+    TrackedRun,
+    Tracker,
+    name_metric,
+    require_trackers,
+)
+
+FOLDER = "trackers"
+"""In the run directory: for each tracker what it has, and its own files."""
+LOOK_EVERY_S = 0.5
+NICENESS = 5
+"""A follower computes while it starts, and then hardly; with more, others on a machine would starve it."""
+STOP_LIMIT_S = 10.0
+"""How long trackers may take for the rest of a run that was stopped or failed: the next attempt sends it."""
+RESTART_AFTER_S = 30.0
+"""A follower that ended is started again after so long, then after twice as long, and so on."""
+MAX_TEXT_CHARS = 8000
+"""Of a prompt or a reply, that a tracker is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowOrder:
+    """What a follower is told. No key: it inherits the environment."""
+
+    name: str
+    run_path: str
+    attempt_path: str
+    first_step: int
+    project: str
+    is_offline: bool
+    rollouts_every: int | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the tracker's own files are."""
+        return Path(self.run_path) / FOLDER / self.name
+
+    @property
+    def sent_path(self) -> Path:
+        """What the tracker has."""
+        return sent_path(Path(self.run_path), self.name)
+
+
+def sent_path(run_path: Path, name: str) -> Path:
+    """Return the file that says what a tracker has of a run."""
+    return run_path / FOLDER / f"{name}.json"
+
+
+def read_sent(path: Path) -> Sent:
+    """Return what a tracker has; nothing where it was never started."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return Sent()
+    return Sent(**{**content, "evaluations": tuple(content["evaluations"])})
+
+
+class Follower:
+    """Hands a run to one tracker while the run grows."""
+
+    def __init__(self, order: FollowOrder, tracker: Tracker) -> None:
+        self._order, self._tracker = order, tracker
+        self._run_path = Path(order.run_path)
+        # They only grow: an attempt cuts them back before it trains.
+        record = DirectoryRecord(self._run_path)
+        self._metrics = LineFollower(record, "metrics.jsonl")
+        self._events = LineFollower(record, "events.jsonl")
+        self._sent = read_sent(order.sent_path)
+        self._task = ""
+
+    def follow(self) -> None:
+        """Start the tracker, send everything until the attempt has ended, and finish.
+
+        Raises: whatever the tracker raises; StoreError or CorruptRecord if the record cannot be read.
+        """
+        run = RunDir.open(self._run_path)
+        self._order.folder.mkdir(parents=True, exist_ok=True)
+        settings = tomllib.loads(run.spec_path.read_text(encoding="utf-8"))
+        self._task = str(run.state.facts.get("task") or settings.get("task", {}).get("name"))
+        facts = {key: value for key, value in run.state.facts.items() if isinstance(value, str | int | float)}
+        told = TrackedRun(
+            name=self._run_path.name,
+            project=self._order.project,
+            folder=self._order.folder,
+            config={**settings, "facts": facts},
+            first_step=self._order.first_step,
+            is_offline=self._order.is_offline,
+        )
+        self._note(self._tracker.start(told, self._sent))
+        cause = None
+        while cause is None:
+            # Asked first: what was recorded before the end is sent before it.
+            cause = self._find_end()
+            self._send_news()
+            if cause is None:
+                time.sleep(LOOK_EVERY_S)
+        self._tracker.finish(cause=cause)
+
+    def _find_end(self) -> str | None:
+        attempt = json.loads((Path(self._order.attempt_path) / "attempt.json").read_bytes())
+        return str(attempt["cause"]) if "ended_at" in attempt else None
+
+    def _send_news(self) -> None:
+        for line in self._metrics.read_records()[1]:
+            step = int(line.pop("step"))
+            if step > self._sent.step:
+                self._tracker.log(step, {name_metric(name): float(value) for name, value in line.items()})
+                self._note(replace(self._sent, step=step))
+            every = self._order.rollouts_every
+            if every and (step == 1 or step % every == 0) and step > self._sent.rollouts_step:
+                self._send_rollouts(step)
+        for path in sorted((self._run_path / "eval").glob("*.json")):
+            if path.name not in self._sent.evaluations:
+                self._send_evaluation(path)
+        self._send_events()
+
+    def _send_rollouts(self, step: int) -> None:
+        # Here: pyarrow is heavy, and a run on demonstrations has no rollouts.
+        from strop.record.rollouts import read_rollouts
+
+        path = self._run_path / "rollouts" / f"step-{step:06d}.parquet"
+        chosen = choose_rollouts(read_rollouts(path)) if path.exists() else None
+        if chosen is not None:
+            self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
+        self._note(replace(self._sent, rollouts_step=step))
+
+    def _send_evaluation(self, path: Path) -> None:
+        try:
+            result = read_result(path)
+        except CorruptRecord:
+            return
+        place = "eval" if result.task == self._task else f"eval/{result.task}"
+        score, values = result.greedy, {}
+        if score.accuracy is not None and result.is_valid:
+            values = {"accuracy": score.accuracy, "accuracy_low": score.low, "accuracy_high": score.high}
+            if result.sampled is not None and result.sampled.accuracy is not None:
+                values["sampled_accuracy"] = result.sampled.accuracy
+        if values:
+            self._tracker.log(result.step, {f"{place}/{name}": value for name, value in values.items()})
+        self._note(replace(self._sent, evaluations=(*self._sent.evaluations, path.name)))
+
+    def _send_events(self) -> None:
+        """Send what happened, by the steps behind it."""
+        by_step: dict[int, list[Row]] = {}
+        at = self._sent.at
+        for line in self._events.read_records()[1]:
+            if line["at"] > self._sent.at:
+                shown = {key: str(line[key]) for key in ("kind", "cause", "detail")}
+                is_alarm = float(EventKind(line["kind"]) in ALARM_KINDS)
+                by_step.setdefault(line["step"], []).append({**shown, "is_alarm": is_alarm})
+                at = max(at, float(line["at"]))
+        for step, rows in by_step.items():
+            self._tracker.table(EVENTS, step, rows)
+        if by_step:
+            self._note(replace(self._sent, at=at))
+
+    def _note(self, sent: Sent) -> None:
+        self._sent = sent
+        write_bytes_atomically(self._order.sent_path, json.dumps(asdict(sent)).encode())
+
+
+def describe_rollout(rollout: Rollout) -> Row:
+    """Return a rollout as a row of a table: prompt and reply cut, several turns with their roles."""
+    later = rollout.turns[1:]
+    reply = later[0].text if len(later) == 1 else "\n\n".join(f"[{one.role}]\n{one.text}" for one in later)
+    outcome = rollout.outcome
+    return {
+        "prompt": rollout.turns[0].text[:MAX_TEXT_CHARS],
+        "reply": reply[:MAX_TEXT_CHARS],
+        "reward": outcome.reward,
+        "is_correct": None if outcome.is_correct is None else float(outcome.is_correct),
+        "example": rollout.example.example_id,
+        "tokens": float(rollout.num_sampled_tokens),
+    }
+
+
+class TrackingObserver:
+    """Passes every call on, and looks after the followers meanwhile. Without trackers it only passes on."""
+
+    def __init__(self, spec: TrackersSpec, observer: Observer) -> None:
+        """Raises: CheckRefused if a tracker cannot start here."""
+        require_trackers(spec)
+        self._spec, self._observer = spec, observer
+        self._run_dir: RunDir | None = None
+        self._watched: list[_Watched] = []
+        self._step = 0
+
+    def open_run(self, run_dir: RunDir) -> None:
+        """Take the run's directory, where the followers' fate is noted. Call it before the run starts."""
+        self._run_dir = run_dir
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Start the followers, and pass on."""
+        self._step = first_step
+        attempt_path = (Path(run) / "latest").resolve()
+        for name in self._spec.use:
+            order = FollowOrder(
+                name=name,
+                run_path=str(Path(run).absolute()),
+                attempt_path=str(attempt_path),
+                first_step=first_step,
+                project=self._spec.project,
+                is_offline=self._spec.offline or is_offline(),
+                rollouts_every=self._spec.rollouts_every,
+            )
+            self._watched.append(_Watched(order=order, child=start_follower(order)))
+        self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Pass on, and start followers again that ended. Waits for nothing."""
+        self._step = int(metrics["step"])
+        self._observer.on_step(metrics)
+        for one in self._watched:
+            if one.child.poll() is not None:
+                self._start_again(one)
+
+    def on_event(self, event: Event) -> None:
+        """Pass on."""
+        self._observer.on_event(event)
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Pass on."""
+        self._observer.on_eval(summary)
+
+    def on_end(self, *, cause: str) -> None:
+        """Let the followers send the rest, within the limit, end them, and pass on."""
+        limit_s = self._spec.finish_limit_s
+        if cause != "done":
+            limit_s = min(limit_s, _limit_after_stop())
+        deadline = time.monotonic() + limit_s
+        for one in self._watched:
+            if one.child.poll() and cause == "done":
+                # Once more: what was in its way may be gone.
+                one.child = start_follower(one.order)
+        for one in self._watched:
+            exit_code = one.child.wait(max(deadline - time.monotonic(), 0.0))
+            terminate(one.child, 0.0)
+            if exit_code != 0:
+                self._say_missing(one, exit_code, limit_s)
+        self._watched.clear()
+        self._observer.on_end(cause=cause)
+
+    def _start_again(self, one: _Watched) -> None:
+        if not one.num_ends:
+            self._announce(
+                "tracker_failed",
+                f"{one.order.name} ended with {one.child.poll()}, and is started again; its last line:"
+                f" {one.child.tail(1)}",
+            )
+        if one.ended_at is None:
+            one.ended_at, one.num_ends = time.monotonic(), one.num_ends + 1
+        if time.monotonic() - one.ended_at >= RESTART_AFTER_S * 2 ** (one.num_ends - 1):
+            one.child, one.ended_at = start_follower(one.order), None
+
+    def _say_missing(self, one: _Watched, exit_code: int | None, limit_s: float) -> None:
+        assert self._run_dir is not None
+        steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
+        num_missing = sum(step > read_sent(one.order.sent_path).step for step in steps)
+        why = (
+            f"it had not taken all {limit_s:g} s after the end"
+            if exit_code is None
+            else f"it ended with {exit_code}; its last line: {one.child.tail(1)}"
+        )
+        self._announce(
+            "tracker_incomplete",
+            f"{one.order.name} lacks the numbers of {num_missing} of {len(steps)} steps: {why}. The record"
+            " has them, and they are sent where the run goes on",
+        )
+
+    def _announce(self, cause: str, detail: str) -> None:
+        event = Event(kind=EventKind.NOTICE, step=self._step, cause=cause, detail=detail)
+        if self._run_dir is not None:
+            self._run_dir.events.append(event)
+        self._observer.on_event(event)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Watched:
+    """A follower, and what became of it."""
+
+    order: FollowOrder
+    child: ChildProcess
+    num_ends: int = 0
+    ended_at: float | None = field(default=None)
+    """On the monotonic clock; None while it runs."""
+
+
+def _limit_after_stop() -> float:
+    """Return how long trackers may take after a signal: a quarter of what a launcher gives at most."""
+    given = os.environ.get(GRACE_VARIABLE)
+    return STOP_LIMIT_S if given is None else min(STOP_LIMIT_S, float(given) / 4)
+
+
+def start_follower(order: FollowOrder) -> ChildProcess:
+    """Start a follower that leaves the processors to the trainer."""
+    log_path = Path(order.attempt_path) / f"tracker-{order.name}.log"
+    child = spawn([sys.executable, "-m", "strop.view.tracking", json.dumps(asdict(order))], log_path)
+    step_back(child.pid, by=NICENESS)
+    return child
+
+
+class _Redacting:
+    """A stream that keeps whole lines back until credentials of the environment are taken out of them."""
+
+    def __init__(self, stream: TextIO, values: tuple[str, ...]) -> None:
+        self._stream, self._values, self._begun = stream, values, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are whole."""
+        whole, end, self._begun = (self._begun + text).rpartition("\n")
+        self._stream.write(redact(whole, self._values) + end)
+        self._stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def main(words: list[str]) -> None:
+    """Follow a run as one argument says."""
+    values = tuple(value for name, value in os.environ.items() if is_secret(name, value))
+    # What packages print is their own business; the log is mirrored.
+    sys.stdout, sys.stderr = (_Redacting(one, values) for one in (sys.stdout, sys.stderr))
+    order = FollowOrder(**json.loads(words[0]))
+    Follower(order, KINDS[order.name].adapter()).follow()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
