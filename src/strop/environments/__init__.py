@@ -10,14 +10,36 @@ without a score, and an environment can say who owns one (`AttemptFailed`).
 Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
-from strop.environments.contract import Action, Choosing, Done, Environment, StepResult
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as
-from strop.environments.groups import run_group, run_groups
-from strop.environments.rollout import RolloutPlan, run_rollout
-from strop.environments.single_turn import SingleTurn, choose_environment
-from strop.environments.tools import ToolError
-from strop.environments.workspace import Workspace
-from strop.tasks.failures import AttemptFailed
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop import bring_when_asked
+
+if TYPE_CHECKING:
+    from strop.environments.contract import Action, Choosing, Done, Environment, StepResult
+    from strop.environments.extending import PromptCache, encode_next_messages, reads_as
+    from strop.environments.groups import run_group, run_groups
+    from strop.environments.rollout import RolloutPlan, run_rollout
+    from strop.environments.single_turn import SingleTurn, choose_environment
+    from strop.environments.tools import ToolError
+    from strop.environments.workspace import Workspace
+    from strop.tasks.failures import AttemptFailed
+else:
+    # What an author imports is a class and an error, in processes that are started often.
+    __getattr__ = bring_when_asked(
+        __name__,
+        {
+            "strop.environments.contract": "Action Choosing Done Environment StepResult",
+            "strop.environments.extending": "PromptCache encode_next_messages reads_as",
+            "strop.environments.groups": "run_group run_groups",
+            "strop.environments.rollout": "RolloutPlan run_rollout",
+            "strop.environments.single_turn": "SingleTurn choose_environment",
+            "strop.environments.tools": "ToolError",
+            "strop.environments.workspace": "Workspace",
+            "strop.tasks.failures": "AttemptFailed",
+        },
+    )
 
 __all__ = [
     "Action",

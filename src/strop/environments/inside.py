@@ -23,8 +23,8 @@ from strop.rollout import Example, FailureOwner, ToolCall
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging.judge import outcome_to_json
-from strop.tasks.user.own_task import as_outcome
 from strop.tasks.user.posing import make_task
+from strop.tasks.user.rewards import as_outcome
 from strop.user_code import CodeRef, load_code
 
 SOCKET = ".strop-world"

@@ -44,7 +44,7 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.user.own_task import as_outcome
+from strop.tasks.user.rewards import as_outcome
 
 T = TypeVar("T")
 

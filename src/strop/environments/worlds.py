@@ -39,8 +39,9 @@ from strop.tasks.contract import TURN, TaskLimits
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
 from strop.tasks.prompting import hash_prompting, with_stops, with_system
-from strop.tasks.user.own_task import OwnTask, as_outcome
+from strop.tasks.user.own_task import OwnTask
 from strop.tasks.user.posing import OPENING_SEED, opening_of
+from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 
 

@@ -6,26 +6,49 @@ optional packages are loaded when examples are first needed, never on import.
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
 
-from strop.tasks.contract import Task, TaskLimits
-from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.registry import (
-    build_task,
-    build_warm_task,
-    built_in,
-    environment_names,
-    task_builder,
-    task_summaries,
-)
-from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
-from strop.tasks.traits import (
-    choices_of,
-    describe_counts,
-    epoch_order_of,
-    limits_of,
-    part_of,
-    problem_of,
-    variant_of,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop import bring_when_asked
+
+if TYPE_CHECKING:
+    from strop.tasks.contract import Task, TaskLimits
+    from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
+    from strop.tasks.registry import (
+        build_task,
+        build_warm_task,
+        built_in,
+        environment_names,
+        task_builder,
+        task_summaries,
+    )
+    from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
+    from strop.tasks.traits import (
+        choices_of,
+        describe_counts,
+        epoch_order_of,
+        limits_of,
+        part_of,
+        problem_of,
+        variant_of,
+    )
+else:
+    # Processes that judge have a use for few of these.
+    __getattr__ = bring_when_asked(
+        __name__,
+        {
+            "strop.tasks.contract": "Task TaskLimits",
+            "strop.tasks.prompt": "PromptFormat render_prompt resolve_prompt_format",
+            "strop.tasks.registry": (
+                "build_task build_warm_task built_in environment_names task_builder task_summaries"
+            ),
+            "strop.tasks.selftest": "SelfTestFinding describe_findings self_test",
+            "strop.tasks.traits": (
+                "choices_of describe_counts epoch_order_of limits_of part_of problem_of variant_of"
+            ),
+        },
+    )
 
 __all__ = [
     "PromptFormat",

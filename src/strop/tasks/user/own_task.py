@@ -19,7 +19,7 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.row_task import SplitExamples
 from strop.tasks.user import posing
-from strop.tasks.user.rewards import await_if_needed, to_parts
+from strop.tasks.user.rewards import as_outcome, await_if_needed
 from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources, load_code, run_apart
 
@@ -27,7 +27,6 @@ POSE_LIMIT_S = 600.0
 """Wall time in which the class must have made its examples and written their prompts."""
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "own-1"
-_FULL_MARKS_SLACK = 1e-9
 
 
 def require_whole(name: str, example: Example) -> None:
@@ -38,19 +37,6 @@ def require_whole(name: str, example: Example) -> None:
     whole = make_example(name, example.fields, example.answer)
     if not example.fields or whole.example_id != example.example_id:
         raise DataError(f"example {example.example_id} of task {name} lacks a part of what it was made with")
-
-
-def as_outcome(found: Any, where: str, full_marks: float) -> Outcome:
-    """Return what a class said of a reply, or an attempt, as an outcome; right is what earns full marks.
-
-    Raises: TypeError or ValueError as `to_parts`.
-    """
-    if isinstance(found, Outcome):
-        return found
-    outcome = Outcome(parts=to_parts(found, "reward", where))
-    reward = outcome.reward
-    is_full = reward is not None and reward >= full_marks - _FULL_MARKS_SLACK
-    return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
 
 
 class OwnTask:

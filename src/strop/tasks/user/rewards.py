@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from strop.errors import ConfigError
+from strop.rollout import Outcome
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
@@ -28,6 +29,7 @@ GIVEN = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
 """What a function may take in addition to the columns of its row."""
 _FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
 _VALUES = "a finite number, true or false, None, or a table of them"
+_FULL_MARKS_SLACK = 1e-9
 
 
 class UserReward:
@@ -94,6 +96,19 @@ def await_if_needed(returned: Any) -> Any:
         return await returned
 
     return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+
+
+def as_outcome(found: Any, where: str, full_marks: float) -> Outcome:
+    """Return what a class said of a reply, or an attempt, as an outcome; right is what earns full marks.
+
+    Raises: TypeError or ValueError as `to_parts`.
+    """
+    if isinstance(found, Outcome):
+        return found
+    outcome = Outcome(parts=to_parts(found, "reward", where))
+    reward = outcome.reward
+    is_full = reward is not None and reward >= full_marks - _FULL_MARKS_SLACK
+    return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
 
 
 def to_parts(returned: Any, name: str, where: str) -> Parts:
