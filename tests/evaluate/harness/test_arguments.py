@@ -26,6 +26,7 @@ from strop.evaluate.harness.run import harness_command, stage_rows
 from strop.run import harness as harness_room
 from strop.spec.harness import HarnessSpec
 from tests.conftest import require_system_part
+from tests.fixtures.tiny_model import tiny_model
 
 Planned = Callable[..., list[HarnessJob | FreeJob]]
 
@@ -257,10 +258,10 @@ def test_a_task_that_the_harness_does_not_know_is_told_in_its_words(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("harness_python")
-def test_shots_that_a_task_does_not_allow_are_refused_by_name(tmp_path: Path, smollm2_dir: Path) -> None:
+def test_shots_that_a_task_does_not_allow_are_refused_by_name(tmp_path: Path, tiny_model_dir: Path) -> None:
     text = OWN_TASK.format(folder=write_rows(tmp_path)) + "num_fewshot: 0\n"
     (tmp_path / "hats.yaml").write_text(text)
-    asked = ["eval", str(smollm2_dir), "--harness", "lm-eval", "--task", "hats", "--split", "held_out"]
+    asked = ["eval", str(tiny_model_dir), "--harness", "lm-eval", "--task", "hats", "--split", "held_out"]
     words = ("harness.num_few_shot=2", "harness.engine=hf", f"harness.include={tmp_path}")
     assert main([*asked, "--out", str(tmp_path / "out"), *words]) == 1
     log = (tmp_path / "out" / "lm-eval-hats-step-000000.log").read_text()
@@ -296,12 +297,14 @@ def test_a_task_of_the_users_own_by_transformers_and_the_same_by_vllm(
 @pytest.mark.slow
 @pytest.mark.usefixtures("harness_python")
 def test_two_processes_share_the_work_of_a_file_and_a_table_follows(
-    tmp_path: Path, smollm2_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Six processes load it. Nine examples are some 700 tokens to it.
+    model = tiny_model(tmp_path / "model", max_position_embeddings=2048)
     (tmp_path / "hats.yaml").write_text(OWN_TASK.format(folder=write_rows(tmp_path)))
     file = tmp_path / "both.toml"
     file.write_text(
-        f"""model.uri = "{smollm2_dir}"
+        f"""model.uri = "{model}"
 model.dtype = "float32"
 harness.tasks = ["hats", "gsm8k"]
 harness.include = "."
@@ -337,9 +340,12 @@ source = "{tmp_path}"
     assert "exact_match" in capsys.readouterr().out
     # Alone, ended half way by SIGTERM, and begun again.
     alone = (f"harness.include={tmp_path}", "harness.batch_size=1", *SAME)
-    end_half_way(smollm2_dir, tmp_path / "one", "hats", *alone)
-    single = ask(smollm2_dir, tmp_path / "one", "hats", *alone)
+    end_half_way(model, tmp_path / "one", "hats", *alone)
+    single = ask(model, tmp_path / "one", "hats", *alone)
     assert single.metrics == hats.metrics
+    assert [sample["resps"] for sample in samples_of(tmp_path / "one", "hats")] == [
+        sample["resps"] for sample in samples_of(out, "hats", stem="both.lm-eval")
+    ]
     log = (tmp_path / "one" / "lm-eval-hats-step-000000.log").read_text()
     assert re.findall(r"Cached requests: (\d)", log)[1] in {"1", "2", "3"}
 

@@ -131,17 +131,17 @@ def test_a_slow_node_is_named_by_all_and_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_never_comes_is_named_by_all(tmp_path: Path) -> None:
-    answers = collect(tmp_path, ("n0", "n1", "n2"), {}, absent=1, wait_limit_s=20.0)
+    answers = collect(tmp_path, ("n0", "n1", "n2"), {}, absent=1, wait_limit_s=60.0)
     for answer in answers:
         assert answer == [
-            ["node_missing", "n2", "node n2 has not come to the rendezvous within 20 s"],
+            ["node_missing", "n2", "node n2 has not come to the rendezvous within 60 s"],
         ]
 
 
 @pytest.mark.slow
 def test_a_node_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
-    answers = collect(tmp_path, ("n0", "n1"), {"n1": _STUCK}, wait_limit_s=20.0)
-    assert answers[0] == [["node_stuck", "n1", "node n1 came, and has not started within 20 s"]]
+    answers = collect(tmp_path, ("n0", "n1"), {"n1": _STUCK}, wait_limit_s=60.0)
+    assert answers[0] == [["node_stuck", "n1", "node n1 came, and has not started within 60 s"]]
     # The judgement reaches the node itself too, from its own watching thread.
     assert answers[1] == answers[0]
 
