@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.figures import Figure, Measured
 from strop.record import MetricsLog, RunDir
+from strop.record.run_dir import TOKENIZER_NAME
 from strop.testing.records import RecordSize, make_record
 from tests.fixtures.browser import find_chromium, open_browser
 
@@ -170,9 +171,7 @@ def measure_page(*, is_quick: bool, model_dir: Path) -> Measured:
     found: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, open_browser(program) as browser:
         run = make_record(Path(folder), size)
-        of_model = run.checkpoint_path(size.num_steps) / "model"
-        of_model.mkdir(parents=True)
-        shutil.copyfile(model_dir / "tokenizer.json", of_model / "tokenizer.json")
+        shutil.copyfile(model_dir / "tokenizer.json", run.path / TOKENIZER_NAME)
         for number in range(1 if is_quick else NUM_ROUNDS + 1):
             measured = run_round(browser, run, size, 2 if is_quick else NUM_APPENDS)
             if number == 0 and not is_quick:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from strop.record import Event, EventKind, MetricsLog, RunDir
 from strop.record.rollouts import StoredRollout, write_trained
+from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import (
     FailureOwner,
     FinishReason,
@@ -60,11 +62,12 @@ def make_runs(root: Path) -> RichRuns:
     with whole, whole.begin_attempt().log_path.open("w") as log:
         log.write("the log of an attempt\n")
         tell_events(whole)
-    path = tiny_tokenizer(whole.path / "checkpoints" / "step-000030" / "model")
+    tokenizer = Tokenizer.load(tiny_tokenizer(root / "tokenizer"))
+    shutil.copy(root / "tokenizer" / "tokenizer.json", whole.path / TOKENIZER_NAME)
     # Written anew: the other steps are links to the first ones.
     last = whole.rollouts_path(LAST)
     last.unlink()
-    write_trained(last, last_rollouts(Tokenizer.load(path)))
+    write_trained(last, last_rollouts(tokenizer))
     (whole.path / "notes.md").write_text(f"# Note\n\n{NOTE} {HOSTILE}\n")
     spec = other.spec_path.read_text()
     other.spec_path.write_text(spec + "lr = 2e-5\n")
