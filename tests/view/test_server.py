@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -72,6 +73,13 @@ def test_every_answer_keeps_the_browser_to_this_page(address: str, path: str) ->
 )
 def test_nothing_else_of_this_machine_is_sent(address: str, path: str) -> None:
     assert Answer(address, path).status == 404
+
+
+def test_every_module_is_asked_for_at_once(address: str) -> None:
+    """A module that only another one names is asked for after that one has come."""
+    page = Answer(address, "/").body.decode()
+    modules = [one.name for one in (files("strop.view") / "page").iterdir() if one.name.endswith(".js")]
+    assert [name for name in modules if f'="page/{name}"' not in page] == []
 
 
 def test_a_token_stays_out_of_addresses_and_scripts(runs: RichRuns) -> None:

@@ -15,9 +15,11 @@ import os
 import re
 import secrets
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from http.cookies import SimpleCookie
+from importlib import import_module
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
@@ -327,7 +329,14 @@ def serve(runs: Runs, address: Address, *, say: Callable[[str], None]) -> None:
         # A page that follows a run never ends its request by itself.
         timeout_graceful_shutdown=1,
     )
+    threading.Thread(target=_import_rest, name="imports", daemon=True).start()
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _import_rest() -> None:
+    """Import what the first answers about a run need, while the browser still reads the page's files."""
+    for name in ("strop.view.report", "strop.run.runs", "strop.record.rows", "tokenizers"):
+        import_module(name)
 
 
 def _is_loopback(host: str) -> bool:
