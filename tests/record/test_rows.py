@@ -65,6 +65,7 @@ def expected_row(index: int, rollout: Rollout) -> RolloutRow:
         status=None,
         staleness=None,
         prompt=rollout.turns[0].text[:200] if rollout.turns else "",
+        prompt_end=rollout.turns[0].text[-200:] if rollout.turns else "",
         reply="" if reply is None else reply.text[:200],
     )
 

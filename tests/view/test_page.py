@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 
 from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
 from strop.record import Event, EventKind, MetricsLog, RunDir
-from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.events import JsonLines
+from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
 from strop.record.following import LineFollower
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
@@ -71,12 +72,41 @@ def test_rollouts_are_listed_found_and_opened(run: RunDir) -> None:
     found = page.get("/api/search", params=key | {"text": "ANSWER is"}).json()
     assert [(row["step"], row["index"]) for row in found["found"]] == [(1, 2)]
     assert found["next"] is None
-    opened = page.get("/api/rollout", params=key | {"step": "1", "index": "2"}).json()
+    opened = page.get("/api/rollout", params=key | {"step": "1", "key": "2"}).json()
     sampled = [turn for turn in opened["turns"] if "token_ids" in turn]
     assert sampled[-1]["text"] == "The answer is 12."
     # No tokenizer is in this run's record.
     assert sampled[-1]["tokens"] is None
     assert len(sampled[-1]["logprobs"]) == len(sampled[-1]["token_ids"])
+
+
+def test_what_no_step_took_is_listed_behind_the_step_s(run: RunDir) -> None:
+    discarded = run.discarded_path(1)
+    discarded.parent.mkdir(exist_ok=True)
+    shutil.copy(run.rollouts_path(3), discarded)
+    page, key = client(run.path), {"run": run.path.name, "step": "1"}
+    rows = page.get("/api/rollouts", params=key).json()["rows"]
+    assert [row["key"] for row in rows] == ["0", "1", "2", "d0", "d1", "d2"]
+    opened = page.get("/api/rollout", params=key | {"key": "d2"}).json()
+    assert opened["turns"][-1]["text"] == rows[5]["reply"] == "11"
+
+
+def test_the_timeline_of_some_steps_is_read_alone(run: RunDir) -> None:
+    page, key = client(run.path), {"run": run.path.name}
+    assert page.get("/api/timeline", params=key).json() == []
+
+    def spans(step: int) -> list[dict[str, Any]]:
+        return [{"lane": "learner", "name": "learn", "start": float(step), "end": step + 0.5}]
+
+    lines = [{"step": step, "spans": spans(step)} for step in (1, 2, 2, 3)]
+    log = JsonLines(run.path / "timeline.jsonl")
+    for line in lines[:3]:
+        log.append_line(line)
+    assert page.get("/api/timeline", params=key | {"first": "2", "last": "2"}).json() == lines[1:3]
+    log.append_line(lines[3])
+    assert page.get("/api/timeline", params=key | {"first": "3"}).json() == lines[3:]
+    log.truncate_after(1)
+    assert page.get("/api/timeline", params=key).json() == lines[:1]
 
 
 def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path) -> None:
@@ -96,7 +126,8 @@ def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path)
         ("/api/run?run=absent", "there is no run 'absent' here"),
         ("/api/rollouts?run=KEY&step=2", "step-000002.parquet is not there"),
         ("/api/rollouts?run=KEY&step=x", "step='x'"),
-        ("/api/rollout?run=KEY&step=1&index=99", "99"),
+        ("/api/rollout?run=KEY&step=1&key=99", "99"),
+        ("/api/rollout?run=KEY&step=1&key=x", "rollout 'x' of step 1"),
     ],
 )
 def test_a_bad_address_says_what_there_is(run: RunDir, path: str, words: str) -> None:
@@ -115,6 +146,27 @@ def test_a_damaged_run_is_listed_as_such(run: RunDir) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_nothing_but_get_is_answered(run: RunDir, method: str) -> None:
     assert client(run.path).request(method, "/api/runs").status_code == 405
+
+
+def test_notes_are_written_where_the_page_may(run: RunDir, s3_root: str) -> None:
+    def put(page: TestClient, path: str = "/api/notes", text: str = "remember <b>", **headers: str) -> int:
+        headers = headers or {"x-strop": "notes"}
+        asked = {"run": run.path.name}
+        return page.put(path, params=asked, content=text, headers=headers).status_code
+
+    assert put(client(run.path)) == 405
+    page = client(run.path, writes_notes=True)
+    # Another site's script can send neither the header nor this machine's name.
+    assert put(page, **{"content-type": "text/plain"}) == 405
+    assert put(page, "/api/runs") == 405
+    assert put(page, **{"x-strop": "notes", "host": "evil.example"}) == 403
+    assert not (run.path / "notes.md").exists()
+    assert put(page) == 200
+    told = page.get("/api/run", params={"run": run.path.name}).json()
+    assert (told["notes"], told["writes_notes"]) == ("remember <b>", True)
+    assert put(page, text="x" * (1 << 21)) == 413
+    with pytest.raises(StoreError, match="cannot be written from here"):
+        LiveRun(key="far", record=StoreRecord(open_objects(s3_root), s3_root, run="far")).write_notes("x")
 
 
 @pytest.mark.parametrize(
@@ -273,6 +325,11 @@ def test_runs_are_found_wherever_they_are(run: RunDir, place: Callable[[RunDir],
     assert runs.open(found.key) is found
     assert found.read_metrics() == run.metrics.path.stat().st_size
     assert found.rollout_steps() == [1, 3]
+
+
+def test_trials_of_a_sweep_are_runs(run: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "more/sweep/members/0", ignore=shutil.ignore_patterns("latest"))
+    assert [one.key for one in find_runs(str(tmp_path / "more"), no_job).list()] == ["sweep/members/0"]
 
 
 def test_a_mirror_in_s3_is_shown(run: RunDir, s3_root: str) -> None:

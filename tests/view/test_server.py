@@ -102,7 +102,7 @@ def test_a_text_is_found_wherever_it_stands(address: str, runs: RichRuns) -> Non
 
 
 def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
-    told = ask_about(address, "rollout", runs.whole.path, step=LAST, index=4)
+    told = ask_about(address, "rollout", runs.whole.path, step=LAST, key=4)
     sampled = [turn for turn in told["turns"] if turn["role"] == "assistant"]
     assert len(sampled) == 2
     for turn in sampled:
@@ -113,4 +113,4 @@ def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
 
 
 def test_a_text_that_would_act_is_sent_as_it_was_written(address: str, runs: RichRuns) -> None:
-    assert ask_about(address, "rollout", runs.whole.path, step=LAST, index=7)["turns"][1]["text"] == HOSTILE
+    assert ask_about(address, "rollout", runs.whole.path, step=LAST, key=7)["turns"][1]["text"] == HOSTILE

@@ -237,16 +237,17 @@ def view(
         str,
         typer.Option(metavar="HOST:PORT", help="Where the page listens; elsewhere than here with a token."),
     ] = "127.0.0.1",
+    notes: Annotated[bool, typer.Option("--notes", help="Let the page write a run's notes.md.")] = False,
 ) -> None:
-    """Show runs in a browser, live: curves, rollouts token by token, alarms, comparisons. Read-only."""
+    """Show runs in a browser, live: curves, rollouts token by token, alarms, comparisons."""
     from strop.engine.wire import require_server_part
 
-    require_server_part("starlette")
+    require_server_part("starlette", "the page")
     from strop.view.server import Address, serve
 
     output: Output = context.obj
     listening = Address.parse(address)
-    serve(_find_runs(place), listening, say=output.give)
+    serve(_find_runs(place), listening, writes_notes=notes, say=output.give)
 
 
 def _find_runs(place: str) -> Runs:

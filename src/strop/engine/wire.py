@@ -384,8 +384,8 @@ def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
-def require_server_part(module: str) -> None:
-    """Make sure that a module of the `server` extra is installed.
+def require_server_part(module: str, what: str = "an engine in a process of its own") -> None:
+    """Make sure that a module of the `server` extra is installed, which `what` needs.
 
     Raises: ConfigError naming the extra if it is missing.
     """
@@ -393,8 +393,8 @@ def require_server_part(module: str) -> None:
         import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"an engine in a process of its own needs the Python module {module!r}, which is missing",
-            allowed="placement.kind = process with the server extra, or placement.kind = inline",
+            f"{what} needs the Python module {module!r}, which is missing",
+            allowed="an installation with the server extra; engines with placement.kind = inline need none",
             next_step="run `pip install strop[server]`",
         ) from error
 

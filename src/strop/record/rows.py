@@ -65,6 +65,8 @@ class RolloutRow:
     """Steps that its oldest token is behind the weights that it met; None where it is not recorded."""
     prompt: str
     """Of the first turn, the first 200 characters."""
+    prompt_end: str
+    """And the last 200: behind a long system prompt the question is there."""
     reply: str
     """Of the last turn that the policy spoke, the first 200 characters; empty where it never did."""
 
@@ -124,6 +126,7 @@ def _list_rows(file: pq.ParquetFile) -> list[RolloutRow]:
         "failure": _name_failures(table["failure"]),
         "num_turns": num_turns.tolist(),
         "prompt": _cut(texts.take(firsts)),
+        "prompt_end": _cut(texts.take(firsts), start=-SHOWN_CHARACTERS),
         "reply": _cut(table["reply_text"]),
     }
     columns |= {column: [None] * table.num_rows for column in _TRAINED if column not in trained}
@@ -162,8 +165,8 @@ def _name_failures(failures: Any) -> list[str | None]:
     return [failure and f"{failure['owner']}: {failure['kind']}" for failure in failures.to_pylist()]
 
 
-def _cut(texts: Any) -> list[str]:
-    cut = pc.utf8_slice_codeunits(texts, start=0, stop=SHOWN_CHARACTERS)
+def _cut(texts: Any, *, start: int = 0) -> list[str]:
+    cut = pc.utf8_slice_codeunits(texts, start=start, stop=None if start else SHOWN_CHARACTERS)
     return pc.fill_null(cut, "").to_pylist()  # type: ignore[no-any-return]
 
 

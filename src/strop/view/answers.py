@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import StropError
+from strop.errors import ConfigError, StropError
 from strop.record import EventKind
+from strop.record.run_dir import DISCARDED
 from strop.rollout import ToolCall
 from strop.tool_calls import CallFormat, read_reply
-from strop.view.live import NOTES, LiveRun
+from strop.view.live import NOTES, ROLLOUTS, LiveRun
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult
@@ -119,11 +121,21 @@ def _describe_eval(result: EvalResult) -> dict[str, Any]:
     }
 
 
-def describe_row(live: LiveRun, step: int, index: int) -> dict[str, Any]:
-    """Return a rollout turn by turn, what the policy sampled token by token."""
+def describe_row(live: LiveRun, step: int, key: str) -> dict[str, Any]:
+    """Return a rollout turn by turn, what the policy sampled token by token. `key`: as `list_rows` names it.
+
+    Raises: ConfigError if it is no key; StoreError if there is no such row.
+    """
     from strop.record.rows import read_row
 
-    found = read_row(*live.read_rollouts(step), index)
+    match = re.fullmatch(r"(d?)(\d{1,9})", key)
+    if match is None:
+        raise ConfigError(
+            f"rollout {key!r} of step {step}",
+            allowed="a row's number, behind a d of one that no step took",
+            next_step="choose one of the step's list",
+        )
+    found = read_row(*live.read_rollouts(step, DISCARDED if match[1] else ROLLOUTS), int(match[2]))
     rollout, outcome = found.rollout, found.rollout.outcome
     turns = []
     for turn, advantages in zip(rollout.turns, found.advantages, strict=True):
@@ -145,7 +157,7 @@ def describe_row(live: LiveRun, step: int, index: int) -> dict[str, Any]:
         turns.append(told)
     return {
         "step": step,
-        "index": index,
+        "key": key,
         "task": rollout.example.task,
         "example_id": rollout.example.example_id,
         "sample_index": rollout.sample_index,

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop.errors import CorruptRecord, StoreError
+from strop.io import write_bytes_atomically
 from strop.record import Event, EventKind, RunState
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.following import LineFollower
 from strop.record.prediction import PREDICTION_NAME, Prediction
-from strop.record.run_dir import STATE_NAME, TOKENIZER_NAME
+from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
 
@@ -38,6 +39,8 @@ METRICS, EVENTS, TIMELINE, NOTES = "metrics.jsonl", "events.jsonl", "timeline.js
 SEARCH_LIMIT_S = 0.5
 """After it a search says how far it came, and the page asks on."""
 MAX_FOUND = 200
+ROLLOUTS = "rollouts"
+_STEP = re.compile(rb'\{"step":(\d+)')
 _STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
 
 
@@ -53,9 +56,13 @@ class LiveRun:
     _files: dict[str, bytes] = field(default_factory=dict)
     """The rollouts' file that was opened last: pages ask about one step many times."""
     _tokenizer: FastTokenizer | None = None
+    _timeline_log: LineFollower = field(init=False)
+    _timeline: list[tuple[int, int]] = field(default_factory=list)
+    """Step of each line, and the byte behind it."""
 
     def __post_init__(self) -> None:
         self._metrics_log = LineFollower(self.record, METRICS)
+        self._timeline_log = LineFollower(self.record, TIMELINE)
 
     def read_state(self) -> RunState:
         """Return what run.json says. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
@@ -156,6 +163,16 @@ class LiveRun:
         """Whether it may be looked at many times a second."""
         return self.path is not None
 
+    def write_notes(self, text: str) -> None:
+        """Replace the notes. Raises: StoreError if the disk fails, or the run is not seen here."""
+        if self.path is None:
+            raise StoreError(
+                f"{self.record.describe(NOTES)} cannot be written from here",
+                allowed="notes of runs whose directory is seen here",
+                next_step="write them where the run is; the mirror follows",
+            )
+        write_bytes_atomically(self.path / NOTES, text.encode())
+
     def read_marks(self) -> tuple[object, ...]:
         """Return what differs once a run has an evaluation more, or ends, or has new notes."""
         return (self.record.read(STATE_NAME), self.record.read(NOTES), *self.record.list("eval"))
@@ -166,9 +183,9 @@ class LiveRun:
         events.read_records()
         return f"{self.read_metrics()}.{events.offset}"
 
-    def read_rollouts(self, step: int) -> tuple[bytes, str]:
+    def read_rollouts(self, step: int, folder: str = ROLLOUTS) -> tuple[bytes, str]:
         """Return the file of a step's rollouts, and where it is. Raises: StoreError if there is none."""
-        name = f"rollouts/step-{step:06d}.parquet"
+        name = f"{folder}/step-{step:06d}.parquet"
         place = self.record.describe(name)
         if name not in self._files:
             data = self.record.read(name)
@@ -178,9 +195,18 @@ class LiveRun:
                     allowed="a step whose rollouts are recorded",
                     next_step="choose another step; a resumed run writes it again",
                 )
-            self._files.clear()
-            self._files[name] = data
+            self._files = {kept: self._files[kept] for kept in [*self._files][-1:]} | {name: data}
         return self._files[name], place
+
+    def list_rows(self, step: int) -> list[dict[str, Any]]:
+        """Return the rows of a step, `key` as `describe_row` takes it; those that no step took come last."""
+        from strop.record.rows import list_rows
+
+        rows = [asdict(row) | {"key": f"{row.index}"} for row in list_rows(*self.read_rollouts(step))]
+        if f"{DISCARDED}/step-{step:06d}.parquet" in self.record.list(DISCARDED):
+            discarded = list_rows(*self.read_rollouts(step, DISCARDED))
+            rows += [asdict(row) | {"key": f"d{row.index}"} for row in discarded]
+        return rows
 
     def search(self, text: str, steps: Sequence[int]) -> dict[str, Any]:
         """Look for a text in the rollouts of some steps, in their order, for half a second.
@@ -202,9 +228,21 @@ class LiveRun:
         return {"found": found, "next": None}
 
     def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Return the spans of some steps."""
-        lines = LineFollower(self.record, TIMELINE).read_records()[1]
-        return [line for line in lines if first <= line["step"] <= last]
+        """Return the lines of the timeline of some steps. Only they are decoded: all of it may be large."""
+        new = self._timeline_log.read_new()
+        if new.is_restarted:
+            self._timeline.clear()
+        end = self._timeline[-1][1] if self._timeline else 0
+        for line in new.lines:
+            end += len(line) + 1
+            found = _STEP.match(line)
+            self._timeline.append((int(found[1]) if found else 0, end))
+        wanted = [place for place, (step, _) in enumerate(self._timeline) if first <= step <= last]
+        if not wanted:
+            return []
+        start = self._timeline[wanted[0] - 1][1] if wanted[0] else 0
+        data = self.record.read_from(TIMELINE, start)[: self._timeline[wanted[-1]][1] - start]
+        return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
     def cut_tokens(self, turn: Turn) -> list[str] | None:
         """Return what each token of a turn reads as; None where the run's tokenizer is not at hand yet."""

@@ -1,9 +1,10 @@
-"""The page: runs in a browser while they go on and when they have ended. Read-only.
+"""The page: runs in a browser while they go on and when they have ended.
 
-HTML, style and script lie in `page/` and are sent as they are: nothing is fetched from elsewhere, nothing is
-built. Numbers go as one block of columns, news by server-sent events. Only GET is answered. On a loopback
-address only requests for this machine's own names are (a name that somebody else's DNS points here is not
-one); elsewhere, or where STROP_VIEW_TOKEN is set, whoever has the token is let in.
+HTML, style and script lie in `page/` and are sent as they are: nothing is fetched from elsewhere, nothing
+is built. Numbers go as one block of columns, news by server-sent events. Only GET is answered, but for notes
+where the page may write them. On a loopback address only requests for this machine's own names are (a name
+that somebody else's DNS points here is not one); elsewhere, or where STROP_VIEW_TOKEN is set, whoever has the
+token is let in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from http.cookies import SimpleCookie
 from importlib import import_module
 from importlib.resources import files
@@ -40,6 +41,8 @@ from strop.view.places import Runs
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8421
+NOTES_PATH = "/api/notes"
+MAX_NOTES_BYTES = 1 << 20
 TOKEN_VARIABLE = "STROP_VIEW_TOKEN"
 _COOKIE = "strop_view"
 _POLL_S, _REMOTE_POLL_S = 0.25, 5.0
@@ -64,8 +67,8 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Guard:
     """Answers GET alone, to this machine's own names, or to whoever has the token."""
 
-    def __init__(self, app: AsgiApp, *, token: str | None, host: str) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: AsgiApp, *, token: str | None, host: str, writes_notes: bool) -> None:
+        self._app, self._token, self._writes_notes = app, token, writes_notes
         self._names = _LOCAL_NAMES | {host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +81,10 @@ class Guard:
     def _refuse(self, scope: Scope) -> Response | None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] not in ("GET", "HEAD"):
-            return _plain("this page is read-only: GET alone is answered", 405)
+            # Another site's script may send a form here, and no request with a header of ours.
+            is_note = scope["method"] == "PUT" and scope["path"] == NOTES_PATH and "x-strop" in headers
+            if not (is_note and self._writes_notes):
+                return _plain("this page is read-only: GET alone is answered", 405)
         if self._token is None:
             name = _PORT.sub("", headers.get("host", "")).strip("[]")
             return None if name in self._names else _plain("this is another machine's page", 403)
@@ -102,9 +108,11 @@ def _plain(text: str, status: int) -> Response:
     return Response(f"{text}\n", status, _HEADERS, "text/plain")
 
 
-def build_app(runs: Runs, *, token: str | None = None, host: str = LOOPBACK) -> AsgiApp:
+def build_app(
+    runs: Runs, *, token: str | None = None, host: str = LOOPBACK, writes_notes: bool = False
+) -> AsgiApp:
     """Return the page's application over the runs that there are."""
-    routes = _Routes(runs)
+    routes = _Routes(runs, writes_notes=writes_notes)
     app = Starlette(
         routes=[
             Route("/", _send_file),
@@ -119,10 +127,11 @@ def build_app(runs: Runs, *, token: str | None = None, host: str = LOOPBACK) -> 
             Route("/api/search", routes.search),
             Route("/api/timeline", routes.timeline),
             Route("/api/news", routes.news),
+            Route(NOTES_PATH, routes.write_notes, methods=["PUT"]),
         ],
         exception_handlers={StropError: _say_error, 404: _say_nothing},
     )
-    return Guard(app, token=token, host=host)
+    return Guard(app, token=token, host=host, writes_notes=writes_notes)
 
 
 async def _send_file(request: Request) -> Response:
@@ -149,8 +158,8 @@ def _json(value: Any) -> Response:
 class _Routes:
     """The answers, each read in a thread: a store may take its time."""
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+    def __init__(self, runs: Runs, *, writes_notes: bool) -> None:
+        self._runs, self._writes_notes = runs, writes_notes
 
     def _open(self, request: Request) -> LiveRun:
         return self._runs.open(request.query_params.get("run", ""))
@@ -163,7 +172,20 @@ class _Routes:
         return _json(await run_in_threadpool(lambda: compare([self._runs.open(key) for key in keys])))
 
     async def run(self, request: Request) -> Response:
-        return _json(await run_in_threadpool(lambda: describe_run(self._open(request))))
+        def read() -> dict[str, Any]:
+            run = self._open(request)
+            return {**describe_run(run), "writes_notes": self._writes_notes and run.is_local}
+
+        return _json(await run_in_threadpool(read))
+
+    async def write_notes(self, request: Request) -> Response:
+        run, body = self._open(request), b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_NOTES_BYTES:
+                return _plain(f"notes of more than {MAX_NOTES_BYTES} bytes", 413)
+        await run_in_threadpool(lambda: run.write_notes(body.decode(errors="replace")))
+        return _json({})
 
     async def metrics(self, request: Request) -> Response:
         block = await run_in_threadpool(lambda: self._open(request).pack_metrics())
@@ -173,20 +195,13 @@ class _Routes:
         return _json(await run_in_threadpool(lambda: {"steps": self._open(request).rollout_steps()}))
 
     async def rollouts(self, request: Request) -> Response:
-        def read() -> dict[str, Any]:
-            from strop.record.rows import list_rows
-
-            step = _number(request, "step")
-            return {
-                "step": step,
-                "rows": [asdict(row) for row in list_rows(*self._open(request).read_rollouts(step))],
-            }
-
-        return _json(await run_in_threadpool(read))
+        step = _number(request, "step")
+        rows = await run_in_threadpool(lambda: self._open(request).list_rows(step))
+        return _json({"step": step, "rows": rows})
 
     async def rollout(self, request: Request) -> Response:
-        step, index = _number(request, "step"), _number(request, "index")
-        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, index)))
+        step, key = _number(request, "step"), request.query_params.get("key", "")
+        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, key)))
 
     async def search(self, request: Request) -> Response:
         def read() -> dict[str, Any]:
@@ -310,7 +325,7 @@ class Address:
         return listener
 
 
-def serve(runs: Runs, address: Address, *, say: Callable[[str], None]) -> None:
+def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[str], None]) -> None:
     """Serve the page until SIGINT or SIGTERM; `say` gets its address. Raises: ConfigError, see `listen`."""
     listener = address.listen()
     port = listener.getsockname()[1]
@@ -320,7 +335,7 @@ def serve(runs: Runs, address: Address, *, say: Callable[[str], None]) -> None:
     host = f"[{address.host}]" if ":" in address.host else address.host
     say(f"http://{host}:{port}/" + (f"?token={token}" if token else ""))
     config = uvicorn.Config(
-        build_app(runs, token=token, host=address.host),
+        build_app(runs, token=token, host=address.host, writes_notes=writes_notes),
         ws="none",
         lifespan="off",
         log_config=None,

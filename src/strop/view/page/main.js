@@ -42,7 +42,7 @@ async function show() {
   document.title = ["strop", ...names.map(([text]) => text)].reverse().join(" · ");
   const room = h("div");
   try {
-    const going = await view(room, { run, step: Number(step), index: Number(index), query: place.query, all: place.all });
+    const going = await view(room, { run, step: Number(step), index, query: place.query, all: place.all });
     if (mine !== turn) { going?.(); return; }
     leave = going ?? null;
   } catch (error) {

@@ -143,6 +143,8 @@ function showAlarms(place, run, key) {
 }
 
 function showFacts(place, run) {
+  // Not under the hands of somebody who writes.
+  if (place.contains(document.activeElement) && document.activeElement.tagName === "TEXTAREA") return;
   const isOpen = new Set([...place.querySelectorAll("details[open]")].map((one) => one.dataset.name));
   const fold = (name, title, content) => h("details", { "data-name": name, open: isOpen.has(name) }, h("summary", {}, title), content);
   const gate = run.gate.map((one) => [one.cause, one.detail]), log = run.log.map((one) => [one.step, one.cause, one.detail]);
@@ -153,6 +155,18 @@ function showFacts(place, run) {
     gate.length ? fold("gate", `Gate: ${gate.length} checks before the first step`, table(["check", "what it found"], gate, { label: "Gate" })) : null,
     run.audit ? fold("audit", "Audit of the task", prose(JSON.stringify(run.audit, null, 1))) : null,
     log.length ? fold("log", `Notices (${log.length})`, table(["step", "what", "detail"], log, { label: "Notices" })) : null,
-    fold("notes", run.notes ? "Notes" : "Notes (none)", h("div", {}, run.notes ? prose(run.notes) : null, h("p", { class: "soft small" }, "Notes are the file ", h("code", {}, visible(run.notes_path)), ": write it with any editor, and it is shown here."))),
+    fold("notes", run.notes ? "Notes" : "Notes (none)", h("div", {}, run.writes_notes ? notesForm(run) : run.notes ? prose(run.notes) : null,
+      h("p", { class: "soft small" }, "Notes are the file ", h("code", {}, visible(run.notes_path)), run.writes_notes ? "." : ": write it with any editor, or start the page with --notes."))),
     fold("spec", "Settings", prose(run.spec))));
+}
+
+function notesForm(run) {
+  const box = h("textarea", { rows: "8", "aria-label": "notes", style: { width: "100%", maxWidth: "50rem" } }), told = h("span", { class: "soft small", role: "status" });
+  box.value = run.notes;
+  const save = async (event) => {
+    event.preventDefault();
+    const answer = await fetch(`api/notes?${new URLSearchParams({ run: run.key })}`, { method: "PUT", headers: { "x-strop": "notes" }, body: box.value });
+    told.textContent = answer.ok ? " saved" : ` not saved: ${(await answer.text()).slice(0, 300)}`;
+  };
+  return h("form", { onsubmit: save }, box, h("div", {}, h("button", {}, "save notes"), told));
 }
