@@ -48,3 +48,8 @@ def test_make_demo_trains_evaluates_and_says_where_its_report_is(tmp_path: Path)
     assert after["sampled"]["accuracy"] > before["sampled"]["accuracy"] + MIN_GAIN
     assert (run_dir / "report.html").is_file()
     assert str(run_dir / "report.html") in printed
+    # A newcomer sees sums that it came to solve, and what to type next.
+    gained = printed.partition("\ngained ")[2]
+    assert "of 16 examples, wrong before and right now" in gained
+    assert gained.count("  before: ") == gained.count("  now:    ") == 3
+    assert f"strop view {run_dir}" in gained.partition("\nnext")[2]

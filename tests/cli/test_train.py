@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 from strop.record import RunDir
@@ -12,11 +14,19 @@ def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:
     assert ended.code == 0
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     lines = ended.out.splitlines()
-    assert [line.split()[0] for line in lines] == ["before", "after", "change", "pace", "report"]
+    assert [line.split()[0] for line in lines] == [
+        *("before", "after", "change", "gained", "pace", "report", "next"),
+        *(sys.executable,) * 2,
+    ]
     assert lines[0].startswith("before held-out accuracy ")
     assert lines[0].endswith("4 examples)")
     assert "95% interval" in lines[0]
-    assert lines[-1] == f"report {path / 'report.html'}"
+    assert lines[5] == f"report {path / 'report.html'}"
+    commands = [shlex.split(line, comments=True) for line in lines[7:]]
+    assert [command[3:] for command in commands] == [
+        ["view", str(path)],
+        ["train", "run.toml", "seed=1"],
+    ]
     assert (path / "report.html").is_file()
     # Progress is no result: it is on standard error.
     assert ended.err.splitlines()[0] == f"run {path}"

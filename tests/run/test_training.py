@@ -18,6 +18,7 @@ from strop.cluster.local import InlinePlacement
 from strop.errors import CheckRefused, ConfigError, RunStopped
 from strop.evaluate import Validity, read_result, write_result
 from strop.evaluate.accuracy import refuse_trained
+from strop.evaluate.shards import read_all_shards
 from strop.hardware.number_format import DTYPE_FACT
 from strop.kernels import KernelStatus
 from strop.policy.language_model import LanguageModel
@@ -129,7 +130,12 @@ def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
     assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
     assert outcome.before.model_digest != outcome.after.model_digest
     assert [summary.step for summary in here.notes.summaries] == [0, 2]
-    assert sorted(path.name for path in (outcome.run_path / "eval").iterdir()) == [
+    kept = outcome.run_path / "eval"
+    for step in (0, 2):
+        # The replies, too, two examples with two sampled ones each: another judge may read them again.
+        _, replies = read_all_shards(kept / f"reverse-text-step-{step:06d}")
+        assert len(replies) == 2 * (1 + (outcome.before.num_samples or 0))
+    assert sorted(path.name for path in kept.glob("*.json")) == [
         "reverse-text-step-000000.json",
         "reverse-text-step-000002.json",
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -65,7 +65,8 @@ def train(context: typer.Context, args: TrainArguments) -> None:
             output.say(str(conflict))
         if args.from_uri is not None:
             resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
-        run_to_end(output, resolved, observer, is_new=args.new)
+        words = (args.run_file, *(args.overrides or ()))
+        run_to_end(output, resolved, observer, is_new=args.new, words=words)
 
 
 def sft() -> None:
@@ -106,11 +107,17 @@ def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: 
     return found.resolved
 
 
-def run_to_end(output: Output, resolved: ResolvedSpec, observer: Observer, *, is_new: bool) -> None:
-    """Run a spec on this machine, show its progress, and give its result and its report."""
+def run_to_end(
+    output: Output, resolved: ResolvedSpec, observer: Observer, *, is_new: bool, words: Sequence[str]
+) -> None:
+    """Run a spec on this machine, show its progress, and give its result, its report and what to do next.
+
+    `words`: what was given: a run file and overrides.
+    """
     from strop.run.training import train_here
     from strop.view.json_lines import JsonObserver
     from strop.view.report import write_report
+    from strop.view.summary import describe_changes, describe_next, describe_outcome, describe_pace
     from strop.view.tracking import TrackingObserver
 
     facts = observer.facts if isinstance(observer, JsonObserver) else {}
@@ -125,54 +132,11 @@ def run_to_end(output: Output, resolved: ResolvedSpec, observer: Observer, *, is
         facts["report"] = str(write_report(trained.run_path))
 
     outcome = train_here(resolved, tracking, is_new=is_new, on_run=open_run, on_trained=report)
-    for line in describe_outcome(outcome):
+    for line in (
+        *describe_outcome(outcome),
+        *describe_changes(outcome.changes, width=shutil.get_terminal_size((100, 24)).columns),
+        *describe_pace(outcome.run_path),
+        f"report {facts['report']}",
+        *describe_next(outcome, words, seed=resolved.spec.seed),
+    ):
         output.give(line)
-    if paced := describe_pace(outcome.run_path):
-        output.give(paced)
-    output.give(f"report {facts['report']}")
-
-
-def describe_outcome(outcome: TrainOutcome) -> list[str]:
-    """Return held-out accuracy before and after, and the change, as lines."""
-    from strop.evaluate import compare_results
-
-    before, after = outcome.before, outcome.after
-    lines = []
-    for name, result in (("before", before), ("after", after)):
-        if result is None:
-            continue
-        score = result.greedy
-        if score.accuracy is None or not result.is_valid:
-            lines.append(f"{name:6} held-out accuracy: {result.verdict}")
-        else:
-            lines.append(
-                f"{name:6} held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to"
-                f" {score.high:.1%}, {result.num_examples} examples)"
-            )
-    if before is not None and after is not None and before.is_valid and after.is_valid:
-        change = compare_results(before, after).greedy
-        if change is not None:
-            lines.append(
-                f"change {change.estimate:+.1%} (95% interval {change.low:+.1%} to {change.high:+.1%},"
-                " same examples)"
-            )
-    return lines
-
-
-def describe_pace(run_path: Path) -> str:
-    """Return the step time that was planned and what it was, in one line; empty where one is not known."""
-    from strop.record import RunDir
-    from strop.record.prediction import compare_prediction, read_prediction
-    from strop.view.report import describe_amount
-
-    prediction = read_prediction(run_path)
-    if prediction is None:
-        return ""
-    shown = {
-        one.name: f"{one.name} {describe_amount(one.measured, one.unit)}"
-        f" (planned {describe_amount(one.planned, one.unit)})"
-        for one in compare_prediction(prediction, RunDir.open(run_path).metrics.read())
-    }
-    wanted = ("step", "generate", "wait for rollouts", "learn", "memory peak")
-    said = [shown[name] for name in wanted if name in shown]
-    return f"pace   {', '.join(said)}" if said else ""

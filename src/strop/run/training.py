@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from strop.evaluate import (
     run_evaluation,
     write_result,
 )
+from strop.evaluate.shards import ShardFolder
 from strop.hardware import describe_machine, importing, read_calibration, require_writable, tune_process
 from strop.hardware.number_format import (
     AUTO,
@@ -50,6 +52,7 @@ from strop.record.parts import PARTS_FACT, list_changes
 from strop.record.prediction import Prediction, write_prediction
 from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import Sampling, Split
+from strop.run.changes import Changes, find_changes
 from strop.run.claim import claim_machine, list_parts, open_run
 from strop.run.mirroring import Mirroring, probe_mirror
 from strop.spec import ResolvedSpec, RunSpec
@@ -76,6 +79,8 @@ class TrainOutcome:
     run_path: Path
     before: EvalResult | None
     after: EvalResult | None
+    changes: Changes | None = None
+    """What became of single examples; None without two evaluations that can be compared."""
 
 
 def train_here(
@@ -321,12 +326,13 @@ async def _train(
         await judges.stop()
         await runtime.stop()
         forget_prints()
-    return TrainOutcome(
-        run_path=run_dir.path,
-        # From the record: an earlier attempt may have made them.
-        before=_find_result(run_dir.eval_path(task.name, 0)),
-        after=_find_result(run_dir.eval_path(task.name, spec.train.steps)),
-    )
+    # From the record: an earlier attempt may have made them.
+    paths = [run_dir.eval_path(task.name, step) for step in (0, spec.train.steps)]
+    before, after = map(_find_result, paths)
+    changes = None
+    if before is not None and after is not None:
+        changes = find_changes(task, before, after, (kept_at(paths[0]), kept_at(paths[1])))
+    return TrainOutcome(run_path=run_dir.path, before=before, after=after, changes=changes)
 
 
 def _fetch(uri: str) -> ModelSource:
@@ -335,6 +341,11 @@ def _fetch(uri: str) -> ModelSource:
 
     model = get_model(uri)
     return ModelSource(path=model.path, digest=model.digest, uri=uri)
+
+
+def kept_at(result_path: Path) -> Path:
+    """Return where the replies behind a result are kept: beside it, named like it."""
+    return result_path.with_suffix("")
 
 
 def _find_result(path: Path) -> EvalResult | None:
@@ -376,10 +387,18 @@ class Evaluation:
             trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
             max_positions=roles.learner.shape.max_positions,
         )
-        result = await run_evaluation(
-            planned, roles.engine, roles.tokenizer, judge=self.judge, on_example=on_progress
-        )
         path = self.run_dir.eval_path(self.task.name, step)
+        # Of an attempt that was killed: what it kept is not gone on with, it is asked in a moment.
+        shutil.rmtree(kept_at(path), ignore_errors=True)
+        with ShardFolder(kept_at(path), planned.plan, spec.task.model_dump(mode="json")) as folder:
+            result = await run_evaluation(
+                planned,
+                roles.engine,
+                roles.tokenizer,
+                judge=self.judge,
+                folder=folder,
+                on_example=on_progress,
+            )
         write_result(result, path)
         if result.greedy.accuracy is None:
             stop = RunStopped(

@@ -1,0 +1,104 @@
+"""What a run brought, in the lines that a training ends with: accuracy, examples, pace, what to do next."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from strop.evaluate import compare_results
+from strop.record import RunDir
+from strop.record.prediction import compare_prediction, read_prediction
+from strop.run.changes import Changes
+from strop.run.training import TrainOutcome
+from strop.view.display import cut
+from strop.view.report import describe_amount
+from strop.view.terminal import make_harmless, to_one_line
+
+_MOST_ASKED = 60
+"""Characters of a question that is given to the model once more, in a command."""
+
+
+def describe_outcome(outcome: TrainOutcome) -> list[str]:
+    """Return held-out accuracy before and after, and the change, as lines."""
+    before, after = outcome.before, outcome.after
+    lines = []
+    for name, result in (("before", before), ("after", after)):
+        if result is None:
+            continue
+        score = result.greedy
+        if score.accuracy is None or not result.is_valid:
+            lines.append(f"{name:6} held-out accuracy: {result.verdict}")
+        else:
+            lines.append(
+                f"{name:6} held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to"
+                f" {score.high:.1%}, {result.num_examples} examples)"
+            )
+    if before is not None and after is not None and before.is_valid and after.is_valid:
+        change = compare_results(before, after).greedy
+        if change is not None:
+            lines.append(
+                f"change {change.estimate:+.1%} (95% interval {change.low:+.1%} to {change.high:+.1%},"
+                " same examples)"
+            )
+    return lines
+
+
+def describe_pace(run_path: Path) -> list[str]:
+    """Return the step time that was planned and what it was, as a line; none where one is not known."""
+    prediction = read_prediction(run_path)
+    if prediction is None:
+        return []
+    shown = {
+        one.name: f"{one.name} {describe_amount(one.measured, one.unit)}"
+        f" (planned {describe_amount(one.planned, one.unit)})"
+        for one in compare_prediction(prediction, RunDir.open(run_path).metrics.read())
+    }
+    wanted = ("step", "generate", "wait for rollouts", "learn", "memory peak")
+    said = [shown[name] for name in wanted if name in shown]
+    return [f"pace   {', '.join(said)}"] if said else []
+
+
+def describe_changes(changes: Changes | None, *, width: int) -> list[str]:
+    """Return how many examples came to be solved, and some of them with both replies, a line each."""
+    if changes is None:
+        return []
+    lost = f"; {changes.num_lost} the other way round" if changes.num_lost else ""
+    lines = [
+        f"gained {changes.num_gained} of {changes.num_examples} examples, wrong before and right now{lost}"
+    ]
+    for example in changes.examples:
+        said = {"": example.question, "  before: ": example.before, "  now:    ": example.after}
+        for label, text in said.items():
+            lines.append(cut(f"       {label}{to_one_line(text) or '(nothing)'}", width))
+    return lines
+
+
+def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> list[str]:
+    """Return commands to go on with, as they can be typed here. `words`: the run file and its overrides."""
+    program, run = _find_program(), str(outcome.run_path)
+    commands = {(*program, "view", run): "every curve and every reply, in a browser"}
+    asked = next(iter(outcome.changes.examples), None) if outcome.changes is not None else None
+    if asked is not None and _can_be_typed(asked.question):
+        commands[(*program, "sample", run, "--prompt", asked.question)] = "ask it something yourself"
+    kept = [word for word in words if not word.startswith(("seed=", "output.dir=", "output.root="))]
+    commands[(*program, "train", *kept, f"seed={seed + 1}")] = (
+        "the same with other luck: how sure is the gain?"
+    )
+    return ["next", *(f"       {shlex.join(one)}  # {what}" for one, what in commands.items())]
+
+
+def _can_be_typed(question: str) -> bool:
+    is_plain = question.isprintable() and make_harmless(question) == question
+    return is_plain and 0 < len(question) <= _MOST_ASKED
+
+
+def _find_program() -> tuple[str, ...]:
+    """Return how this program is called from here."""
+    own = Path(sys.argv[0])
+    if own.name != "strop":
+        return (sys.executable, "-m", "strop.cli")
+    found = shutil.which("strop")
+    return ("strop",) if found is not None and Path(found).samefile(own) else (sys.argv[0],)
