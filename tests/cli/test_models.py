@@ -225,7 +225,7 @@ def test_a_damaged_run_does_not_hide_the_others(finished_run: Path, folder: Path
 
 @pytest.mark.slow
 def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) -> None:
-    assert "(assumed)" in run("plan", "run.toml").out.split("speed ")[1].split("\n")[0]
+    assert "(assumed)" in run("plan", "run.toml", "--all").out.split("speed ")[1].split("\n")[0]
     ended = run("doctor", "--json")
     assert ended.code == 0
     found = json.loads(ended.out)
@@ -239,4 +239,4 @@ def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) 
         *(f"extra {e}" for e in ("server", "tasks", "ray", "s3")),
     ]
     assert not found["checks"][0]["is_ok"]
-    assert "(measured)" in run("plan", "run.toml").out.split("speed ")[1].split("\n")[0]
+    assert "(measured)" in run("plan", "run.toml", "--all").out.split("speed ")[1].split("\n")[0]

@@ -9,7 +9,7 @@ from tests.fixtures.commands import Run
 
 
 def test_a_plan_for_an_accelerator_names_it_and_its_source(folder: Path, run: Run) -> None:
-    shown = " ".join(run("plan", "run.toml", "--hardware", "h100").out.split())
+    shown = " ".join(run("plan", "run.toml", "--hardware", "h100", "--all").out.split())
     assert "role on h100" in shown
     assert "of 80.0 GB" in shown
     assert "peak by NVIDIA H100 data sheet, SXM" in shown
@@ -23,12 +23,12 @@ def test_a_measurement_is_made_once_and_read_by_the_next_plan(folder: Path, run:
     ended = run("plan", "run.toml", "--measure", "train.micro_batch_tokens=400")
     assert ended.code == 0
     assert "measured here with " in ended.err
-    again = " ".join(run("plan", "run.toml").out.split())
+    again = " ".join(run("plan", "run.toml", "--all").out.split())
     assert "measured here with" in again
 
 
 def test_what_judging_costs_is_planned(folder: Path, run: Run) -> None:
-    shown = " ".join(run("plan", "run.toml", "task.name=mbpp", "train.steps=10").out.split())
+    shown = " ".join(run("plan", "run.toml", "task.name=mbpp", "train.steps=10", "--all").out.split())
     # Two prompts of two replies; nobody has the data here, and it is planned all the same.
     assert "programs run 4" in shown
     assert "their time, if each ran into its limit" in shown

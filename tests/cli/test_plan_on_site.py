@@ -87,7 +87,7 @@ def test_plan_on_a_site_is_for_the_sites_gpus(run: Run) -> None:
     assert {role["available_bytes"] for role in found["roles"]} == {80 * 10**9}
     # What this machine has is not compared with.
     assert found["memory"] is None
-    shown = " ".join(run("plan", "run.toml", "--on", "cluster", "job.gpus=1").out.split())
+    shown = " ".join(run("plan", "run.toml", "--on", "cluster", "job.gpus=1", "--all").out.split())
     assert "role on h100" in shown
     assert "peak by NVIDIA H100 data sheet" in shown
     assert "--- job.sh" in shown
@@ -165,7 +165,7 @@ def test_the_price_stands_in_text_json_and_dry_run(run: Run) -> None:
     # Twelve hours of two GPUs.
     assert price["limit_usd"] == pytest.approx(60.0)
     assert found["job"]["cost_usd"] == pytest.approx(60.0)
-    planned = run("plan", "run.toml", "--on", "cluster", *words)
+    planned = run("plan", "run.toml", "--on", "cluster", "--all", *words)
     shown = " ".join(planned.out.split())
     assert "price of 2 GPUs at 2.5 USD an hour each" in shown
     assert "at most, by the job's time limit 60.00 USD" in shown

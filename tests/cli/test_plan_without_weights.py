@@ -54,7 +54,7 @@ def test_strop_plan_of_a_model_that_is_not_here_has_memory_time_and_disk(run: Ru
     (role,) = found["roles"]
     # Masters, gradients and moments alone are 16 bytes a parameter.
     assert sum(part["amount"] for part in role["parts"]) > 16 * 7.6e9
-    shown = " ".join(run(*words).out.split())
+    shown = " ".join(run(*words, "--all").out.split())
     assert "tiny: Qwen/Qwen2.5-7B, 7.62 billion parameters (Qwen/Qwen2.5-7B in the table of known" in shown
     assert "prompt_tokens_mean (assumed)" in shown
     assert "the tokenizer is not here" in shown

@@ -176,12 +176,26 @@ def test_explain_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: 
     assert "it exists because" not in run("explain", "optimizer.lr").out
 
 
-def test_plan_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: Run, folder: Path) -> None:
-    assert "optimizer.beta2" not in (plain := run("plan", "run.toml").out)
-    assert "optimizer.lr" in plain
-    assert "at their default (--all)" in plain
-    assert "optimizer.beta2" in run("plan", "run.toml", "--all").out
-    assert "optimizer.beta2" in run("plan", "run.toml", "optimizer.beta2=0.99").out
+def test_plan_fits_one_screen_and_shows_everything_on_demand(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    ended = run("plan", "run.toml")
+    lines = ended.out.splitlines()
+    assert len(lines) + len(ended.err.splitlines()) <= 24
+    assert all(len(line) <= 100 for line in lines)
+    labels = ("run", "model", "task", "learns by", "prompts", "the first", "runs on", "time", "one step")
+    assert [line[:10].strip() for line in lines] == [
+        *labels,
+        *("slowest", "memory", "disk", "cost", "warnings", "more"),
+    ]
+    text = "<|start|>user\\nWhat is 1 + 3?<|end|>\\n<|start|>assistant\\n"
+    assert lines[5] == f"the first {text}"
+    assert lines[3] == "learns by grpo, learning rate 1e-05; 2 steps of 2 prompts, 4 replies"
+    everything = run("plan", "run.toml", "--all").out
+    for name in ("optimizer.lr", "optimizer.beta2", "(assumed)", "task.max_reply_tokens"):
+        assert name in everything
+        assert name not in ended.out
 
 
 def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:

@@ -40,7 +40,9 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     ended = run("sft", "sft.toml", "sft.rows_per_step=8")
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
-    assert [line.split()[0] for line in lines] == ["before", "after", "change", "pace", "report"]
+    assert [line.split()[0] for line in lines[:6]] == [
+        *("before", "after", "change", "gained", "pace", "report"),
+    ]
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     record = RunDir.open(path)
     assert record.is_finished
@@ -115,7 +117,7 @@ def test_a_plan_counts_the_demonstrations(folder: Path, run: Run, sft_file: Path
     names = {value["name"] for value in planned["algorithm"]}
     assert {"train.terms", "sft.source", "weight of a demonstrated token"} <= names
     assert "algorithm.name" not in names
-    shown = run("plan", "sft.toml")
+    shown = run("plan", "sft.toml", "--all")
     assert "demonstrations per step" in shown.out
     assert "rollouts per step" not in shown.out
 

@@ -46,7 +46,8 @@ class PlanArguments:
         ),
     ] = False
     everything: Annotated[
-        bool, typer.Option("--all", help="Also show expert settings that have their default.")
+        bool,
+        typer.Option("--all", help="Show everything: each setting, what it rests on, what would be sent."),
     ] = False
     json: Json = False
 
@@ -57,7 +58,7 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. No network without --fetch."""
     from strop.cli.submit import SubmitArguments, prepare, read_arguments, submit_request
     from strop.plan.planning import make_plan
-    from strop.spec import expert_keys, load_spec
+    from strop.spec import load_spec
 
     output: Output = context.obj
     overrides = args.overrides or []
@@ -88,16 +89,20 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
     if args.json:
         job = {} if request is None else {"job": _plan_job(output, request, asked)}
         output.give_json(asdict(planned) | job)
+    elif args.everything:
+        show_plan(output, planned)
     else:
-        hidden: frozenset[str] = frozenset() if args.everything else expert_keys(resolved.spec)
-        show_plan(output, planned, hidden=hidden)
+        show_screen(output, planned)
+        if request is not None:
+            # For its refusals.
+            _plan_job(output, request, asked)
     for notice in planned.notices:
         tell(notice)
     for unknown in planned.unknown:
         output.say(f"unknown: {unknown}")
     for warning in planned.warnings:
         output.say(f"warning: training would be refused: {warning}")
-    if request is not None and not args.json:
+    if request is not None and args.everything and not args.json:
         launcher, request = prepare(output, request, asked)
         submit_request(output, launcher, request, asked)
 
@@ -152,8 +157,19 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
     )
 
 
-def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozenset()) -> None:
-    """Print a plan as tables, the prompt first. `hidden`: settings not shown at their default."""
+def show_screen(output: Output, planned: Plan) -> None:
+    """Print what matters of a plan on one screen."""
+    import shutil
+
+    from strop.cli.output import PLAIN_WIDTH
+    from strop.view.plan_screen import describe_plan
+
+    for line in describe_plan(planned, width=shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns):
+        output.give(line)
+
+
+def show_plan(output: Output, planned: Plan) -> None:
+    """Print a plan as tables, the prompt first."""
     if planned.prompt is not None:
         _show_prompt(output, planned.prompt)
     schedule = planned.schedule
@@ -186,7 +202,7 @@ def show_plan(output: Output, planned: Plan, *, hidden: frozenset[str] = frozens
         ("algorithm", planned.algorithm),
         ("optimizer", planned.optimizer),
     ):
-        _show_values(output, title, values, hidden)
+        _show_values(output, title, values)
     if planned.memory is not None:
         _show_room(output, "memory", planned.memory)
     if planned.roles:
@@ -222,17 +238,13 @@ def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
     )
 
 
-def _show_values(output: Output, title: str, values: Sequence[PlannedValue], hidden: frozenset[str]) -> None:
-    from strop.spec.base import DEFAULT
+def _show_values(output: Output, title: str, values: Sequence[PlannedValue]) -> None:
     from strop.spec.display import show_value
 
     rows = [
         (value.name, value.value if isinstance(value.value, str) else show_value(value.value), value.origin)
         for value in values
-        if value.origin != DEFAULT or value.name not in hidden
     ]
-    if len(rows) < len(values):
-        rows.append(("expert settings", f"{len(values) - len(rows)} at their default (--all)", ""))
     output.give_table((title, "value", "from"), rows)
 
 

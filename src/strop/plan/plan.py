@@ -92,6 +92,7 @@ class Plan:
     """A run before it runs. None stands where `unknown` says why."""
 
     name: str
+    task: str
     model_uri: str
     model_path: str | None
     """The folder that its files are read from here."""

@@ -18,7 +18,7 @@ from strop.errors import ConfigError
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
-from strop.hardware.number_format import AUTO, settle_format
+from strop.hardware.number_format import AUTO, NumberFormat, settle_format
 from strop.plan.estimate import TimeEstimate, estimate_time, list_assumptions, list_disk_parts, signal_frac
 from strop.plan.generating import Work
 from strop.plan.judging import Judging, describe_judging
@@ -95,15 +95,10 @@ def make_plan(
         "memory": _room(needs.memory, machine.memory_bytes),
         "disk": _room(disk, _free_disk_bytes(spec, target)),
     }
-    is_open = resolved.spec.model.dtype == AUTO
-    dtype = PlannedValue(
-        name="model.dtype",
-        value=number_format.dtype,
-        origin=number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT),
-    )
     place = "this machine" if target is None or target.is_here else f"a node of {target.site}"
     return Plan(
         name=spec.name,
+        task=task.name,
         model_uri=spec.model.uri,
         model_path=str(known.model.path) if known.model and known.model.path else None,
         model_source=known.model.source if known.model else None,
@@ -113,7 +108,7 @@ def make_plan(
             *list_limits(
                 resolved, task, known.model, machine, speeds, num_positions=needs.num_positions, place=place
             ),
-            dtype,
+            _plan_dtype(resolved, number_format),
         ),
         schedule=_plan_schedule(spec, known),
         algorithm=list_terms(resolved, attempt_tokens_of(task, task.limits)),
@@ -152,6 +147,12 @@ class _Needs:
     judging: Judging | None = None
     num_positions: int | None = None
     """Of a micro-batch on one rank, at most."""
+
+
+def _plan_dtype(resolved: ResolvedSpec, number_format: NumberFormat) -> PlannedValue:
+    is_open = resolved.spec.model.dtype == AUTO
+    origin = number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
+    return PlannedValue(name="model.dtype", value=number_format.dtype, origin=origin)
 
 
 def _estimate_needs(
