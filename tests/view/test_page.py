@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
 from strop.record import Event, EventKind, MetricsLog, RunDir
 from strop.record.events import JsonLines
-from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
+from strop.record.files import DirectoryRecord, RecordFiles, Shard, StoreRecord
 from strop.record.following import LineFollower
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
@@ -89,6 +89,23 @@ def test_what_no_step_took_is_listed_behind_the_step_s(run: RunDir) -> None:
     assert [row["key"] for row in rows] == ["0", "1", "2", "d0", "d1", "d2"]
     opened = page.get("/api/rollout", params=key | {"key": "d2"}).json()
     assert opened["turns"][-1]["text"] == rows[5]["reply"] == "11"
+
+
+def test_replies_of_an_evaluation_are_opened_like_a_step_s(run: RunDir) -> None:
+    folder = run.path / "eval" / "arithmetic-step-000003"
+    folder.mkdir()
+    for place, step in enumerate((1, 3)):
+        name = Shard(examples=range(32 * place, 32 * place + 32)).file_name
+        shutil.copy(run.rollouts_path(step), folder / name)
+    page, key = client(run.path), {"run": run.path.name, "step": "3", "of": "eval"}
+    assert page.get("/api/steps", params=key).json() == {"steps": [3]}
+    assert page.get("/api/run", params=key).json()["reply_steps"] == [3]
+    rows = page.get("/api/rollouts", params=key).json()["rows"]
+    assert [row["key"] for row in rows] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    assert page.get("/api/rollout", params=key | {"key": "1.2"}).json()["turns"][-1]["text"] == "11"
+    found = page.get("/api/search", params=key | {"text": "answer is"}).json()["found"]
+    assert [row["key"] for row in found] == ["0.2"]
+    assert page.get("/api/steps", params=key | {"of": "dreams"}).status_code == 404
 
 
 def test_the_timeline_of_some_steps_is_read_alone(run: RunDir) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import ConfigError, StropError
+from strop.errors import StropError
 from strop.record import EventKind
-from strop.record.run_dir import DISCARDED
 from strop.rollout import ToolCall
 from strop.tool_calls import CallFormat, read_reply
-from strop.view.live import NOTES, ROLLOUTS, LiveRun
+from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult
@@ -98,6 +96,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "notes": (live.record.read(NOTES) or b"").decode(errors="replace"),
         "notes_path": live.record.describe(NOTES),
         "rollout_steps": live.rollout_steps(),
+        "reply_steps": live.rollout_steps(EVALUATION),
         "cursor": live.cursor(),
     }
 
@@ -121,21 +120,12 @@ def _describe_eval(result: EvalResult) -> dict[str, Any]:
     }
 
 
-def describe_row(live: LiveRun, step: int, key: str) -> dict[str, Any]:
-    """Return a rollout turn by turn, what the policy sampled token by token. `key`: as `list_rows` names it.
+def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict[str, Any]:
+    """Return a rollout turn by turn, what the policy sampled token by token.
 
-    Raises: ConfigError if it is no key; StoreError if there is no such row.
+    Raises: like `LiveRun.read_row`.
     """
-    from strop.record.rows import read_row
-
-    match = re.fullmatch(r"(d?)(\d{1,9})", key)
-    if match is None:
-        raise ConfigError(
-            f"rollout {key!r} of step {step}",
-            allowed="a row's number, behind a d of one that no step took",
-            next_step="choose one of the step's list",
-        )
-    found = read_row(*live.read_rollouts(step, DISCARDED if match[1] else ROLLOUTS), int(match[2]))
+    found = live.read_row(step, key, of)
     rollout, outcome = found.rollout, found.rollout.outcome
     turns = []
     for turn, advantages in zip(rollout.turns, found.advantages, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import CorruptRecord, StoreError
+from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
 from strop.record import Event, EventKind, RunState
 from strop.record.files import DirectoryRecord, RecordFiles
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
     from strop.evaluate import EvalResult
+    from strop.record.rollouts import StoredRollout
     from strop.rollout import Turn
     from strop.view.run_record import RunRecord
 
@@ -41,7 +42,14 @@ SEARCH_LIMIT_S = 0.5
 MAX_FOUND = 200
 ROLLOUTS = "rollouts"
 _STEP = re.compile(rb'\{"step":(\d+)')
-_STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
+TRAINING, EVALUATION = "step", "eval"
+"""Whose rollouts: those that a step trained on, or those that an evaluation behind it judged."""
+_STEP_FILES = {
+    TRAINING: re.compile(r"rollouts/step-(\d+)\.parquet"),
+    EVALUATION: re.compile(r"eval/[^/]+-step-(\d+)/[^/]+\.parquet"),
+}
+_KEY = re.compile(r"(d|\d+\.|)(\d{1,9})")
+MAX_KEPT_FILES = 3
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -54,7 +62,7 @@ class LiveRun:
     _metrics_log: LineFollower = field(init=False)
     _results: dict[str, EvalResult] = field(default_factory=dict)
     _files: dict[str, bytes] = field(default_factory=dict)
-    """The rollouts' file that was opened last: pages ask about one step many times."""
+    """The rollouts' files that were opened last: pages ask about one step many times."""
     _tokenizer: FastTokenizer | None = None
     _timeline_log: LineFollower = field(init=False)
     _timeline: list[tuple[int, int]] = field(default_factory=list)
@@ -142,10 +150,11 @@ class LiveRun:
             prediction=None if prediction is None else Prediction(**json.loads(prediction)),
         )
 
-    def rollout_steps(self) -> list[int]:
-        """Return the steps whose rollouts are recorded, in order."""
-        found = (_STEP_FILE.fullmatch(name) for name in self.record.list("rollouts"))
-        return sorted(int(match[1]) for match in found if match is not None)
+    def rollout_steps(self, of: str = TRAINING) -> list[int]:
+        """Return the steps whose rollouts are recorded, or the replies of their evaluation, in order."""
+        names = self.record.list("eval" if of == EVALUATION else ROLLOUTS)
+        found = (_STEP_FILES[of].fullmatch(name) for name in names)
+        return sorted({int(match[1]) for match in found if match is not None})
 
     def find_phase(self) -> str:
         """Return where the run stands: a `RunPhase`, or 'unfinished' where nobody can tell from here."""
@@ -183,32 +192,33 @@ class LiveRun:
         events.read_records()
         return f"{self.read_metrics()}.{events.offset}"
 
-    def read_rollouts(self, step: int, folder: str = ROLLOUTS) -> tuple[bytes, str]:
-        """Return the file of a step's rollouts, and where it is. Raises: StoreError if there is none."""
-        name = f"{folder}/step-{step:06d}.parquet"
-        place = self.record.describe(name)
-        if name not in self._files:
-            data = self.record.read(name)
-            if data is None:
-                raise StoreError(
-                    f"{place} is not there",
-                    allowed="a step whose rollouts are recorded",
-                    next_step="choose another step; a resumed run writes it again",
-                )
-            self._files = {kept: self._files[kept] for kept in [*self._files][-1:]} | {name: data}
-        return self._files[name], place
+    def list_rows(self, step: int, of: str = TRAINING) -> list[dict[str, Any]]:
+        """Return the rows of a step, or of its evaluation; `key` is what `read_row` takes.
 
-    def list_rows(self, step: int) -> list[dict[str, Any]]:
-        """Return the rows of a step, `key` as `describe_row` takes it; those that no step took come last."""
+        Those that no step took come last.
+        """
         from strop.record.rows import list_rows
 
-        rows = [asdict(row) | {"key": f"{row.index}"} for row in list_rows(*self.read_rollouts(step))]
-        if f"{DISCARDED}/step-{step:06d}.parquet" in self.record.list(DISCARDED):
-            discarded = list_rows(*self.read_rollouts(step, DISCARDED))
-            rows += [asdict(row) | {"key": f"d{row.index}"} for row in discarded]
-        return rows
+        return [
+            asdict(row) | {"key": f"{prefix}{row.index}"}
+            for prefix, name in self._files_of(step, of).items()
+            for row in list_rows(*self._read_file(name))
+        ]
 
-    def search(self, text: str, steps: Sequence[int]) -> dict[str, Any]:
+    def read_row(self, step: int, key: str, of: str = TRAINING) -> StoredRollout:
+        """Return a rollout. Raises: ConfigError if it is no key; StoreError if there is no such row."""
+        from strop.record.rows import read_row
+
+        match, names = _KEY.fullmatch(key), self._files_of(step, of)
+        if match is None or match[1] not in names:
+            raise ConfigError(
+                f"rollout {key!r} of step {step}",
+                allowed="the key of a row of the step's list",
+                next_step="choose one of the step's list",
+            )
+        return read_row(*self._read_file(names[match[1]]), int(match[2]))
+
+    def search(self, text: str, steps: Sequence[int], of: str = TRAINING) -> dict[str, Any]:
         """Look for a text in the rollouts of some steps, in their order, for half a second.
 
         Returns what was found, and the step at which to go on, None at the end.
@@ -220,12 +230,41 @@ class LiveRun:
         for step in steps:
             if time.monotonic() >= until or len(found) >= MAX_FOUND:
                 return {"found": found, "next": step}
-            data, place = self.read_rollouts(step)
-            hits = set(find_rows(data, place, text))
-            if hits:
-                rows = list_rows(data, place)
-                found += [{"step": step, **asdict(row)} for row in rows if row.index in hits]
+            for prefix, name in self._files_of(step, of).items():
+                data, place = self._read_file(name)
+                hits = set(find_rows(data, place, text))
+                rows = list_rows(data, place) if hits else ()
+                found += [
+                    {"step": step, "key": f"{prefix}{row.index}", **asdict(row)}
+                    for row in rows
+                    if row.index in hits
+                ]
         return {"found": found, "next": None}
+
+    def _files_of(self, step: int, of: str) -> dict[str, str]:
+        """Return the files of a step's rollouts, by what the keys of their rows begin with."""
+        if of == EVALUATION:
+            folder = re.compile(rf"eval/[^/]+-step-{step:06d}/[^/]+\.parquet")
+            shards = [name for name in self.record.list("eval") if folder.fullmatch(name)]
+            return {f"{number}.": name for number, name in enumerate(shards)}
+        discarded = f"{DISCARDED}/step-{step:06d}.parquet"
+        has_discarded = discarded in self.record.list(DISCARDED)
+        return {"": f"{ROLLOUTS}/step-{step:06d}.parquet"} | ({"d": discarded} if has_discarded else {})
+
+    def _read_file(self, name: str) -> tuple[bytes, str]:
+        """Return the bytes of a rollouts' file, and where it is. Raises: StoreError if there is none."""
+        place = self.record.describe(name)
+        if name not in self._files:
+            data = self.record.read(name)
+            if data is None:
+                raise StoreError(
+                    f"{place} is not there",
+                    allowed="a step whose rollouts are recorded",
+                    next_step="choose another step; a resumed run writes it again",
+                )
+            kept = [*self._files][-MAX_KEPT_FILES:]
+            self._files = {one: self._files[one] for one in kept} | {name: data}
+        return self._files[name], place
 
     def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return the lines of the timeline of some steps. Only they are decoded: all of it may be large."""

@@ -36,7 +36,7 @@ from starlette.routing import Route
 from strop.errors import ConfigError, StropError
 from strop.record.following import LineFollower
 from strop.view.answers import compare, describe_row, describe_run, list_runs
-from strop.view.live import EVENTS, METRICS, LiveRun
+from strop.view.live import EVALUATION, EVENTS, METRICS, TRAINING, LiveRun
 from strop.view.places import Runs
 
 LOOPBACK = "127.0.0.1"
@@ -192,23 +192,24 @@ class _Routes:
         return Response(block, 200, _HEADERS, "application/octet-stream")
 
     async def steps(self, request: Request) -> Response:
-        return _json(await run_in_threadpool(lambda: {"steps": self._open(request).rollout_steps()}))
+        of = _whose(request)
+        return _json(await run_in_threadpool(lambda: {"steps": self._open(request).rollout_steps(of)}))
 
     async def rollouts(self, request: Request) -> Response:
-        step = _number(request, "step")
-        rows = await run_in_threadpool(lambda: self._open(request).list_rows(step))
+        step, of = _number(request, "step"), _whose(request)
+        rows = await run_in_threadpool(lambda: self._open(request).list_rows(step, of))
         return _json({"step": step, "rows": rows})
 
     async def rollout(self, request: Request) -> Response:
-        step, key = _number(request, "step"), request.query_params.get("key", "")
-        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, key)))
+        step, key, of = _number(request, "step"), request.query_params.get("key", ""), _whose(request)
+        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, key, of)))
 
     async def search(self, request: Request) -> Response:
         def read() -> dict[str, Any]:
-            run = self._open(request)
+            run, of = self._open(request), _whose(request)
             first, last = _number(request, "first", 0), _number(request, "last", 2**62)
-            steps = [step for step in reversed(run.rollout_steps()) if first <= step <= last]
-            return run.search(request.query_params.get("text", ""), steps)
+            steps = [step for step in reversed(run.rollout_steps(of)) if first <= step <= last]
+            return run.search(request.query_params.get("text", ""), steps, of)
 
         return _json(await run_in_threadpool(read))
 
@@ -229,6 +230,15 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name}={text!r}", allowed="a number from 0", next_step="correct the address")
     return int(text)
+
+
+def _whose(request: Request) -> str:
+    of = request.query_params.get("of", TRAINING)
+    if of not in (TRAINING, EVALUATION):
+        raise ConfigError(
+            f"of={of!r}", allowed=f"{TRAINING} or {EVALUATION}", next_step="correct the address"
+        )
+    return of
 
 
 def _read_cursor(request: Request) -> tuple[int, int]:

@@ -107,7 +107,7 @@ export class Chart {
     const left = Math.max(...names.map((name) => pen.measureText(name).width)) + 8, right = width - 8, top = 8, bottom = height - 20;
     const [floor, ceiling] = [this.grid[0], this.grid.at(-1)];
     const X = (step) => left + (step / this.last) * (right - left), Y = (value) => bottom - ((value - floor) / (ceiling - floor)) * (bottom - top);
-    Object.assign(this, { left, right });
+    Object.assign(this, { left, right, X, Y });
     pen.strokeStyle = colour("rule"); pen.fillStyle = colour("soft"); pen.lineWidth = 1; pen.textBaseline = "middle"; pen.textAlign = "right";
     this.grid.forEach((value, i) => { const y = Math.round(Y(value)) + 0.5; pen.beginPath(); pen.moveTo(left, y); pen.lineTo(right, y); pen.stroke(); pen.fillText(names[i], left - 5, y); });
     pen.textBaseline = "alphabetic"; pen.textAlign = "center";
@@ -177,6 +177,8 @@ export class Chart {
   point(event) {
     if (this.left === undefined) return;
     const box = this.canvas.getBoundingClientRect();
+    // A mark is met where the pointer is on it: a step of the curve may be at the same place.
+    this.mark = this.marks.find((mark) => isNumber(mark.y) && Math.hypot(this.X(mark.x) - event.clientX + box.left, this.Y(mark.y) - event.clientY + box.top) < 9) ?? null;
     this.moveTo(((event.clientX - box.left - this.left) / (this.right - this.left)) * this.last);
   }
 
@@ -191,11 +193,11 @@ export class Chart {
   key(event) {
     const steps = this.steps(), here = this.at === null ? steps.length - 1 : steps.indexOf(this.at);
     const moves = { ArrowLeft: here - (this.at === null ? 0 : 1), ArrowRight: here + 1, Home: 0, End: steps.length - 1, PageUp: here - 10, PageDown: here + 10 };
-    if (event.key in moves && steps.length) { event.preventDefault(); this.moveTo(steps[Math.min(Math.max(moves[event.key], 0), steps.length - 1)]); }
+    if (event.key in moves && steps.length) { event.preventDefault(); this.mark = null; this.moveTo(steps[Math.min(Math.max(moves[event.key], 0), steps.length - 1)]); }
     else if (event.key === "Enter") this.openAt();
   }
 
-  openAt() { if (this.open && this.at !== null) this.open(this.at); }
+  openAt() { if (this.open && this.at !== null) this.open(this.at, this.mark); }
 
   toggleTable() {
     const isOpen = this.toggle.getAttribute("aria-expanded") === "true";

@@ -20,7 +20,7 @@ function parse() {
 }
 
 async function show() {
-  const place = parse(), [kind, run, , step, index] = place.parts, mine = (turn += 1);
+  const place = parse(), [kind, run, of, step, index] = place.parts, mine = (turn += 1);
   leave?.();
   leave = null;
   forgetCharts();
@@ -33,7 +33,7 @@ async function show() {
   else if (kind === "run") view = runView;
   const names = [];
   if (kind === "run") names.push([run, link(["run", run])]);
-  if (kind === "run" && step !== undefined) names.push([`step ${step}`, link(["run", run, "step", step])]);
+  if (kind === "run" && step !== undefined) names.push([of === "eval" ? `held out, step ${step}` : `step ${step}`, link(["run", run, of, step])]);
   if (index !== undefined) names.push([`rollout ${index}`, location.hash]);
   if (kind === "compare") names.push(["comparison", location.hash]);
   if (place.parts[2] === "search") names.push(["search", location.hash]);
@@ -42,7 +42,7 @@ async function show() {
   document.title = ["strop", ...names.map(([text]) => text)].reverse().join(" · ");
   const room = h("div");
   try {
-    const going = await view(room, { run, step: Number(step), index, query: place.query, all: place.all });
+    const going = await view(room, { run, of, step: Number(step), index, query: place.query, all: place.all });
     if (mine !== turn) { going?.(); return; }
     leave = going ?? null;
   } catch (error) {

@@ -39,49 +39,49 @@ function tellApart(rows) {
 }
 
 function rowOf(run, row, step, marks = {}) {
-  const href = link(["run", run, "step", step, row.key ?? row.index]), text = verdict(row);
+  const href = link(["run", run, marks.of ?? "step", step, row.key]), text = verdict(row);
   return h("tr", { "data-href": href, onclick: (event) => { if (!event.target.closest("a")) location.hash = href; } },
-    h("th", { scope: "row", class: "c-id" }, h("a", { href }, marks.step ? `${step}.${row.index}` : row.key)), h("td", { class: `c-verdict ${tone(text)}`, title: row.failure ?? "" }, text), h("td", { class: "number" }, short(row.reward)),
+    h("th", { scope: "row", class: "c-id" }, h("a", { href }, marks.step ? `${step}.${row.key}` : row.key)), h("td", { class: `c-verdict ${tone(text)}`, title: row.failure ?? "" }, text), h("td", { class: "number" }, short(row.reward)),
     h("td", { class: "number hide-small" }, row.num_sampled_tokens), h("td", { class: "hide-small" }, row.status ?? "–"), h("td", { class: "number hide-small" }, row.staleness ?? "–"), marks.isGrouped ? null : h("td", { class: "hide-small" }, oneLine(row.question ?? row.prompt)), h("td", marks.isGrouped ? { colspan: "2" } : {}, oneLine(row.reply)));
 }
 
 const heads = (first, isGrouped = false) => h("thead", {}, h("tr", {}, [[first, "c-id"], ["verdict", "c-verdict"], ["reward", "c-num number"], ["tokens", "c-num number hide-small"], ["fate", "c-status hide-small"], ["age", "c-num number hide-small"], ...(isGrouped ? [["reply", "", 2]] : [["prompt", "hide-small"], ["reply", ""]])].map(([text, kind, span]) => h("th", { scope: "col", class: kind, colspan: span }, text))));
 
-export async function stepView(room, { run, step, query }) {
-  const [{ rows }, told] = await Promise.all([ask("rollouts", { run, step }), ask("steps", { run })]);
+export async function stepView(room, { run, of, step, query }) {
+  const [{ rows }, told] = await Promise.all([ask("rollouts", { run, step, of }), ask("steps", { run, of })]);
   tellApart(rows);
   const steps = told.steps, at = steps.indexOf(step);
-  const go = (by) => { const next = steps[at + by]; if (next !== undefined) location.hash = link(["run", run, "step", next], query); };
+  const go = (by) => { const next = steps[at + by]; if (next !== undefined) location.hash = link(["run", run, of, next], query); };
   let state = { sort: "group", outcome: "", text: "", ...query }, found = null;
   const head = h("thead"), body = h("tbody"), count = h("span", { class: "soft small", role: "status" });
   const search = h("input", { type: "search", value: state.text, placeholder: "a text in prompts and replies", "data-key": "/", "aria-label": "search in this step" });
 
   async function change(more) {
     state = { ...state, ...more };
-    history.replaceState(null, "", link(["run", run, "step", step], { ...state, sort: state.sort === "group" ? "" : state.sort }));
-    found = state.text ? new Set((await ask("search", { run, text: state.text, first: step, last: step })).found.map((row) => `${row.index}`)) : null;
+    history.replaceState(null, "", link(["run", run, of, step], { ...state, sort: state.sort === "group" ? "" : state.sort }));
+    found = state.text ? new Set((await ask("search", { run, of, text: state.text, first: step, last: step })).found.map((row) => row.key)) : null;
     draw();
   }
   function draw() {
     const shown = rows.filter((row) => (OUTCOMES[state.outcome] ?? OUTCOMES[""])[1](row) && (!found || found.has(row.key)) && (!state.example || row.example_id === state.example));
     const order = (ORDERS[state.sort] ?? ORDERS.group)[1];
     head.replaceChildren(...heads("#", !order).children);
-    if (order) body.replaceChildren(...[...shown].sort(order).map((row) => rowOf(run, row, step)));
+    if (order) body.replaceChildren(...[...shown].sort(order).map((row) => rowOf(run, row, step, { of })));
     else {
       const groups = new Map();
       for (const row of shown) { if (!groups.has(row.example_id)) groups.set(row.example_id, []); groups.get(row.example_id).push(row); }
       body.replaceChildren(...[...groups].flatMap(([, members]) => {
         const rewards = members.map((row) => row.reward).filter(isNumber), mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : NaN;
-        return [h("tr", { class: "group" }, h("th", { colspan: "8", scope: "rowgroup" }, `${members.length} × `, h("b", {}, `mean reward ${short(mean)}`), " · ", oneLine(members[0].question))), ...members.map((row) => rowOf(run, row, step, { isGrouped: true }))];
+        return [h("tr", { class: "group" }, h("th", { colspan: "8", scope: "rowgroup" }, `${members.length} × `, h("b", {}, `mean reward ${short(mean)}`), " · ", oneLine(members[0].question))), ...members.map((row) => rowOf(run, row, step, { of, isGrouped: true }))];
       }));
     }
     count.textContent = `${shown.length} of ${rows.length} rollouts`;
   }
   const solved = rows.filter((row) => row.is_correct === true).length, judged = rows.filter((row) => row.is_correct !== null).length;
-  room.append(h("h1", {}, `Step ${step}`), h("p", { class: "soft" }, `${rows.length} rollouts of ${new Set(rows.map((row) => row.example_id)).size} prompts${judged ? `, ${percent(solved / judged)} of ${judged} judged ones solved` : ""}`),
+  room.append(h("h1", {}, of === "eval" ? `Held-out replies after step ${step}` : `Step ${step}`), h("p", { class: "soft" }, `${rows.length} rollouts of ${new Set(rows.map((row) => row.example_id)).size} prompts${judged ? `, ${percent(solved / judged)} of ${judged} judged ones solved` : ""}`),
     h("div", { class: "filters" }, h("button", { type: "button", disabled: at <= 0, "data-key": "[", onclick: () => go(-1) }, "← earlier step"), h("button", { type: "button", disabled: at < 0 || at >= steps.length - 1, "data-key": "]", onclick: () => go(1) }, "later step →"),
       h("form", { onsubmit: (event) => { event.preventDefault(); change({ text: search.value }); } }, search), choice("outcome", "show", OUTCOMES, state.outcome, (outcome) => change({ outcome })), choice("sort", "order", ORDERS, state.sort, (sort) => change({ sort })), count,
-      state.example ? h("button", { type: "button", onclick: () => { location.hash = link(["run", run, "step", step]); } }, "all prompts") : null, hidden("j", () => moveRow(1)), hidden("k", () => moveRow(-1))),
+      state.example ? h("button", { type: "button", onclick: () => { location.hash = link(["run", run, of, step]); } }, "all prompts") : null, hidden("j", () => moveRow(1)), hidden("k", () => moveRow(-1))),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rollouts of the step" }, h("table", { class: "rows" }, head, body)));
   await change({});
   say(`step ${step}`);
@@ -116,10 +116,10 @@ const SHADES = {
 };
 let shade = "logprob";
 
-export async function readerView(room, { run, step, index: key }) {
-  const [rollout, { rows }] = await Promise.all([ask("rollout", { run, step, key }), ask("rollouts", { run, step })]);
+export async function readerView(room, { run, of, step, index: key }) {
+  const [rollout, { rows }] = await Promise.all([ask("rollout", { run, step, key, of }), ask("rollouts", { run, step, of })]);
   const members = rows.filter((row) => row.example_id === rollout.example_id), readout = h("div", { class: "readout", role: "status" }, "Arrow keys, or a pointer on a token, show its numbers.");
-  const go = (by) => { const next = rows[rows.findIndex((row) => row.key === key) + by]; if (next) location.hash = link(["run", run, "step", step, next.key]); };
+  const go = (by) => { const next = rows[rows.findIndex((row) => row.key === key) + by]; if (next) location.hash = link(["run", run, of, step, next.key]); };
   const row = rows.find((one) => one.key === key), text = row ? verdict(row) : "";
   const facts = [["verdict", text], ["reward", short(rollout.reward)], ...Object.entries(rollout.parts).filter(() => Object.keys(rollout.parts).length > 1).map(([name, value]) => [`reward: ${name}`, short(value)]),
     ["gold answer", rollout.answer ?? "–"], ["answer read", rollout.extracted ?? "–"], ["fate", rollout.status ?? "not recorded"], ["age", isNumber(rollout.staleness) ? `${rollout.staleness} steps` : "not recorded"],
@@ -130,7 +130,7 @@ export async function readerView(room, { run, step, index: key }) {
   room.append(h("h1", {}, `Step ${step}, rollout ${key}`), h("p", {}, h("b", { class: tone(text) }, text), `, reward ${short(rollout.reward)}, example `, h("code", {}, visible(rollout.example_id)), `, attempt ${rollout.sample_index}`),
     h("div", { class: "filters" }, h("button", { type: "button", "data-key": "k", onclick: () => go(-1) }, "← previous"), h("button", { type: "button", "data-key": "j", onclick: () => go(1) }, "next →"),
       choice("shade", "colour tokens by", Object.fromEntries(Object.entries(SHADES).map(([key, one]) => [key, [one.label]])), shade, (value) => { shade = value; draw(); })),
-    h("h2", {}, `Its group: ${members.length} attempts at one prompt`), h("div", { class: "siblings" }, members.map((one) => h("a", { href: link(["run", run, "step", step, one.key]), "aria-current": one.key === key ? "true" : null }, `${one.key}: ${short(one.reward)} ${verdict(one) === "solved" ? "✓" : verdict(one) === "not solved" ? "✗" : ""}`))),
+    h("h2", {}, `Its group: ${members.length} attempts at one prompt`), h("div", { class: "siblings" }, members.map((one) => h("a", { href: link(["run", run, of, step, one.key]), "aria-current": one.key === key ? "true" : null }, `${one.key}: ${short(one.reward)} ${verdict(one) === "solved" ? "✓" : verdict(one) === "not solved" ? "✗" : ""}`))),
     members.length > 1 ? h("details", {}, h("summary", {}, "side by side"), table(["#", "reward", "tokens", "reply"], members.map((one) => [one.key, short(one.reward), one.num_sampled_tokens, one.reply]), { label: "The group side by side" })) : null,
     h("h2", {}, "Conversation"), turns, readout, h("h2", {}, "Facts"), table(["fact", "value"], facts, { label: "Facts of the rollout" }), h("details", {}, h("summary", {}, "Fields of the example"), prose(JSON.stringify(rollout.fields, null, 1))));
   draw();

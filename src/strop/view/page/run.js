@@ -49,7 +49,11 @@ export async function runView(room, { run: key }) {
   const [run, block] = await Promise.all([ask("run", { run: key }), ask("metrics", { run: key }, { binary: true })]);
   const metrics = new Metrics(block);
   let told = run;
-  const open = (step) => { const steps = told.rollout_steps; if (steps.length) location.hash = link(["run", key, "step", steps[nearest(steps, step)]]); };
+  const open = (step, mark) => {
+    const steps = told.rollout_steps;
+    if (mark && told.reply_steps.includes(mark.x)) location.hash = link(["run", key, "eval", mark.x]);
+    else if (steps.length) location.hash = link(["run", key, "step", steps[nearest(steps, step)]]);
+  };
   const head = h("div"), alarms = h("section", { "aria-labelledby": "alarms" }), outcome = h("div", { class: "charts large" }), policy = h("div", { class: "charts" }), speed = h("div", { class: "charts" }),
     samples = h("div", { class: "charts" }), parts = h("div", { class: "charts" }), rest = h("div", { class: "charts" }), facts = h("div"), lanes = h("div");
   const charts = [], section = (id, title, ...content) => h("section", { "aria-labelledby": id }, h("h2", { id }, title), ...content);
@@ -151,9 +155,9 @@ function showFacts(place, run) {
   place.replaceChildren(h("section", { "aria-labelledby": "facts" }, h("h2", { id: "facts" }, "What it is, what it cost"),
     run.compared.length ? h("div", {}, h("h3", {}, "Predicted and actual"), table(["", "planned", "measured", "measured / planned"], run.compared.map((one) => [one.name, one.planned, one.measured, one.ratio === null ? "–" : one.ratio.toFixed(2)]), { label: "Predicted and actual" })) : null,
     table(["fact", "value"], run.facts, { label: "Facts" }),
-    run.evals.length ? fold("evals", `Evaluations (${run.evals.length})`, table(["step", "greedy", "95% interval", "sampled", "cut replies", "verdict"], run.evals.map((one) => [one.step, percent(one.accuracy), `${percent(one.low)} to ${percent(one.high)}`, percent(one.sampled), percent(one.truncated), one.validity]), { label: "Evaluations" })) : null,
+    run.evals.length ? fold("evals", `Evaluations (${run.evals.length})`, table(["step", "greedy", "95% interval", "sampled", "cut replies", "verdict"], run.evals.map((one) => [run.reply_steps.includes(one.step) ? h("a", { href: link(["run", run.key, "eval", one.step]) }, `step ${one.step}`) : `step ${one.step}`, percent(one.accuracy), `${percent(one.low)} to ${percent(one.high)}`, percent(one.sampled), percent(one.truncated), one.validity]), { label: "Evaluations" })) : null,
     gate.length ? fold("gate", `Gate: ${gate.length} checks before the first step`, table(["check", "what it found"], gate, { label: "Gate" })) : null,
-    run.audit ? fold("audit", "Audit of the task", prose(JSON.stringify(run.audit, null, 1))) : null,
+    run.audit ? fold("audit", `Audit of the task: ${visible(run.audit.verdict)}`, table(["probe", "result", "what it earned", "limit", "of", "detail"], (run.audit.probes ?? []).map((one) => [one.probe, one.status, short(one.value), short(one.limit), one.num ?? "–", one.detail ?? ""]), { label: "Audit" })) : null,
     log.length ? fold("log", `Notices (${log.length})`, table(["step", "what", "detail"], log, { label: "Notices" })) : null,
     fold("notes", run.notes ? "Notes" : "Notes (none)", h("div", {}, run.writes_notes ? notesForm(run) : run.notes ? prose(run.notes) : null,
       h("p", { class: "soft small" }, "Notes are the file ", h("code", {}, visible(run.notes_path)), run.writes_notes ? "." : ": write it with any editor, or start the page with --notes."))),
