@@ -122,7 +122,7 @@ export async function readerView(room, { run, of, step, index: key }) {
   const go = (by) => { const next = rows[rows.findIndex((row) => row.key === key) + by]; if (next) location.hash = link(["run", run, of, step, next.key]); };
   const row = rows.find((one) => one.key === key), text = row ? verdict(row) : "";
   const facts = [["verdict", text], ["reward", short(rollout.reward)], ...Object.entries(rollout.parts).filter(() => Object.keys(rollout.parts).length > 1).map(([name, value]) => [`reward: ${name}`, short(value)]),
-    ["gold answer", rollout.answer ?? "–"], ["answer read", rollout.extracted ?? "–"], ["fate", rollout.status ?? "not recorded"], ["age", isNumber(rollout.staleness) ? `${rollout.staleness} steps` : "not recorded"],
+    ["gold answer", rollout.answer ?? "–"], ["answer read", rollout.extracted ?? "–"], ["fate", rollout.status ?? "not recorded"], ["age", isNumber(rollout.staleness) ? `${rollout.staleness} ${rollout.staleness === 1 ? "step" : "steps"}` : "not recorded"],
     ...(rollout.failure ? [["failure", `${rollout.failure.owner}: ${rollout.failure.kind}`], ["detail", rollout.failure.detail]] : []), ...(rollout.truncated ? [["cut", "at its limit"]] : []), ...(rollout.format_ok === false ? [["form", "not the asked one"]] : []),
     ["sampling", `temperature ${rollout.sampling.temperature}, top_p ${rollout.sampling.top_p}`], ...Object.entries(rollout.seconds).map(([name, value]) => [`seconds: ${name}`, short(value)]), ...(rollout.isolation ? [["isolation", rollout.isolation]] : []),
     ...Object.entries(rollout.metrics).map(([name, value]) => [name, short(value)])];

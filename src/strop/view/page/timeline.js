@@ -7,7 +7,7 @@ const SHOWN_STEPS = 4;
 export function timeline(place, { run, metrics, open }) {
   let isGone = false, asked = -1;
   const lanes = new Lanes({ open }), note = h("p", { class: "soft small" }), range = h("input", { type: "range", min: "1", max: "1", value: "1", "aria-label": "last step of the timeline" });
-  const box = h("div", { hidden: true }, h("h3", {}, "Timeline"), h("label", { class: "soft small" }, "up to step ", range), note, lanes.element);
+  const box = h("div", { class: "timeline", hidden: true }, h("h3", {}, "Timeline"), h("label", { class: "soft small" }, "up to step ", range), note, lanes.element);
   place.append(box);
   async function load() {
     const last = metrics.steps.at(-1) ?? 0, isLatest = range.value === range.max;
