@@ -57,7 +57,7 @@ WRONG = [
     (("model",), 2, "Usage"),
     (("tasks", "list"), 2, "No such command"),
     (("ls", "absent"), 1, "absent is no folder"),
-    (("report", "absent"), 1, "is not a run directory"),
+    (("report", "absent"), 2, "names no job"),
     (("view", "./absent"), 1, "holds no run"),
     (("view", "absent"), 2, "absent"),
     (("view", "--address", "127.0.0.1:port"), 2, "HOST:PORT"),

@@ -123,3 +123,17 @@ def test_the_examples_of_the_page_run(place: Path, run: Run, section: str, num_e
         ended = run(*words)
         assert ended.code == 0, (command, ended.err)
         assert len(ended.out.splitlines()) >= (1 if words[0] == "report" else 4), command
+
+
+def test_a_report_of_a_mirror_is_written_here(place: Path, run: Run) -> None:
+    (place / "slow").rename(place / "traces")
+    (place.parent / "slow").mkdir()
+    (place / "traces").rename(place.parent / "slow" / "traces")
+    ended = run("report", "slow/")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "slow-report.html\n"
+    assert "before" in Path("slow-report.html").read_text(encoding="utf-8")
+    several = run("report", "runs/")
+    assert several.code == 2
+    assert "runs/ holds 2 runs" in several.err
+    assert "base, fast" in several.err

@@ -136,3 +136,13 @@ def test_every_position_is_finite(points: list[tuple[int, float | None]]) -> Non
         return
     numbers = [float(part) for part in chart.lines[0].path.replace("M", " ").replace("L", " ").split()]
     assert all(math.isfinite(number) for number in numbers)
+
+
+def test_the_last_label_is_not_cut_at_the_edge() -> None:
+    points = [(float(step), 0.5) for step in (1, 1_000_000)]
+    chart = build_chart("a", "A", [Series(label="a", style="main", points=points)])
+    assert chart is not None
+    last = chart.x_ticks[-1]
+    assert last.label == "1,000,000"
+    # A digit of 13 px is some 8 px wide.
+    assert last.position + 8 * len(last.label) / 2 <= chart.size.width

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,13 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate import Validity, result_name, write_result
 from strop.record import Event, EventKind
+from strop.record.files import StoreRecord
 from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
-from strop.view.report import describe_amount, render_report, write_report
-from strop.view.run_record import choose_rollouts, compare_ends, count_alarms, read_run_record, sum_stages
+from strop.store.local_objects import LocalObjects
+from strop.view.alarms import EXPLANATIONS
+from strop.view.report import describe_amount, list_fates, render_report, write_report, write_report_of
+from strop.view.run_record import choose_rows, compare_ends, count_alarms, read_run_record, sum_stages
 from strop.view.terminal import describe_usd
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm
@@ -233,15 +238,12 @@ def test_alarms_are_counted_by_cause(tmp_path: Path) -> None:
 
 
 def test_the_example_with_the_widest_rewards_is_shown() -> None:
-    same = make_rollouts(1, ["12", "12"])
-    chosen = choose_rollouts(make_rollouts(1, ["5", "12", "7", "8"]))
-    assert chosen is not None
-    # Sorted by reward: 12 | 5, 7, 8. Best, the one at position 4 // 2 = 2, worst.
-    assert [r.turns[-1].text for r in chosen.rollouts] == ["12", "7", "8"]
-    assert choose_rollouts([]) is None
-    only_same = choose_rollouts(same)
-    assert only_same is not None
-    assert len(only_same.rollouts) == 2
+    # Example b: 1, 0.5, 0 and one without a reward. Best, the one at position 3 // 2 = 1, worst.
+    rows = [("a", 0.5), ("b", 0.0), ("b", None), ("a", 0.25), ("b", 1.0), ("b", 0.5)]
+    assert choose_rows(rows) == [4, 5, 1]
+    assert choose_rows([]) == []
+    assert choose_rows([("a", 1.0), ("a", 1.0)]) == [0, 1]
+    assert choose_rows([("a", None), ("a", None)]) == [0, 1]
 
 
 def test_an_unscored_rollout_has_no_reward_on_the_page(tmp_path: Path) -> None:
@@ -294,3 +296,85 @@ def test_eva_6_a_plot_that_does_not_show_the_whole_run_says_so(tmp_path: Path) -
     assert "Cut short: the charts show steps 1 to 10 of the 40 of the run." in render_report(
         read_run_record(whole.path)
     )
+
+
+def test_an_alarm_is_explained(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    raise_alarm(run, 12)
+    run.events.append(Event(kind=EventKind.TRIPWIRE, step=13, cause="of a later version", detail="x"))
+    run.events.append(Event(kind=EventKind.ROLLOUT_LOST, step=13, cause="TypeError", detail="y"))
+    counted = {alarm.cause: alarm for alarm in count_alarms(read_run_record(run.path).events)}
+    assert "they teach nothing" in counted["zero_variance"].explanation
+    assert "could not be scored" in counted["TypeError"].explanation
+    assert counted["of a later version"].explanation == ""
+    text = text_of(page_of(run.path))
+    assert "0.97 of all groups have equal rewards In almost all groups" in text
+
+
+def test_every_alarm_of_the_page_about_them_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    # It has a page of its own, with the engines.
+    assert named | {"weight_canary"} == set(EXPLANATIONS)
+    assert all(text.endswith(".") for text in EXPLANATIONS.values())
+
+
+def test_gate_and_audit_stand_before_the_first_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "Before the first step" not in text_of(page_of(run.path))
+    run.events.append(Event(kind=EventKind.GATE, step=0, cause="parity", detail="0.02 <b>nats</b>"))
+    assert "1 check passed." in text_of(page_of(run.path))
+    probes = [
+        {"probe": "noop", "status": "pass", "detail": "no reply"},
+        {"probe": "echo", "status": "fail", "detail": "<i>the prompt</i> is paid"},
+        {"probe": "cost", "status": "n/a", "detail": ""},
+    ]
+    audit = {"verdict": "red", "probes": probes, "accepted": [{"probe": "echo", "reason": "known"}]}
+    (run.path / "audit.json").write_text(json.dumps(audit))
+    page = page_of(run.path)
+    text = text_of(page)
+    assert "The audit of the task is red : 1 probe found nothing, 1 found something." in text
+    assert "echo fail, accepted: known <i>the prompt</i> is paid" in text
+    assert "parity 0.02 <b>nats</b>" in text
+    assert "<i>" not in page
+    assert "<b>" not in page
+    for damaged in ("[]", "{"):
+        (run.path / "audit.json").write_text(damaged)
+        with pytest.raises(CorruptRecord, match=r"audit\.json is damaged"):
+            page_of(run.path)
+
+
+def test_fates_are_summed_up(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=0, eval_steps=())
+    assert "What became of the samples" not in text_of(page_of(run.path))
+    fates = {"failed_frac": 0.1, "num_evicted_groups": 3.0, "staleness_mean": 0.5, "staleness_max": 2.0}
+    run.metrics.append(1, fates)
+    run.metrics.append(2, {"failed_frac": 0.2, "staleness_mean": 1.0, "staleness_max": 1.0})
+    assert list_fates(run.metrics.read()) == [
+        ("Rollouts that could not be scored", "15.0%"),
+        ("Groups discarded: too old when their step came", "3"),
+        ("Steps that rollouts were behind the weights", "0.75 in the mean, 2 at most"),
+    ]
+    assert "What became of the samples Rollouts that could not be scored 15.0%" in text_of(page_of(run.path))
+
+
+def test_a_run_that_only_a_file_evaluated_shows_that(tmp_path: Path) -> None:
+    run = make_run(tmp_path, eval_steps=())
+    for step in (0, 40):
+        result = make_result(step, num_solved=50 + step)
+        write_result(result, run.path / "eval" / f"later.{result_name(result)}")
+    assert "25.0% before (step 0)" in text_of(page_of(run.path))
+    own = make_result(40, num_solved=100)
+    write_result(own, run.path / "eval" / result_name(own))
+    assert "measured once, at step 40: 50.0%" in text_of(page_of(run.path))
+
+
+def test_a_mirror_has_the_report_of_its_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs")
+    shutil.copytree(run.path, tmp_path / "store" / run.path.name / "traces", symlinks=True)
+    place = str(tmp_path / "store" / run.path.name)
+    mirror = StoreRecord(LocalObjects(), place, run=run.path.name)
+    path = write_report_of(run.path.name, mirror, tmp_path)
+    assert path == tmp_path / f"{run.path.name}-report.html"
+    assert path.read_bytes() == write_report(run.path).read_bytes()

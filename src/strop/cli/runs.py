@@ -321,10 +321,27 @@ def query(
 
 def report(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run directory, a job, or a run's mirror (s3://bucket/prefix)."),
+    ],
 ) -> None:
-    """Write the report of a run, finished or not, as one HTML file, and print its path."""
-    from strop.view.report import write_report
+    """Write the report of a run, finished or not, as one HTML file, and print its path.
+
+    It stands in the run's directory; of a job or a mirror, here.
+    """
+    from strop.record.run_dir import STATE_NAME
+    from strop.view.report import write_report, write_report_of
 
     output: Output = context.obj
-    output.give(str(write_report(run)))
+    runs = [] if (Path(run) / STATE_NAME).is_file() else _find_runs(run).list()
+    if not runs:
+        output.give(str(write_report(Path(run))))
+        return
+    if len(runs) > 1:
+        raise ConfigError(
+            f"{run} holds {len(runs)} runs",
+            allowed="one run",
+            next_step="name one of them: " + ", ".join(one.key for one in runs[:8]),
+        )
+    output.give(str(write_report_of(runs[0].key, runs[0].record, Path())))

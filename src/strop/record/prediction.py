@@ -82,20 +82,21 @@ def write_prediction(run_path: Path, prediction: Prediction) -> None:
 
 
 def read_prediction(run_path: Path) -> Prediction | None:
-    """Return the prediction of a run, or None where there is none.
-
-    Raises: CorruptRecord if the file is no prediction.
-    """
+    """Return the prediction of a run, or None where there is none. Raises: CorruptRecord if it is none."""
     path = run_path / PREDICTION_NAME
     try:
-        content = path.read_bytes()
+        return parse_prediction(path.read_bytes(), str(path))
     except FileNotFoundError:
         return None
+
+
+def parse_prediction(data: bytes, place: str) -> Prediction:
+    """Return the prediction in a file's bytes; `place` names it. Raises: CorruptRecord if it is none."""
     try:
-        return Prediction(**json.loads(content))
+        return Prediction(**json.loads(data))
     except (ValueError, TypeError) as error:
         raise CorruptRecord(
-            f"{path} is no prediction: {error}",
+            f"{place} is no prediction: {error}",
             allowed=f"JSON with the keys {', '.join(field.name for field in fields(Prediction))}",
             next_step="remove the file: the run goes on without it",
         ) from error

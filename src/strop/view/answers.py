@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,6 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
     run = live.read_run()
     ends = compare_ends(run.evals)
     compared = compare_prediction(run.prediction, run.metrics) if run.prediction else []
-    audit = live.record.read("audit.json")
     train = run.spec.get("train", {})
     return {
         "key": live.key,
@@ -90,7 +88,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
             }
             for one in compared
         ],
-        "audit": None if audit is None else json.loads(audit),
+        "audit": run.audit,
         "facts": collect_facts(run),
         "spec": run.spec_text,
         "notes": (live.record.read(NOTES) or b"").decode(errors="replace"),

@@ -203,7 +203,9 @@ def build_chart(
     label: _Label = label_share if is_share else label_number
     labels = [label(value, y_values[1] - y_values[0]) for value in y_values]
     left = LEFT_BASE + LEFT_PER_CHARACTER * max(map(len, labels))
-    x = _Scale(low=0.0, high=last_step, start=left, end=size.width - RIGHT)
+    # The last label stands in the middle below its step.
+    right = max(RIGHT, LEFT_PER_CHARACTER * len(f"{last_step:,.0f}") / 2 + 2)
+    x = _Scale(low=0.0, high=last_step, start=left, end=size.width - right)
     y = _Scale(low=y_values[0], high=y_values[-1], start=size.height - BOTTOM, end=TOP)
     x_values = [tick for tick in choose_ticks(0.0, last_step) if tick <= last_step and tick == int(tick)]
     return Chart(

@@ -23,7 +23,7 @@ from strop.io import write_bytes_atomically
 from strop.record import Event, EventKind, RunState
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.following import LineFollower
-from strop.record.prediction import PREDICTION_NAME, Prediction
+from strop.record.prediction import PREDICTION_NAME, parse_prediction
 from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
@@ -120,11 +120,14 @@ class LiveRun:
         return [to_event(line) for line in LineFollower(self.record, EVENTS).read_records()[1]]
 
     def read_results(self) -> list[EvalResult]:
-        """Return the run's own evaluations, by step; each is read once."""
+        """Return the run's own evaluations, by step; each is read once.
+
+        Where it has none, those that a file described, which a process beside the run wrote.
+        """
         from strop.evaluate.result import parse_result
 
         names = [name for name in self.record.list("eval") if name.endswith(".json") and name.count("/") == 1]
-        names = [name for name in names if not is_of_file(Path(name))]
+        names = [name for name in names if not is_of_file(Path(name))] or names
         for name in names:
             if name not in self._results and (data := self.record.read(name)) is not None:
                 self._results[name] = parse_result(data, self.record.describe(name))
@@ -147,8 +150,26 @@ class LiveRun:
             evals=choose_results(self.read_results()),
             early=None,
             late=None,
-            prediction=None if prediction is None else Prediction(**json.loads(prediction)),
+            prediction=None
+            if prediction is None
+            else parse_prediction(prediction, self.record.describe(PREDICTION_NAME)),
+            audit=self.read_audit(),
         )
+
+    def read_audit(self) -> dict[str, Any] | None:
+        """Return the report of the task's audit, None if there is none. Raises: CorruptRecord if damaged."""
+        data = self.record.read("audit.json")
+        try:
+            found = None if data is None else json.loads(data)
+            if found is not None and not isinstance(found, dict):
+                raise TypeError("it is no JSON object")
+        except (ValueError, TypeError) as error:
+            raise CorruptRecord(
+                f"{self.record.describe('audit.json')} is damaged ({error})",
+                allowed="the JSON that strop wrote",
+                next_step="remove it: `strop audit` makes another one",
+            ) from error
+        return found
 
     def rollout_steps(self, of: str = TRAINING) -> list[int]:
         """Return the steps whose rollouts are recorded, or the replies of their evaluation, in order."""

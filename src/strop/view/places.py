@@ -78,7 +78,9 @@ def _list_folder(path: Path) -> dict[str, RecordFiles]:
     """Return the runs in a folder, trials of sweeps among them; where there is none, the mirrors in it."""
     found = [*path.glob(f"*/{STATE_NAME}"), *path.glob(f"*/members/*/{STATE_NAME}")]
     names = sorted(one.parent.relative_to(path).as_posix() for one in found)
-    runs = {name: DirectoryRecord(path / name) for name in names if ".partial-" not in name}
+    runs = {
+        name: DirectoryRecord(path / name) for name in names if ".partial-" not in name and name != TRACES
+    }
     mirrors = [*path.glob(f"{TRACES}/{STATE_NAME}"), *path.glob(f"*/{TRACES}/{STATE_NAME}")]
     return {**runs} or _open_mirrors(LocalObjects(), [str(one) for one in sorted(mirrors)])
 

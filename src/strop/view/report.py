@@ -19,6 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from strop import __version__
 from strop.evaluate import EvalResult
 from strop.io import write_bytes_atomically
+from strop.record import EventKind
+from strop.record.files import RecordFiles
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
 from strop.tasks.failures import describe_failure
@@ -30,6 +32,7 @@ from strop.view.run_record import (
     compare_ends,
     count_alarms,
     describe_protocol,
+    read_record,
     read_run_record,
     sum_stages,
 )
@@ -66,6 +69,16 @@ def write_report(run_dir: Path) -> Path:
     """
     path = run_dir / REPORT_NAME
     write_bytes_atomically(path, render_report(read_run_record(run_dir)).encode())
+    return path
+
+
+def write_report_of(name: str, files: RecordFiles, folder: Path) -> Path:
+    """Write the report of a run of a job or a store, as NAME-report.html in a folder; return its path.
+
+    Raises: like `write_report`.
+    """
+    path = folder / f"{name.replace('/', '-')}-{REPORT_NAME}"
+    write_bytes_atomically(path, render_report(read_record(name, files)).encode())
     return path
 
 
@@ -108,6 +121,9 @@ def render_report(record: RunRecord) -> str:
         prediction=record.prediction,
         compared=_compared_rows(record),
         alarms=count_alarms(record.events),
+        checks=[event for event in record.events if event.kind is EventKind.GATE],
+        audit=describe_audit(record.audit),
+        fates=list_fates(record.metrics),
         noted=[event for event in record.events if event.kind in NOTED_KINDS],
         examples=_present(_show_step("At the start", record.early), _show_step("At the end", record.late)),
         facts=collect_facts(record),
@@ -165,6 +181,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("entropy_nats", "Entropy (nats per token)", False),
         ("prompt_dependence", "How far replies tell their prompts (0: by chance)", False),
         ("drift_mean_nats", "Engine-trainer drift (nats)", False),
+        ("staleness_mean", "Staleness (steps behind the weights)", False),
         ("reply_tokens_mean", "Reply length (tokens)", False),
         ("grad_norm", "Gradient norm", False),
         ("update_ratio", "Change of the weights by a step, over the weights", False),
@@ -240,6 +257,64 @@ def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         for index, (name, title, is_share) in enumerate(found)
     ]
     return _present(*charts)
+
+
+_FATES = (
+    ("zero_variance_frac", "Groups without signal: all attempts earned the same"),
+    ("failed_frac", "Rollouts that could not be scored"),
+    ("refilled_frac", "Rollouts that were attempted again, because machinery failed"),
+    ("prompt_too_long_frac", "Rollouts not attempted, because the prompt left no room"),
+    ("truncated_frac", "Replies cut at their limit"),
+    ("wasted_token_frac", "Sampled tokens that were not trained on"),
+)
+_GROUP_FATES = (
+    ("num_trained_groups", "Groups that moved the weights"),
+    ("num_skipped_groups", "Groups of a batch that gave no gradient"),
+    ("num_failed_groups", "Groups of a batch of which too few rollouts could be scored"),
+    ("num_filtered_groups", "Groups replaced, because their rewards were equal"),
+    ("num_evicted_groups", "Groups discarded: too old when their step came"),
+)
+
+
+def list_fates(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Say what became of what was sampled, over all steps; what was never measured is left out.
+
+    Shares are means over steps, groups are counted.
+    """
+    known = {name: [line[name] for line in metrics if name in line] for name in _FATE_METRICS}
+    fates = [(label, f"{statistics.fmean(known[name]):.1%}") for name, label in _FATES if known[name]]
+    fates += [(label, f"{sum(known[name]):,.0f}") for name, label in _GROUP_FATES if known[name]]
+    if known["staleness_mean"]:
+        mean, most = statistics.fmean(known["staleness_mean"]), max(known["staleness_max"], default=0.0)
+        fates.append(
+            ("Steps that rollouts were behind the weights", f"{mean:.2f} in the mean, {most:g} at most")
+        )
+    return fates
+
+
+_FATE_METRICS = [*dict(_FATES), *dict(_GROUP_FATES), "staleness_mean", "staleness_max"]
+
+
+def describe_audit(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return an audit's verdict, how many probes found nothing, and those that found something."""
+    if audit is None:
+        return None
+    probes = [probe for probe in audit.get("probes", ()) if isinstance(probe, Mapping)]
+    accepted = {one.get("probe"): one.get("reason", "") for one in audit.get("accepted", ())}
+    return {
+        "verdict": str(audit.get("verdict", "unknown")),
+        "num_passed": sum(probe.get("status") == "pass" for probe in probes),
+        "findings": [
+            {
+                "probe": str(probe.get("probe")),
+                "status": str(probe.get("status")),
+                "detail": str(probe.get("detail", "")),
+                "accepted": accepted.get(probe.get("probe")),
+            }
+            for probe in probes
+            if probe.get("status") not in ("pass", "n/a")
+        ],
+    }
 
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> Points:

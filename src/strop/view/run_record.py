@@ -6,18 +6,19 @@ evaluation is as readable as a finished one: what is not there yet is absent, no
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strop.evaluate import EvalResult, Interval, compare_results, read_result
+from strop.evaluate import EvalResult, Interval, compare_results
 from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
-from strop.record.prediction import Prediction, read_prediction
+from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record.prediction import Prediction
 from strop.rollout import Rollout
+from strop.view.alarms import explain_alarm
 from strop.view.terminal import ALARM_KINDS
 
 EXAMPLES_SHOWN = 3
@@ -47,6 +48,8 @@ class AlarmCount:
     last_step: int
     detail: str
     """The sentence of the last one."""
+    explanation: str
+    """What it means, and what to do; empty where nothing is known of the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,8 @@ class RunRecord:
     late: RolloutsAtStep | None
     prediction: Prediction | None = None
     """What the run was expected to take."""
+    audit: Mapping[str, Any] | None = None
+    """The report of the task's audit, `audit.json`."""
 
     @property
     def num_steps(self) -> int:
@@ -86,22 +91,32 @@ def read_run_record(run_dir: Path) -> RunRecord:
 
     Raises: StoreError if it is not one; CorruptRecord if a record in it is damaged.
     """
-    run = RunDir.open(run_dir)
-    spec_text = run.spec_path.read_text(encoding="utf-8")
-    early, late = _read_rollouts(run_dir)
-    evals = [read_result(path) for path in sorted((run_dir / "eval").glob("*.json"))]
-    return RunRecord(
-        path=run_dir,
-        state=run.state,
-        spec_text=spec_text,
-        spec=tomllib.loads(spec_text),
-        metrics=run.metrics.read(),
-        events=run.events.read(),
-        evals=choose_results(evals),
-        early=early,
-        late=late,
-        prediction=read_prediction(run_dir),
-    )
+    RunDir.open(run_dir)
+    return read_record(run_dir.resolve().name, DirectoryRecord(run_dir))
+
+
+def read_record(name: str, files: RecordFiles) -> RunRecord:
+    """Read a run wherever it is, like `read_run_record`; `name` is that of its directory."""
+    from strop.view.live import LiveRun
+
+    steps = LiveRun(key=name, record=files).rollout_steps()
+    ends = [choose_at_step(files, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
+    early, late = (*ends, None, None)[:2]
+    return replace(LiveRun(key=name, record=files).read_run(), early=early, late=late)
+
+
+def choose_at_step(files: RecordFiles, step: int) -> RolloutsAtStep | None:
+    """Choose a few rollouts of a step; None where a resume has cut them off meanwhile."""
+    # Here, because pyarrow is heavy and a run without rollouts does not need it.
+    from strop.record.rows import list_rows, read_row
+
+    name = f"rollouts/step-{step:06d}.parquet"
+    data, place = files.read(name), files.describe(name)
+    if data is None:
+        return None
+    chosen = choose_rows([(row.example_id, row.reward) for row in list_rows(data, place)])
+    rollouts = tuple(read_row(data, place, index).rollout for index in chosen)
+    return RolloutsAtStep(step=rollouts[0].step, rollouts=rollouts) if rollouts else None
 
 
 def choose_results(results: Sequence[EvalResult]) -> list[EvalResult]:
@@ -113,41 +128,27 @@ def choose_results(results: Sequence[EvalResult]) -> list[EvalResult]:
     return sorted(largest, key=lambda result: result.step)
 
 
-def _read_rollouts(run_dir: Path) -> tuple[RolloutsAtStep | None, RolloutsAtStep | None]:
-    """Read examples of the first and of the last recorded step; one of them alone counts as early."""
-    paths = sorted((run_dir / "rollouts").glob("step-*.parquet"))
-    if not paths:
-        return None, None
-    # Here, because pyarrow is heavy and a run without rollouts does not need it.
-    from strop.record.rollouts import read_rollouts
+def choose_rows(rows: Sequence[tuple[str, float | None]]) -> list[int]:
+    """Choose a few rollouts of the most telling example, the one whose rewards differ most; return places.
 
-    early = choose_rollouts(read_rollouts(paths[0]))
-    late = choose_rollouts(read_rollouts(paths[-1])) if len(paths) > 1 else None
-    return early, late
-
-
-def choose_rollouts(rollouts: Sequence[Rollout]) -> RolloutsAtStep | None:
-    """Choose a few rollouts of the most telling example: the one whose rewards differ most.
-
-    Of its rollouts the best, the worst and one between are taken. Ties go to the first; unscored
-    rollouts are taken only where an example has no scored ones.
+    `rows`: example and reward of each rollout. Of the example's the best, the worst and one between are
+    taken. Ties go to the first; unscored ones are taken only where an example has no scored ones.
     """
-    groups: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        groups[rollout.example.example_id].append(rollout)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, (example_id, _) in enumerate(rows):
+        groups[example_id].append(index)
     if not groups:
-        return None
+        return []
 
-    def spread(group: Sequence[Rollout]) -> float:
-        rewards = [r.outcome.reward for r in group if r.outcome.reward is not None]
+    def spread(group: Sequence[int]) -> float:
+        rewards = [reward for index in group if (reward := rows[index][1]) is not None]
         return max(rewards) - min(rewards) if rewards else -1.0
 
     group = max(groups.values(), key=spread)
-    ranked = sorted(group, key=lambda r: (r.outcome.reward is None, -(r.outcome.reward or 0.0)))
-    scored = [rollout for rollout in ranked if rollout.outcome.is_scored] or ranked
-    positions = dict.fromkeys((0, len(scored) // 2, len(scored) - 1))
-    chosen = [scored[position] for position in positions][:EXAMPLES_SHOWN]
-    return RolloutsAtStep(step=chosen[0].step, rollouts=tuple(chosen))
+    scored = [index for index in group if rows[index][1] is not None] or group
+    ranked = sorted(scored, key=lambda index: -(rows[index][1] or 0.0))
+    positions = dict.fromkeys((0, len(ranked) // 2, len(ranked) - 1))
+    return [ranked[position] for position in positions][:EXAMPLES_SHOWN]
 
 
 def compare_ends(evals: Sequence[EvalResult]) -> BeforeAfter | None:
@@ -180,6 +181,7 @@ def count_alarms(events: Sequence[Event]) -> list[AlarmCount]:
             first_step=group[0].step,
             last_step=group[-1].step,
             detail=group[-1].detail,
+            explanation=explain_alarm(kind, cause),
         )
         for (kind, cause), group in by_cause.items()
     ]

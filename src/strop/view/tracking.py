@@ -32,7 +32,7 @@ from strop.rollout import Rollout
 from strop.spec import TrackersSpec
 from strop.store.policy import is_offline
 from strop.train.observer import EvalSummary, Observer
-from strop.view.run_record import choose_rollouts
+from strop.view.run_record import choose_at_step
 from strop.view.terminal import ALARM_KINDS
 from strop.view.trackers import (
     EVENTS,
@@ -156,11 +156,7 @@ class Follower:
         self._send_events()
 
     def _send_rollouts(self, step: int) -> None:
-        # Here: pyarrow is heavy, and a run on demonstrations has no rollouts.
-        from strop.record.rollouts import read_rollouts
-
-        path = self._run_path / "rollouts" / f"step-{step:06d}.parquet"
-        chosen = choose_rollouts(read_rollouts(path)) if path.exists() else None
+        chosen = choose_at_step(DirectoryRecord(self._run_path), step)
         if chosen is not None:
             self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
         self._note(replace(self._sent, rollouts_step=step))
