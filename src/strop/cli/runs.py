@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strop.cli.arguments import Json, brief
-from strop.cli.eval import percent
 from strop.cli.output import Output
 from strop.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from strop.evaluate import Interval, Summary
     from strop.launch.contract import JobStatus
     from strop.record.files import RecordFiles
-    from strop.run.runs import Arm, ArmChange, ManyComparison, RunSummary
+    from strop.run.runs import Arm, ManyComparison, RunSummary
     from strop.view.places import Runs
 
 Place = Annotated[
@@ -123,6 +119,7 @@ def compare(
 ) -> None:
     """Compare last evaluations with the first run's, on the same examples, and list settings that differ."""
     from strop.run.runs import compare_many
+    from strop.view.comparison import COLUMNS, list_changes_in_words, list_remarks
 
     output: Output = context.obj
     found = compare_many(runs, declared=vary or None)
@@ -130,11 +127,11 @@ def compare(
         output.give_json(_comparison_to_json(found))
         return
     output.give_table(
-        ("run", "replies", "share", "first", "this", "change", "95% interval", "p", "p (Holm)"),
-        [row for other in found.others for row in _comparison_rows(found.baseline, other)],
+        COLUMNS,
+        list_changes_in_words(found),
         title=f"Compared with {found.baseline.label}",
     )
-    for line in _comparison_lines(found, is_declared=bool(vary)):
+    for line in list_remarks(found, is_declared=bool(vary)):
         output.give(line)
     if found.settings:
         names = (found.baseline.label, *(other.arm.label for other in found.others))
@@ -164,70 +161,6 @@ def _comparison_to_json(found: ManyComparison) -> dict[str, Any]:
         "settings": [{"key": one.key, "values": one.values} for one in found.settings],
         "notes": found.notes,
     }
-
-
-def _comparison_rows(baseline: Arm, other: ArmChange) -> Iterator[tuple[object, ...]]:
-    """Yield the rows of one arm: shares are means over its seeds."""
-    from strop.run.runs import list_changes
-
-    name = other.arm.label
-    for key, change in list_changes(other.change).items():
-        one, after = (_scores_of(arm, key) for arm in (baseline, other.arm))
-        shares = _mean_share(one, "accuracy"), _mean_share(after, "accuracy")
-        p_values = f"{change.p_value:.2g}", f"{other.p_values[key]:.2g}"
-        yield (name, key, "accuracy", *shares, *_show_change(change), *p_values)
-        over_seeds = other.over_seeds.get(key)
-        if over_seeds is not None:
-            yield (name, key, "accuracy, over seeds", "", "", *_show_change(over_seeds), "", "")
-        if change.format_ok is not None:
-            shares = _mean_share(one, "format_ok_frac"), _mean_share(after, "format_ok_frac")
-            yield (name, key, "format ok", *shares, *_show_change(change.format_ok), "", "")
-            in_both = _show_change(change.in_format)
-            yield (name, key, "accuracy where both have the format", "", "", *in_both, "", "")
-
-
-def _scores_of(arm: Arm, key: str) -> list[Summary]:
-    """Return the scores of an arm's results by a key of `ArmChange`."""
-    label, _, kind = key.rpartition(": ")
-    return [(result.parts[label] if label else result).scores[kind] for result in arm.results]
-
-
-def _mean_share(scores: Sequence[Summary], name: str) -> str:
-    known = [value for score in scores if (value := getattr(score, name)) is not None]
-    return percent(fmean(known) if known else None)
-
-
-def _comparison_lines(found: ManyComparison, *, is_declared: bool) -> Iterator[str]:
-    from strop.run.runs import list_changes
-
-    for other in found.others:
-        for key, moved in list_changes(other.change).items():
-            prefix = f"{other.arm.label}: " if len(found.others) > 1 else ""
-            yield (
-                f"{prefix}{key}: {moved.num_gained} of {moved.num_examples} examples solved more often,"
-                f" {moved.num_lost} less often, p = {moved.p_value:.2g}"
-            )
-    if len(found.others) > 1:
-        yield (
-            f"p (Holm) holds for all {len(found.others)} comparisons together; each interval is one of 95 %"
-            " by itself"
-        )
-    if any(other.over_seeds for other in found.others):
-        yield "intervals are over problems, with the seeds as they are; those over seeds say so"
-    else:
-        seeds = max(len(arm.paths) for arm in (found.baseline, *(other.arm for other in found.others)))
-        whose = "of one seed each" if seeds == 1 else "of a few seeds"
-        yield f"intervals are over problems, {whose}: what another seed would change is not in them"
-    yield from found.notes
-    if found.settings and not is_declared:
-        keys = ", ".join(setting.key for setting in found.settings)
-        yield f"no verdict on a cause: nothing was declared with --vary, and these differ: {keys}"
-
-
-def _show_change(change: Interval | None) -> tuple[str, str]:
-    if change is None:
-        return "-", "-"
-    return f"{change.estimate:+.1%}", f"{change.low:+.1%} to {change.high:+.1%}"
 
 
 def view(
@@ -321,27 +254,37 @@ def query(
 
 def report(
     context: typer.Context,
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run directory, a job, or a run's mirror (s3://bucket/prefix)."),
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN [RUN ...]",
+            help="A run directory, a job, or a run's mirror (s3://bucket/prefix). Several directories are"
+            " compared with the first.",
+        ),
     ],
 ) -> None:
     """Write the report of a run, finished or not, as one HTML file, and print its path.
 
-    It stands in the run's directory; of a job or a mirror, here.
+    It stands in the run's directory; of a job or a mirror, and of a comparison, here.
     """
     from strop.record.run_dir import STATE_NAME
     from strop.view.report import write_report, write_report_of
 
     output: Output = context.obj
-    runs = [] if (Path(run) / STATE_NAME).is_file() else _find_runs(run).list()
-    if not runs:
+    if len(runs) > 1:
+        from strop.view.comparison import write_comparison
+
+        output.give(str(write_comparison([Path(run) for run in runs], Path())))
+        return
+    (run,) = runs
+    found = [] if (Path(run) / STATE_NAME).is_file() else _find_runs(run).list()
+    if not found:
         output.give(str(write_report(Path(run))))
         return
-    if len(runs) > 1:
+    if len(found) > 1:
         raise ConfigError(
-            f"{run} holds {len(runs)} runs",
-            allowed="one run",
-            next_step="name one of them: " + ", ".join(one.key for one in runs[:8]),
+            f"{run} holds {len(found)} runs",
+            allowed="one run, or several by name",
+            next_step="name one of them: " + ", ".join(one.key for one in found[:8]),
         )
-    output.give(str(write_report_of(runs[0].key, runs[0].record, Path())))
+    output.give(str(write_report_of(found[0].key, found[0].record, Path())))

@@ -84,15 +84,6 @@ def write_report_of(name: str, files: RecordFiles, folder: Path) -> Path:
 
 def render_report(record: RunRecord) -> str:
     """Render the page."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["harmless"] = make_harmless
-    environment.filters["duration"] = describe_duration
     stages = sum_stages(record.metrics)
     # The stages of a step with their share and where their bar starts, in percent.
     total_s, start, rows = sum(stages.values()) or 1.0, 0.0, []
@@ -103,33 +94,53 @@ def render_report(record: RunRecord) -> str:
     # By what the run learned: its algorithm where it has one.
     algorithm, terms = _lookup(record.spec, "algorithm", "name"), _lookup(record.spec, "train", "terms")
     own = {"sft": "sft", "dpo": _lookup(record.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
-    return environment.get_template("report.html.j2").render(
-        name=record.path.name,
-        task=_lookup(record.spec, "task", "name"),
-        model=_lookup(record.spec, "model", "uri"),
-        algorithm=f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm),
-        status=describe_status(record),
-        plot_range=describe_plot_range(record),
-        ends=compare_ends(record.evals),
-        evals=record.evals,
-        protocol=describe_protocol(record.evals[-1]) if record.evals else {},
-        outcome_charts=_present(chart_accuracy(record), chart_reward(record)),
-        part_charts=chart_parts(record.metrics),
-        health_charts=chart_health(record.metrics),
-        stages=rows,
-        stage_total_s=sum(stages.values()),
-        prediction=record.prediction,
-        compared=_compared_rows(record),
-        alarms=count_alarms(record.events),
-        checks=[event for event in record.events if event.kind is EventKind.GATE],
-        audit=describe_audit(record.audit),
-        fates=list_fates(record.metrics),
-        noted=[event for event in record.events if event.kind in NOTED_KINDS],
-        examples=_present(_show_step("At the start", record.early), _show_step("At the end", record.late)),
-        facts=collect_facts(record),
-        spec_text=record.spec_text,
-        version=__version__,
+    return (
+        open_templates()
+        .get_template("report.html.j2")
+        .render(
+            name=record.path.name,
+            task=_lookup(record.spec, "task", "name"),
+            model=_lookup(record.spec, "model", "uri"),
+            algorithm=f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm),
+            status=describe_status(record),
+            plot_range=describe_plot_range(record),
+            ends=compare_ends(record.evals),
+            evals=record.evals,
+            protocol=describe_protocol(record.evals[-1]) if record.evals else {},
+            outcome_charts=_present(chart_accuracy(record), chart_reward(record)),
+            part_charts=chart_parts(record.metrics),
+            health_charts=chart_health(record.metrics),
+            stages=rows,
+            stage_total_s=sum(stages.values()),
+            prediction=record.prediction,
+            compared=_compared_rows(record),
+            alarms=count_alarms(record.events),
+            checks=[event for event in record.events if event.kind is EventKind.GATE],
+            audit=describe_audit(record.audit),
+            fates=list_fates(record.metrics),
+            noted=[event for event in record.events if event.kind in NOTED_KINDS],
+            examples=_present(
+                _show_step("At the start", record.early), _show_step("At the end", record.late)
+            ),
+            facts=collect_facts(record),
+            spec_text=record.spec_text,
+            version=__version__,
+        )
     )
+
+
+def open_templates() -> Environment:
+    """Return the templates of the pages; texts of others need the filter `harmless`."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["harmless"] = make_harmless
+    environment.filters["duration"] = describe_duration
+    return environment
 
 
 def chart_accuracy(record: RunRecord) -> Chart | None:
