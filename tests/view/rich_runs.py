@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ class RichRuns:
 
     root: Path
     whole: RunDir
-    """Finished; its last step's rollouts are those of `last_rollouts`."""
+    """Finished. Its last rollouts are those of `last_rollouts`; of the step before two were discarded."""
     other: RunDir
     """Finished too: another seed, another learning rate, and better."""
     imitated: RunDir
@@ -67,7 +67,11 @@ def make_runs(root: Path) -> RichRuns:
     # Written anew: the other steps are links to the first ones.
     last = whole.rollouts_path(LAST)
     last.unlink()
-    write_trained(last, last_rollouts(tokenizer))
+    rollouts = last_rollouts(tokenizer)
+    write_trained(last, rollouts)
+    discarded = whole.discarded_path(LAST - 1)
+    discarded.parent.mkdir()
+    write_trained(discarded, [replace(one, advantages=(), status="filtered") for one in rollouts[:2]])
     (whole.path / "notes.md").write_text(f"# Note\n\n{NOTE} {HOSTILE}\n")
     spec = other.spec_path.read_text()
     other.spec_path.write_text(spec + "lr = 2e-5\n")

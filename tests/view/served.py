@@ -15,9 +15,9 @@ from strop.view.server import LOOPBACK, Address, build_app
 
 
 @contextmanager
-def served(root: Path, *, token: str | None = None) -> Iterator[str]:
+def served(root: Path, *, token: str | None = None, writes_notes: bool = False) -> Iterator[str]:
     """Serve the page until the end; yield its address, without a slash at the end."""
-    app = build_app(find_runs(str(root), _no_job), token=token)
+    app = build_app(find_runs(str(root), _no_job), token=token, writes_notes=writes_notes)
     # What a browser still listens to is cut off.
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1

@@ -199,6 +199,16 @@ def test_rollouts_are_filtered_and_found(browser: Browser, page: Page, address: 
     wait_for(page, place_of(runs, LAST, 2))
 
 
+def test_what_no_step_took_is_read_too(page: Page, address: str, runs: RichRuns) -> None:
+    show(page, address, place_of(runs, LAST - 1))
+    page.get_by_label("show").select_option("untrained")
+    rows = page.locator("tr[data-href]").filter(has_text="filtered")
+    assert rows.count() == 2
+    rows.first.get_by_role("link").click()
+    wait_for(page, place_of(runs, LAST - 1, "d0"))
+    assert "What is 5 + 7?" in page.get_by_role("article").first.inner_text()
+
+
 def test_two_runs_are_compared(page: Page, address: str, runs: RichRuns) -> None:
     show(page, address, "/")
     button = page.get_by_role("button", name="compare the chosen runs")
@@ -235,6 +245,22 @@ def test_notes_gate_and_plan_are_shown(page: Page, address: str, runs: RichRuns)
     assert "20 of 20 gold answers are right" in text
     assert "Predicted and actual" in text
     assert "price of a step" in text
+
+
+def test_notes_are_written_where_the_page_may(page: Page, runs: RichRuns) -> None:
+    path = runs.other.path / "notes.md"
+    with served(runs.root, writes_notes=True) as address:
+        show(page, address, f"/run/{runs.other.path.name}")
+        page.locator("summary", has_text="Notes").first.click()
+        page.get_by_label("notes").fill(f"Warm-up was too short. {HOSTILE}")
+        page.get_by_role("button", name="save notes").click()
+        page.get_by_text("saved", exact=True).wait_for()
+        assert path.read_text() == f"Warm-up was too short. {HOSTILE}"
+        page.reload()
+        page.locator("summary", has_text="Notes").first.click()
+        assert page.get_by_label("notes").input_value() == path.read_text()
+        page.goto("about:blank")
+    path.unlink()
 
 
 def test_hostile_texts_stay_texts(page: Page, address: str, runs: RichRuns) -> None:
