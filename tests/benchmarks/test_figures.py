@@ -33,6 +33,7 @@ WHOLE_RUNS = (
     "demo-agent",
     "planning",
     "ray-demo",
+    "recording",
     "reverse-text",
     "runtime-kills",
     "seeds",
