@@ -27,7 +27,7 @@ FIGURES = (
     *("launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
     "long-tail",
-    *("page", "recording"),
+    *("page", "recording", "query"),
     *("worlds", "lanes", "busy", "reverse-text", "demo", "demo-agent"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""

@@ -114,7 +114,7 @@ def examples(section: str) -> list[str]:
     return [line for line in lines if line.startswith("strop ") and "s3://" not in line]
 
 
-@pytest.mark.parametrize(("section", "num_examples"), [("Query", 5), ("Compare", 2), ("Report", 1)])
+@pytest.mark.parametrize(("section", "num_examples"), [("Query", 5), ("Compare", 2), ("Report", 2)])
 def test_the_examples_of_the_page_run(place: Path, run: Run, section: str, num_examples: int) -> None:
     commands = examples(section)
     assert len(commands) >= num_examples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,28 @@ def test_what_failed_has_no_reward_and_says_why(copy: Path) -> None:
     assert found == [(None, "infra", "timeout")]
 
 
+def test_what_was_discarded_has_a_table_of_its_own(copy: Path) -> None:
+    assert ask(copy, "SELECT count(*) FROM discarded") == [(0,)]
+    (copy / "discarded").mkdir(exist_ok=True)
+    write_rollouts(copy / "discarded" / "step-000002.parquet", make_rollouts(2, ["12", "11"]))
+    assert ask(copy, "SELECT step, reply_text, reward FROM discarded ORDER BY reward") == [
+        (2, "11", 0.0),
+        (2, "12", 1.0),
+    ]
+    assert ask(copy, "SELECT count(*) FROM rollouts WHERE step = 2") == [(16,)]
+
+
+def test_replies_of_evaluations_have_a_table_of_their_own(copy: Path) -> None:
+    assert ask(copy, "SELECT count(*) FROM replies") == [(0,)]
+    for first in (0, 2):
+        shard = copy / "eval" / "arithmetic-step-000004" / f"examples-{first:06d}-{first + 1:06d}.parquet"
+        shard.parent.mkdir(exist_ok=True)
+        write_rollouts(shard, make_rollouts(4, ["12", "11"]))
+    found = ask(copy, "SELECT step, count(*), sum(reward), max(temperature) FROM replies GROUP BY step")
+    assert found == [(4, 4, 2.0, 1.0)]
+    assert ask(copy, "SELECT count(*) FROM evals WHERE step = 4") == [(5,)]
+
+
 def test_an_older_file_lacks_columns_and_is_asked_with_the_others(copy: Path) -> None:
     path = copy / "rollouts" / "step-000001.parquet"
     table = pq.read_table(path).drop_columns(["staleness", "status", "branch"])
@@ -160,6 +183,28 @@ def test_a_line_that_a_kill_tore_is_left_out_and_what_is_being_written_does_not_
     assert ask(copy, "SELECT max(step), count(*) FROM metrics") == [(4, 4)]
     assert ask(copy, "SELECT max(step) FROM rollouts") == [(4,)]
     assert ask(copy, "SELECT max(step) FROM timeline") == [(4,)]
+
+
+def test_a_run_is_asked_while_it_is_written(tmp_path: Path) -> None:
+    num_steps = 25
+    with RunDir.create(tmp_path, "busy", 'name = "busy"\n', "d", {}) as run:
+
+        def write() -> None:
+            for step in range(1, num_steps + 1):
+                write_rollouts(run.rollouts_path(step), make_rollouts(step, ["12", "11"]))
+                run.metrics.append(step, {"reward_mean": 0.5})
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        sql = "SELECT (SELECT count(*) FROM metrics), (SELECT count(*) FROM rollouts)"
+        seen = [(0, 0)]
+        while writer.is_alive():
+            seen += ask(run.path, sql)
+        writer.join()
+        assert ask(run.path, sql) == [(num_steps, 2 * num_steps)]
+    assert seen == sorted(seen)
+    # A file of rollouts is there whole or not at all.
+    assert all(num_rollouts % 2 == 0 for _, num_rollouts in seen)
 
 
 def test_a_damaged_record_is_named(copy: Path) -> None:
@@ -357,6 +402,15 @@ def test_without_credentials_the_store_is_not_asked(
     monkeypatch.setattr("strop.store.arrow_files.find_access", lambda settings: NOBODY)
     with pytest.raises(RemoteDenied, match="no credentials for S3"):
         open_runs(records).ask("SELECT reward FROM rollouts")
+
+
+def test_amazon_itself_is_asked_in_its_region(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strop.store.arrow_files import open_arrow_files
+
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    # Nothing is asked before a file is opened.
+    assert open_arrow_files().region == "eu-west-1"
 
 
 NOBODY = Access(endpoint="http://127.0.0.1:1", region="us-east-1", credentials=None)

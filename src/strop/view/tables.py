@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ from strop.evaluate.result import EvalResult, parse_result
 from strop.record.files import RecordFiles
 from strop.record.following import LineFollower
 from strop.record.rollouts import SCHEMA
-from strop.record.run_dir import STATE_NAME
+from strop.record.run_dir import DISCARDED, STATE_NAME
 from strop.spec.display import dotted, walk_values
 from strop.store.uris import is_remote
 
@@ -34,7 +35,7 @@ Records = Mapping[str, RecordFiles]
 """The record of each run, by the name that the column `run` has."""
 RUN, STEP = "_run", "_step"
 """Columns of the data set that its view renames: the files have a `step` of their own."""
-_STEP_FILE = re.compile(r"rollouts/step-(\d+)\.parquet")
+_STEP_FILE = re.compile(r"(?:[a-z]+/|eval/[^/]+-)step-(\d+)(?:/[^/]+)?\.parquet")
 _RUN_AND_STEP = [("run", pa.string()), ("step", pa.int64())]
 
 
@@ -50,12 +51,12 @@ class Table:
     """Columns as they are shown."""
 
 
-def read_rollouts(records: Records) -> ds.Dataset:
+def read_rollouts(records: Records, folder: str = "rollouts") -> ds.Dataset:
     """Return the rollouts of all steps, unread."""
     files, parquet = _Files(), ds.ParquetFileFormat()
     fragments = []
     for run, record in records.items():
-        for name in record.list("rollouts"):
+        for name in record.list(folder):
             match = _STEP_FILE.fullmatch(name)
             if match is None:
                 continue
@@ -297,14 +298,27 @@ def _damaged(place: str, error: Exception) -> CorruptRecord:
     )
 
 
+_ROLLOUT = (
+    f"{RUN} AS run, {STEP} AS step, * EXCLUDE ({RUN}, {STEP}, step), turns[1].text AS prompt,"
+    " step AS asked_step"
+)
 TABLES: Mapping[str, Table] = {
     "runs": Table(about="a run; step is its last", read=read_runs),
     "metrics": Table(about="a step, with a column a number", read=read_metrics),
     "rollouts": Table(
         about="a rollout; step is the one that was trained on it, asked_step when it was asked for",
         read=read_rollouts,
-        select=f"{RUN} AS run, {STEP} AS step, * EXCLUDE ({RUN}, {STEP}, step), turns[1].text AS prompt,"
-        " step AS asked_step",
+        select=_ROLLOUT,
+    ),
+    "discarded": Table(
+        about="a rollout that no step was trained on, as `rollouts`",
+        read=partial(read_rollouts, folder=DISCARDED),
+        select=_ROLLOUT,
+    ),
+    "replies": Table(
+        about="a rollout that an evaluation after `step` steps kept; greedy ones have temperature 0",
+        read=partial(read_rollouts, folder="eval"),
+        select=_ROLLOUT,
     ),
     "evals": Table(about="an evaluated example, or a number of lm-eval", read=read_evals),
     "events": Table(about="an event: a gate's check, an alarm, a loss, a checkpoint", read=read_events),
