@@ -118,8 +118,8 @@ def measure_invented(num_tokens: int, *, is_quick: bool) -> list[Figure]:
 
 
 def figure(name: str, unit: str, values: list[float], *, at_most: float | None = None) -> Figure:
-    """Return the median of some values."""
-    return Figure(name=name, unit=unit, value=median(values), measured=tuple(values), at_most=at_most)
+    """Return the least of some values: what others take of a shared machine is no part of it."""
+    return Figure(name=name, unit=unit, value=min(values), measured=tuple(values), at_most=at_most)
 
 
 def measure_recording(*, is_quick: bool) -> Measured:
@@ -132,7 +132,13 @@ def measure_recording(*, is_quick: bool) -> Measured:
         "eval.num_examples=8",
         look=lambda run_dir: shares.extend(share_of_steps(run_dir)),
     )
-    of_demo = figure("demo: share of a step", "share", shares, at_most=MAX_SHARE)
+    of_demo = Figure(
+        name="demo: share of a step",
+        unit="share",
+        value=median(shares),
+        measured=tuple(shares),
+        at_most=MAX_SHARE,
+    )
     return Measured(
         figures=[of_demo, *invented],
         details={"tokens_per_s": TOKENS_PER_S, "demo": asdict(demo)},
