@@ -15,6 +15,7 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate import Validity, result_name, write_result
 from strop.record import Event, EventKind
+from strop.record.events import ACCEPTED
 from strop.record.files import StoreRecord
 from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
@@ -325,6 +326,13 @@ def test_gate_and_audit_stand_before_the_first_step(tmp_path: Path) -> None:
     assert "Before the first step" not in text_of(page_of(run.path))
     run.events.append(Event(kind=EventKind.GATE, step=0, cause="parity", detail="0.02 <b>nats</b>"))
     assert "1 check passed." in text_of(page_of(run.path))
+    failed = Event(kind=EventKind.GATE, step=0, cause="weights", detail=f"{ACCEPTED}loss 6.6: <b>a test</b>")
+    run.events.append(failed)
+    # A second attempt passes its gate too, and is not counted with the first.
+    run.events.append(Event(kind=EventKind.GATE, step=0, cause="parity", detail="0.02 <b>nats</b>"))
+    text = text_of(page_of(run.path))
+    assert "1 check passed. 1 failed and was accepted." in text
+    assert "weights accepted although it failed: loss 6.6: <b>a test</b>" in text
     probes = [
         {"probe": "noop", "status": "pass", "detail": "no reply"},
         {"probe": "echo", "status": "fail", "detail": "<i>the prompt</i> is paid"},

@@ -24,6 +24,8 @@ from strop.io.atomic import explain_write_failure, write_bytes_atomically
 MAX_DETAIL_CHARACTERS = 4096
 MAX_EXAMPLE_IDS = 64
 NUM_WRITTEN_IN_FULL = 100
+ACCEPTED = "accepted although it failed: "
+"""Begin of the detail of a gate's check that failed and was accepted."""
 
 
 class EventKind(StrEnum):

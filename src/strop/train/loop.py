@@ -22,6 +22,7 @@ import torch
 from strop.cluster import Roles
 from strop.errors import EngineError, Interrupted, RunStopped, Starved
 from strop.record import Event, EventKind, RunDir
+from strop.record.events import ACCEPTED
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
 from strop.record.timeline import LEARNER
@@ -226,7 +227,7 @@ class TrainLoop:
         )
         self._checks = await pass_gate(gate)
         for check in self._checks:
-            detail = check.detail if check.is_passed else f"accepted although it failed: {check.detail}"
+            detail = check.detail if check.is_passed else f"{ACCEPTED}{check.detail}"
             self._event(EventKind.GATE, check.name, detail)
         self._give_notice()
 

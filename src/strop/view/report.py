@@ -19,7 +19,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from strop import __version__
 from strop.evaluate import EvalResult
 from strop.io import write_bytes_atomically
-from strop.record import EventKind
 from strop.record.files import RecordFiles
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
@@ -32,6 +31,7 @@ from strop.view.run_record import (
     compare_ends,
     count_alarms,
     describe_protocol,
+    list_checks,
     read_record,
     read_run_record,
     sum_stages,
@@ -91,6 +91,7 @@ def render_report(record: RunRecord) -> str:
         share = seconds / total_s * 100
         rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
         start += share
+    passed, accepted = list_checks(record.events)
     # By what the run learned: its algorithm where it has one.
     algorithm, terms = _lookup(record.spec, "algorithm", "name"), _lookup(record.spec, "train", "terms")
     own = {"sft": "sft", "dpo": _lookup(record.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
@@ -115,7 +116,8 @@ def render_report(record: RunRecord) -> str:
             prediction=record.prediction,
             compared=_compared_rows(record),
             alarms=count_alarms(record.events),
-            checks=[event for event in record.events if event.kind is EventKind.GATE],
+            checks=passed,
+            accepted=accepted,
             audit=describe_audit(record.audit),
             fates=list_fates(record.metrics),
             noted=[event for event in record.events if event.kind in NOTED_KINDS],

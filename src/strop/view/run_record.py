@@ -15,6 +15,7 @@ from typing import Any
 from strop.evaluate import EvalResult, Interval, compare_results
 from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
+from strop.record.events import ACCEPTED
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.prediction import Prediction
 from strop.rollout import Rollout
@@ -185,6 +186,13 @@ def count_alarms(events: Sequence[Event]) -> list[AlarmCount]:
         )
         for (kind, cause), group in by_cause.items()
     ]
+
+
+def list_checks(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """Return the gate's checks that passed, and those that were accepted; of several attempts the last's."""
+    last = {event.cause: event for event in events if event.kind is EventKind.GATE}
+    accepted = [event for event in last.values() if event.detail.startswith(ACCEPTED)]
+    return [event for event in last.values() if event not in accepted], accepted
 
 
 def sum_stages(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
