@@ -1,7 +1,8 @@
 """Processors that the machine at hand is not: the same run, and the same numbers, on each of them.
 
-Emulated ones stand for Intel before AVX-512 (Haswell), for x86 without AVX2 (Nehalem) and for ARM; variables
-leave out what PyTorch and oneDNN would use here. An emulated process computes about ten times slower.
+Emulated ones stand for x86 without AVX2 (Nehalem), for Intel before AVX-512 (Haswell) and for ARM, the last
+two for the kernels alone; variables leave out what PyTorch and oneDNN would use here. An emulated process
+computes about ten times slower.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 from benchmarks.machine import AVX2
-from strop.kernels import kernel_status
+from strop.kernels import kernel_status, library
 from tests.conftest import require_system_part
 from tests.fixtures.kernels import needs_kernels
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "src" / "strop" / "kernels"
 X86 = "qemu-x86_64-static"
 ARM, ARM_COMPILER, ARM_ROOT = "qemu-aarch64-static", "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
+COMPILER = (os.environ.get("CC", "cc"),)
 LIMIT_S = 3600.0
 ALONE = "import sys, pathlib, tests.fixtures.tiny_model as tiny; tiny.tiny_model(pathlib.Path(sys.argv[1]))"
 """A program without strop's own code: PyTorch and transformers make a model."""
@@ -72,8 +74,12 @@ def run_whole(
 
 @pytest.fixture(scope="module")
 def on_this_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run on this machine, in the format that all processors have."""
-    return run_whole(tmp_path_factory.mktemp("here"), variables={"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    """The run on this machine by AVX2 and no more, in the format that all processors have.
+
+    By all that this machine has, it is tried without a compiler.
+    """
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    return run_whole(tmp_path_factory.mktemp("here"), variables=limits)
 
 
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -123,25 +129,22 @@ def test_bfloat16_on_a_processor_without_it_is_announced_and_works(tmp_path: Pat
 
 @pytest.mark.slow
 @needs_x86
-@pytest.mark.parametrize(("processor", "capability"), [("Haswell", "AVX2"), ("Nehalem", "DEFAULT")])
-def test_a_run_is_the_same_on_an_emulated_processor(
-    tmp_path: Path, on_this_one: dict[str, Any], processor: str, capability: str
-) -> None:
-    """Haswell has AVX2 and no AVX-512; Nehalem has neither.
+def test_a_run_is_the_same_on_an_emulated_processor(tmp_path: Path, on_this_one: dict[str, Any]) -> None:
+    """Nehalem has neither AVX nor AVX2.
 
     One attempt: that a run goes on, and is evaluated, in the format of such a processor is tried above.
     QEMU takes nine times as long for MKL's products with fused additions: MKL and oneDNN leave them out,
-    which the run on this machine has. PyTorch's own code and the kernels have them here.
+    which the run on this machine has. PyTorch's own code has them here.
     """
     require_system_part("qemu-user-static", shutil.which(X86) is not None)
     # One thread: two would spin for each other under emulation.
     found = run_whole(
         tmp_path,
-        emulator=(X86, "-cpu", processor),
+        emulator=(X86, "-cpu", "Nehalem"),
         words=("--once", "placement.threads=1"),
         variables={"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     )
-    assert found["capability"] == capability
+    assert found["capability"] == "DEFAULT"
     require_same(found, on_this_one)
 
 
@@ -150,7 +153,7 @@ def test_the_numerical_tests_pass_without_a_compiler(tmp_path: Path) -> None:
     """Tests of what has kernels: comparisons with PyTorch say that they are left out; all others hold."""
     environment = {**os.environ, "CC": "no-such-compiler", "STROP_CACHE": str(tmp_path)}
     environment.pop("STROP_CI", None)
-    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "proof", "recompute")
+    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "recompute")
     chosen = [*(f"tests/policy/test_{name}.py" for name in policy), "tests/engine/test_sampler.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *chosen],
@@ -179,14 +182,37 @@ def show_kernels(folder: Path, command: tuple[str, ...], runner: tuple[str, ...]
     return {f"{index} {name}": float(value) for index, (name, value) in enumerate(pairs)}
 
 
+@pytest.fixture(scope="module")
+def kernels_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """What the kernels compute on this machine."""
+    assert kernel_status().path is not None
+    return show_kernels(tmp_path_factory.mktemp("here"), COMPILER)
+
+
+@pytest.mark.slow
 @needs_kernels
-def test_the_kernels_give_the_same_numbers_on_arm(tmp_path: Path) -> None:
+@needs_x86
+def test_the_kernels_for_avx2_run_where_there_is_no_avx512(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_here: dict[str, float]
+) -> None:
+    """Haswell has AVX2 and no AVX-512: an instruction too many would end the program."""
+    require_system_part("qemu-user-static", shutil.which(X86) is not None)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    flags = library._instruction_flags()
+    assert "-mavx2" in flags
+    on_haswell = show_kernels(tmp_path, (*COMPILER, *flags), (X86, "-cpu", "Haswell"))
+    assert on_haswell == pytest.approx(kernels_here, rel=2**-7, abs=1e-6)
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_the_kernels_give_the_same_numbers_on_arm(tmp_path: Path, kernels_here: dict[str, float]) -> None:
     has_all = shutil.which(ARM) is not None and shutil.which(ARM_COMPILER) is not None
     require_system_part("qemu-user-static and gcc-aarch64-linux-gnu", has_all)
-    assert kernel_status().path is not None
-    here = show_kernels(tmp_path, (os.environ.get("CC", "cc"),))
     on_arm = show_kernels(tmp_path, (ARM_COMPILER,), (ARM, "-L", ARM_ROOT))
     # One unit in the last place of bfloat16 is 2^-8 of a value.
-    assert on_arm == pytest.approx(here, rel=2**-7, abs=1e-6)
-    exact = [name for name in here if abs(on_arm[name] - here[name]) > 1e-5 * abs(here[name]) + 1e-7]
-    assert len(exact) < len(here) / 100
+    assert on_arm == pytest.approx(kernels_here, rel=2**-7, abs=1e-6)
+    exact = [
+        name for name, value in kernels_here.items() if abs(on_arm[name] - value) > 1e-5 * abs(value) + 1e-7
+    ]
+    assert len(exact) < len(kernels_here) / 100
