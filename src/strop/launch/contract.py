@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from strop.hardware.findings import Finding
-from strop.launch.options import Site
-from strop.record.files import LogSource, RecordFiles
-from strop.spec import ResolvedSpec
-from strop.spec.eval_file import EvalFile
+if TYPE_CHECKING:
+    # An agent of a node, a supervisor and a watcher start with each job, and have no use for run files.
+    from strop.hardware.findings import Finding
+    from strop.launch.options import Site
+    from strop.record.files import LogSource, RecordFiles
+    from strop.spec import ResolvedSpec
+    from strop.spec.eval_file import EvalFile
 
 
 class JobState(StrEnum):

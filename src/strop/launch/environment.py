@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.leases import LEASE_VARIABLE
@@ -27,7 +28,6 @@ from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE
 from strop.io.redaction import REDACTED, is_secret
 from strop.launch.contract import JobEnvironment, VariableSource
 from strop.launch.dotenv import is_variable_name, parse_dotenv
-from strop.launch.options import Site, SiteOptions
 from strop.launch.secrets import (
     SECRETS_NAME,
     read_hub_login,
@@ -36,6 +36,9 @@ from strop.launch.secrets import (
     write_private,
 )
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
+
+if TYPE_CHECKING:
+    from strop.launch.options import Site, SiteOptions
 
 ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"

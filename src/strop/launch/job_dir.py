@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,8 +28,10 @@ from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.launch.contract import JobPlan, JobRef, JobRequest
 from strop.launch.environment import write_environment
 from strop.launch.snapshot import pack_code, read_diff
-from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.display import dotted, walk_values
+
+if TYPE_CHECKING:
+    from strop.spec import ResolvedSpec
 
 JOB_FOLDER = "job"
 PLAN_NAME = "plan.json"
@@ -56,6 +58,9 @@ def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]
     Raises: CheckRefused if the code changes meanwhile; ConfigError for a trial of a sweep that cannot work,
         and a secret that has no value any more; StoreError if the disk fails.
     """
+    # Here: whoever runs a job reads its plan alone.
+    from strop.spec import load_spec, write_spec
+
     home, job_path = Path(plan.home), job_path_of(plan.home)
     try:
         job_path.mkdir(parents=True, exist_ok=True)
@@ -116,6 +121,8 @@ def write_preview(plan: JobPlan, request: JobRequest) -> None:
 
 def _write_spec(job_path: Path, request: JobRequest) -> None:
     """Write the run file, every setting with its source (null: unset), and the evaluation's file."""
+    from strop.spec import write_spec
+
     resolved = request.resolved
     write_bytes_atomically(job_path / SPEC_NAME, write_spec(resolved).encode())
     write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(resolved).encode())
