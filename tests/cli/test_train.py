@@ -5,6 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from strop.record import RunDir
 from tests.fixtures.commands import Run
 
@@ -80,6 +82,16 @@ def test_a_corrupt_run_directory_is_named(finished_run: Path, run: Run) -> None:
         assert ended.code == 1
         assert "run.json is damaged" in ended.err
         assert ended.out == ""
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.view.trackers.find_spec", lambda name: None)
+    ended = run("train", "run.toml", "trackers.use=['mlflow']")
+    assert ended.code == 76
+    assert "pip install 'strop[mlflow]'" in ended.err
+    assert not (folder / "runs").exists()
 
 
 def test_a_refused_gate_leaves_a_run_that_says_so(folder: Path, run: Run) -> None:

@@ -45,6 +45,8 @@ def test_a_restored_run_is_the_run_at_its_newest_checkpoint(
     (played.run.path / "eval" / "task-step-000002.json").write_text("two")
     (played.run.path / "eval" / "task-step-000005.json").write_text("five")
     (played.run.path / "attempts" / "1" / "train.log").write_text("line\n")
+    (played.run.path / "trackers" / "wandb").mkdir(parents=True)
+    (played.run.path / "trackers" / "wandb" / "run.wandb").write_bytes(b"offline")
     played.uploader(root).look(is_flush=True)
     path = restore_run(mirror_of(played, root), tmp_path / "elsewhere")
     assert path == tmp_path / "elsewhere" / played.run.path.name
@@ -57,6 +59,7 @@ def test_a_restored_run_is_the_run_at_its_newest_checkpoint(
     assert (path / "eval" / "task-step-000002.json").read_text() == "two"
     assert not (path / "eval" / "task-step-000005.json").exists()
     assert (path / "attempts" / "1" / "train.log").read_text() == "line\n"
+    assert (path / "trackers" / "wandb" / "run.wandb").read_bytes() == b"offline"
     assert (path / "spec.toml").read_text() == "spec\n"
     # Nothing else is left where it was made.
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -12,13 +12,16 @@ from strop.spec import TrackersSpec
 from strop.testing.records import RecordSize, make_record
 from strop.view.trackers import Row, Sent, TrackedRun
 from strop.view.tracking import (
+    MAX_TEXT_CHARS,
     Follower,
     FollowOrder,
     TrackingObserver,
+    describe_rollout,
     read_sent,
     sent_path,
 )
 from tests.fixtures.tiny_run import Notes
+from tests.view.synthetic_run import make_rollouts
 
 SIZE = RecordSize(num_steps=12, num_rollouts=8, num_reply_tokens=4, num_evaluations=3, num_examples=4)
 KEY = "planted-key-" + "0" * 28
@@ -132,6 +135,17 @@ def test_no_text_leaves_where_no_rollouts_are_wanted(order: FollowOrder) -> None
     assert {name for name, _, _ in tracker.tables} == {"events"}
 
 
+def test_a_rollout_is_a_row_whatever_became_of_it() -> None:
+    (one,) = make_rollouts(1, ["x" * (MAX_TEXT_CHARS + 1)], prompt="What?")
+    row = describe_rollout(one)
+    assert (row["prompt"], row["reply"], row["is_correct"]) == ("What?", "x" * MAX_TEXT_CHARS, 0.0)
+    several = describe_rollout(replace(one, turns=(*one.turns, one.turns[0], one.turns[1])))
+    assert str(several["reply"]).startswith("[assistant]\nxxx")
+    # Its environment failed before it said anything.
+    nothing = describe_rollout(replace(one, turns=()))
+    assert (nothing["prompt"], nothing["reply"], nothing["tokens"]) == ("", "", 0.0)
+
+
 # A package in the place of tensorboardX, whose writer does what a test wants.
 _PACKAGE = """
 import os, time
@@ -192,7 +206,7 @@ def test_a_tracker_that_hangs_costs_the_run_nothing(tmp_path: Path, monkeypatch:
         tracked.step(step)
     (event,) = tracked.end()
     assert (event.kind, event.cause, event.step) == (EventKind.NOTICE, "tracker_incomplete", 3)
-    assert "tensorboard lacks the numbers of 3 of 3 steps" in event.detail
+    assert "tensorboard may lack the numbers of 3 of 3 steps" in event.detail
     # What came before is said first, and the end is still the last word.
     assert [one.cause for one in tracked.notes.events] == ["tracker_incomplete"]
     assert [line["step"] for line in tracked.notes.steps] == [1, 2, 3]

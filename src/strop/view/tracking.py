@@ -103,9 +103,9 @@ class Follower:
         self._order, self._tracker = order, tracker
         self._run_path = Path(order.run_path)
         # They only grow: an attempt cuts them back before it trains.
-        record = DirectoryRecord(self._run_path)
-        self._metrics = LineFollower(record, "metrics.jsonl")
-        self._events = LineFollower(record, "events.jsonl")
+        self._record = DirectoryRecord(self._run_path)
+        self._metrics = LineFollower(self._record, "metrics.jsonl")
+        self._events = LineFollower(self._record, "events.jsonl")
         self._sent = read_sent(order.sent_path)
         self._task = ""
 
@@ -156,7 +156,7 @@ class Follower:
         self._send_events()
 
     def _send_rollouts(self, step: int) -> None:
-        chosen = choose_at_step(DirectoryRecord(self._run_path), step)
+        chosen = choose_at_step(self._record, step)
         if chosen is not None:
             self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
         self._note(replace(self._sent, rollouts_step=step))
@@ -202,7 +202,8 @@ def describe_rollout(rollout: Rollout) -> Row:
     reply = later[0].text if len(later) == 1 else "\n\n".join(f"[{one.role}]\n{one.text}" for one in later)
     outcome = rollout.outcome
     return {
-        "prompt": rollout.turns[0].text[:MAX_TEXT_CHARS],
+        # An attempt whose environment failed has no turns.
+        "prompt": rollout.turns[0].text[:MAX_TEXT_CHARS] if rollout.turns else "",
         "reply": reply[:MAX_TEXT_CHARS],
         "reward": outcome.reward,
         "is_correct": None if outcome.is_correct is None else float(outcome.is_correct),
@@ -293,6 +294,7 @@ class TrackingObserver:
         assert self._run_dir is not None
         steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
         num_missing = sum(step > read_sent(one.order.sent_path).step for step in steps)
+        lacking = f"the numbers of {num_missing} of {len(steps)} steps" if num_missing else "what came last"
         why = (
             f"it had not taken all {limit_s:g} s after the end"
             if exit_code is None
@@ -300,8 +302,8 @@ class TrackingObserver:
         )
         self._announce(
             "tracker_incomplete",
-            f"{one.order.name} lacks the numbers of {num_missing} of {len(steps)} steps: {why}. The record"
-            " has them, and they are sent where the run goes on",
+            f"{one.order.name} may lack {lacking}: {why}. The record has it, and it is sent where the run"
+            " goes on",
         )
 
     def _announce(self, cause: str, detail: str) -> None:
