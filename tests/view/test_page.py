@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,28 @@ def test_metrics_are_columns(run: RunDir) -> None:
     # What step 4 did not measure is absent, and not 0.
     assert np.isnan(columns[head["names"].index("entropy_nats")]).tolist() == [False, False, False, True]
     assert head["offset"] == run.metrics.path.stat().st_size
+
+
+def test_answers_at_the_same_time_tell_each_step_once(run: RunDir) -> None:
+    live = LiveRun(key="run", record=DirectoryRecord(run.path))
+
+    def read_steps(_: int) -> list[float]:
+        live.read_metrics()
+        return [line["step"] for line in live.metrics]
+
+    with ThreadPoolExecutor(8) as threads:
+        for step in range(4, 40):
+            run.metrics.append(step, {"reward_mean": 0.5})
+            for steps in threads.map(read_steps, range(8)):
+                assert steps == list(range(1, step + 1))
+
+
+def test_a_step_that_was_written_anew_is_read_anew(run: RunDir) -> None:
+    page, key = client(run.path), {"run": run.path.name, "step": "1"}
+    assert page.get("/api/rollouts", params=key).json()["rows"][0]["reply"] == "7"
+    shutil.copy(run.rollouts_path(3), run.path / "aside")
+    (run.path / "aside").replace(run.rollouts_path(1))
+    assert page.get("/api/rollouts", params=key).json()["rows"][0]["reply"] == "12"
 
 
 def test_rollouts_are_listed_found_and_opened(run: RunDir) -> None:
@@ -221,10 +244,10 @@ def test_files_of_the_page_and_no_others_are_sent(run: RunDir) -> None:
 
 def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
     live = LiveRun(key="run", record=DirectoryRecord(run.path))
-    metrics, _, events = live.cursor().partition(".")
+    metrics, events = live.read_metrics(), live.read_events()[1]
 
     async def hear() -> list[str]:
-        news = follow(live, (int(metrics), int(events)), poll_s=0.001)
+        news = follow(live, (metrics, events), poll_s=0.001)
         heard = [await anext(news)]
 
         async def next_of(kind: str) -> None:

@@ -330,12 +330,12 @@ class TrainLoop:
             return SampledStep(), {}
         version, advantages = self._state.version, self._terms.list_advantages(batch, collected.groups)
         sampled = tell_fates(collected, batch, advantages, version=version)
-        for status, num_groups in Counter(sampled.statuses).items():
+        counts = Counter(sampled.statuses)
+        for status, num_groups in counts.items():
             self._buffer.note(status, num_groups)
         num_ahead = self._buffer.num_ahead if self._spec.train.max_staleness else None
-        return sampled, measure_groups(
-            collected, batch, self._parts.task, version=version, num_ahead=num_ahead
-        )
+        metrics = measure_groups(collected, batch, self._parts.task, version=version, num_ahead=num_ahead)
+        return sampled, metrics | {f"num_{status}_groups": float(found) for status, found in counts.items()}
 
     async def _publish_if_due(self) -> None:
         """Publish what the step made, where the schedule or what comes next asks for it."""

@@ -57,6 +57,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
     from strop.view.report import collect_facts, describe_amount, describe_status
     from strop.view.run_record import NOTED_KINDS, compare_ends, count_alarms, describe_protocol
 
+    _, events_offset = live.read_events()
     run = live.read_run()
     ends = compare_ends(run.evals)
     compared = compare_prediction(run.prediction, run.metrics) if run.prediction else []
@@ -66,7 +67,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "name": run.state.name,
         "phase": live.find_phase(),
         "status": describe_status(run),
-        "task": run.spec.get("task", {}).get("name"),
+        "task": run.state.facts.get("task") or run.spec.get("task", {}).get("name"),
         "model": run.spec.get("model", {}).get("uri"),
         "algorithm": train.get("terms") if "algorithm" not in run.spec else run.spec["algorithm"].get("name"),
         "created_at": run.state.created_at,
@@ -95,7 +96,8 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "notes_path": live.record.describe(NOTES),
         "rollout_steps": live.rollout_steps(),
         "reply_steps": live.rollout_steps(EVALUATION),
-        "cursor": live.cursor(),
+        # Asked first: what comes between this and the rest is told twice, and never missed.
+        "events_offset": events_offset,
     }
 
 

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,10 +60,13 @@ class LiveRun:
     key: str
     record: RecordFiles
     metrics: list[dict[str, float]] = field(default_factory=list)
+    _lock: RLock = field(default_factory=RLock)
+    """A page asks several things at once, and each is answered by a thread of its own."""
     _metrics_log: LineFollower = field(init=False)
-    _results: dict[str, EvalResult] = field(default_factory=dict)
-    _files: dict[str, bytes] = field(default_factory=dict)
-    """The rollouts' files that were opened last: pages ask about one step many times."""
+    _results: dict[tuple[str, str | None], EvalResult] = field(default_factory=dict)
+    _files: dict[tuple[str, str | None], bytes] = field(default_factory=dict)
+    """The rollouts' files that were opened last: pages ask about one step many times. By name and version: a
+    resumed run writes a step anew."""
     _tokenizer: FastTokenizer | None = None
     _timeline_log: LineFollower = field(init=False)
     _timeline: list[tuple[int, int]] = field(default_factory=list)
@@ -93,31 +97,34 @@ class LiveRun:
 
     def read_metrics(self) -> int:
         """Bring `metrics` up to date; return the bytes that they stand in."""
-        is_anew, lines = self._metrics_log.read_records()
-        if is_anew:
-            self.metrics.clear()
-        self.metrics += lines
-        return self._metrics_log.offset
+        with self._lock:
+            is_anew, lines = self._metrics_log.read_records()
+            # Another list each time: who reads the one of before is not disturbed.
+            if lines or is_anew:
+                self.metrics = [*([] if is_anew else self.metrics), *lines]
+            return self._metrics_log.offset
 
     def pack_metrics(self) -> bytes:
         """Return all metrics as columns: length of a header, the header as JSON, float32 by name and step.
 
         The header is padded, so that the numbers begin at a multiple of four bytes. NaN stands for absent.
         """
-        offset = self.read_metrics()
-        names = list(dict.fromkeys(name for line in self.metrics for name in line))
-        columns = np.full((len(names), len(self.metrics)), np.nan, dtype="<f4")
+        with self._lock:
+            offset, lines = self.read_metrics(), self.metrics
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        columns = np.full((len(names), len(lines)), np.nan, dtype="<f4")
         place = {name: index for index, name in enumerate(names)}
-        for index, line in enumerate(self.metrics):
+        for index, line in enumerate(lines):
             for name, value in line.items():
                 columns[place[name], index] = value
-        head = json.dumps({"names": names, "num_steps": len(self.metrics), "offset": offset}).encode()
+        head = json.dumps({"names": names, "num_steps": len(lines), "offset": offset}).encode()
         head += b" " * (-len(head) % 4)
         return struct.pack("<I", len(head)) + head + columns.tobytes()
 
-    def read_events(self) -> list[Event]:
-        """Return the events of the run. Raises: CorruptRecord if a line is none."""
-        return [to_event(line) for line in LineFollower(self.record, EVENTS).read_records()[1]]
+    def read_events(self) -> tuple[list[Event], int]:
+        """Return the events of the run, and the bytes that they stand in. Raises: CorruptRecord."""
+        log = LineFollower(self.record, EVENTS)
+        return [to_event(line) for line in log.read_records()[1]], log.offset
 
     def read_results(self) -> list[EvalResult]:
         """Return the run's own evaluations, by step; each is read once.
@@ -128,10 +135,15 @@ class LiveRun:
 
         names = [name for name in self.record.list("eval") if name.endswith(".json") and name.count("/") == 1]
         names = [name for name in names if not is_of_file(Path(name))] or names
-        for name in names:
-            if name not in self._results and (data := self.record.read(name)) is not None:
-                self._results[name] = parse_result(data, self.record.describe(name))
-        return sorted((self._results[name] for name in names if name in self._results), key=lambda r: r.step)
+        found = {}
+        for mark in [(name, self.record.version(name)) for name in names]:
+            known = self._results.get(mark)
+            if known is None and (data := self.record.read(mark[0])) is not None:
+                known = parse_result(data, self.record.describe(mark[0]))
+            if known is not None:
+                found[mark] = known
+        self._results = found
+        return sorted(found.values(), key=lambda result: result.step)
 
     def read_run(self) -> RunRecord:
         """Return the run as a report reads it, without rollouts."""
@@ -146,7 +158,7 @@ class LiveRun:
             spec_text=spec_text,
             spec=tomllib.loads(spec_text),
             metrics=self.metrics,
-            events=self.read_events(),
+            events=self.read_events()[0],
             evals=choose_results(self.read_results()),
             early=None,
             late=None,
@@ -206,12 +218,6 @@ class LiveRun:
     def read_marks(self) -> tuple[object, ...]:
         """Return what differs once a run has an evaluation more, or ends, or has new notes."""
         return (self.record.read(STATE_NAME), self.record.read(NOTES), *self.record.list("eval"))
-
-    def cursor(self) -> str:
-        """Return from where news are news to who has just read everything."""
-        events = LineFollower(self.record, EVENTS)
-        events.read_records()
-        return f"{self.read_metrics()}.{events.offset}"
 
     def list_rows(self, step: int, of: str = TRAINING) -> list[dict[str, Any]]:
         """Return the rows of a step, or of its evaluation; `key` is what `read_row` takes.
@@ -274,34 +280,36 @@ class LiveRun:
 
     def _read_file(self, name: str) -> tuple[bytes, str]:
         """Return the bytes of a rollouts' file, and where it is. Raises: StoreError if there is none."""
-        place = self.record.describe(name)
-        if name not in self._files:
-            data = self.record.read(name)
-            if data is None:
-                raise StoreError(
-                    f"{place} is not there",
-                    allowed="a step whose rollouts are recorded",
-                    next_step="choose another step; a resumed run writes it again",
-                )
-            kept = [*self._files][-MAX_KEPT_FILES:]
-            self._files = {one: self._files[one] for one in kept} | {name: data}
-        return self._files[name], place
+        place, mark = self.record.describe(name), (name, self.record.version(name))
+        with self._lock:
+            if mark not in self._files:
+                data = self.record.read(name)
+                if data is None:
+                    raise StoreError(
+                        f"{place} is not there",
+                        allowed="a step whose rollouts are recorded",
+                        next_step="choose another step; a resumed run writes it again",
+                    )
+                kept = [*self._files][-MAX_KEPT_FILES:]
+                self._files = {one: self._files[one] for one in kept} | {mark: data}
+            return self._files[mark], place
 
     def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return the lines of the timeline of some steps. Only they are decoded: all of it may be large."""
-        new = self._timeline_log.read_new()
-        if new.is_restarted:
-            self._timeline.clear()
-        end = self._timeline[-1][1] if self._timeline else 0
-        for line in new.lines:
-            end += len(line) + 1
-            found = _STEP.match(line)
-            self._timeline.append((int(found[1]) if found else 0, end))
-        wanted = [place for place, (step, _) in enumerate(self._timeline) if first <= step <= last]
-        if not wanted:
-            return []
-        start = self._timeline[wanted[0] - 1][1] if wanted[0] else 0
-        data = self.record.read_from(TIMELINE, start)[: self._timeline[wanted[-1]][1] - start]
+        with self._lock:
+            new = self._timeline_log.read_new()
+            known = [] if new.is_restarted else self._timeline
+            end = known[-1][1] if known else 0
+            for line in new.lines:
+                end += len(line) + 1
+                found = _STEP.match(line)
+                known.append((int(found[1]) if found else 0, end))
+            self._timeline = known
+            wanted = [place for place, (step, _) in enumerate(known) if first <= step <= last]
+            if not wanted:
+                return []
+            start = known[wanted[0] - 1][1] if wanted[0] else 0
+            data = self.record.read_from(TIMELINE, start)[: known[wanted[-1]][1] - start]
         return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
     def cut_tokens(self, turn: Turn) -> list[str] | None:

@@ -175,6 +175,8 @@ export class Chart {
   }
 
   point(event) {
+    // A pointer may be here before the chart was seen to be in sight.
+    if (this.left === undefined) this.draw();
     if (this.left === undefined) return;
     const box = this.canvas.getBoundingClientRect();
     // A mark is met where the pointer is on it: a step of the curve may be at the same place.

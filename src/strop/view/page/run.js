@@ -13,6 +13,8 @@ export class Metrics {
     this.columns = new Map();
     head.names.forEach((name, i) => this.columns.set(name, Array.from(new Float32Array(block, 4 + size + 4 * i * head.num_steps, head.num_steps))));
     this.length = head.num_steps;
+    // From here on news are news: where the block ends, whatever else was asked meanwhile.
+    this.offset = head.offset;
   }
   get steps() { return this.columns.get("step") ?? []; }
   column(name) { return this.columns.get(name) ?? []; }
@@ -96,7 +98,7 @@ export async function runView(room, { run: key }) {
   for (const place of [outcome, policy, speed, samples, parts]) place.parentElement.hidden = !place.children.length;
   const stopLanes = timeline(lanes, { run: key, metrics, open });
   const redraw = () => { build(); charts.forEach((chart) => chart.later()); showHead(head, told, metrics); };
-  const stop = followNews(key, run.cursor, {
+  const stop = followNews(key, `${metrics.offset}.${run.events_offset}`, {
     metrics: (content) => { metrics.add(content); redraw(); },
     restart: (content) => { if (content.log === "metrics") metrics.clear(); redraw(); },
     refresh: async () => { told = await ask("run", { run: key }); showAlarms(alarms, told, key); showFacts(facts, told); redraw(); },
@@ -140,10 +142,11 @@ function showHead(place, run, metrics) {
 }
 
 function showAlarms(place, run, key) {
+  const isOpen = new Set([...place.querySelectorAll("details[open]")].map((one) => one.dataset.name));
   const steps = run.rollout_steps, at = (step) => (steps.length ? h("a", { href: link(["run", key, "step", steps[nearest(steps, step)]]) }, `step ${step}`) : `step ${step}`);
   place.replaceChildren(h("h2", { id: "alarms" }, run.alarms.length ? `Alarms (${run.alarms.length})` : "Alarms"), ...(run.alarms.length ? run.alarms.map((alarm) => h("div", { class: "card alarm" },
     h("b", {}, visible(alarm.cause)), " ", h("span", { class: "soft" }, `${alarm.num_times} ${alarm.num_times === 1 ? "time" : "times"}, `, at(alarm.first_step), alarm.last_step !== alarm.first_step ? [" to ", at(alarm.last_step)] : null),
-    alarm.detail ? h("p", {}, visible(alarm.detail)) : null, alarm.explanation ? h("p", { class: "soft small" }, visible(alarm.explanation)) : null)) : [h("p", { class: "card calm" }, "No alarm was raised.")]));
+    alarm.detail ? h("p", {}, visible(alarm.detail)) : null, alarm.explanation ? h("details", { class: "small", "data-name": alarm.cause, open: isOpen.has(alarm.cause) }, h("summary", {}, "what it means, and what to do"), h("p", {}, visible(alarm.explanation))) : null)) : [h("p", { class: "card calm" }, "No alarm was raised.")]));
 }
 
 function showFacts(place, run) {
