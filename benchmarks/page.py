@@ -29,10 +29,12 @@ from strop.testing.records import RecordSize, make_record
 from tests.fixtures.browser import find_chromium, open_browser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize
 
 SIZE = RecordSize(num_steps=1000, num_rollouts=512)
 SMALL = RecordSize(num_steps=40, num_rollouts=64, num_reply_tokens=60)
+SCREEN: ViewportSize = {"width": 1280, "height": 1600}
+"""High enough for a run's first curves below its alarms: others are drawn when they come into sight."""
 NUM_ROUNDS = 5
 NUM_APPENDS = 8
 _LIMIT_MS = 60_000
@@ -149,7 +151,7 @@ def run_round(browser: Browser, run: RunDir, size: RecordSize, num_appends: int)
     with view_server(run) as (address, start_s):
         found["start_s"].append(start_s)
         for name, (place, condition) in views(run, size).items():
-            with browser.new_context() as context:
+            with browser.new_context(viewport=SCREEN) as context:
                 page, shown_ms, kilobytes = open_view(context, address, place, condition)
                 found[f"{name}_ms"].append(shown_ms)
                 found[f"{name}_kB"].append(kilobytes)

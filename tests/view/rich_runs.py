@@ -104,7 +104,7 @@ def last_rollouts(tokenizer: Tokenizer) -> list[StoredRollout]:
     rng = random.Random(0)
     long = "x" * 1_000_000
     sums = [
-        _attempt(tokenizer, rng, 0, "What is 5 + 7?", [f"I add. The answer is {answer}."], reward=reward)
+        _attempt(tokenizer, rng, 0, "What is 5 + 7?", [f"the answer is {answer}."], reward=reward)
         for answer, reward in (("12", 1.0), ("13", 0.0), ("zwölf 🎉", 0.0), ("12", 1.0))
     ]
     talk = ["What is 17 * 23?", TOOL_CALL, "<|start|>tool\n391<|end|>\n<|start|>assistant\n", "It is 391."]
@@ -155,6 +155,9 @@ def _attempt(
             advantages.append(None)
             continue
         logprobs = np.log([1.0 - 0.95 * rng.random() for _ in ids]).astype(np.float32)
+        credit = np.full(len(ids), 0.5 if reward else -0.5, dtype=np.float32)
+        # One token with the strongest colours.
+        logprobs[0], credit[0] = -12.0, 8.0 * credit[0]
         turns.append(
             Turn(
                 role="assistant",
@@ -165,7 +168,7 @@ def _attempt(
                 finish_reason=FinishReason.EOS,
             )
         )
-        advantages.append(np.full(len(ids), 0.5 if reward else -0.5, dtype=np.float32))
+        advantages.append(credit)
     outcome = (
         Outcome.lost(FailureOwner.INFRA, "timeout", "the sandbox did not answer")
         if reward is None

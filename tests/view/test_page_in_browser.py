@@ -98,6 +98,10 @@ def test_every_view_can_be_read_by_everybody(browser: Browser, address: str, run
             show(page, address, place)
             open_folds(page)
             found[place] = find_faults(page) + ["wider than the screen"] * is_wider_than_screen(page)
+        for index in (0, 1):
+            show(page, address, place_of(runs, LAST, index))
+            page.get_by_label("colour tokens by").select_option("advantage")
+            found[f"advantages {index}"] = find_faults(page)
         page.get_by_role("button", name="Keys").click()
         found["keys"] = find_faults(page)
         # Its 4,000 tokens keep axe busy for seconds.
@@ -134,6 +138,9 @@ def test_a_running_run_is_followed(page: Page, address: str, runs: RichRuns) -> 
 def test_a_step_of_a_curve_opens_its_rollouts(page: Page, address: str, runs: RichRuns) -> None:
     show(page, address, place_of(runs))
     chart = page.get_by_role("slider", name="Accuracy")
+    chart.scroll_into_view_if_needed()
+    # It is drawn when it comes into sight.
+    wait_for_text(page, "figure .read", f"step {LAST}: training")
     box = chart.bounding_box()
     assert box is not None
     chart.hover(position={"x": box["width"] / 2, "y": box["height"] / 2})

@@ -109,7 +109,7 @@ def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
         assert "".join(turn["tokens"]) == turn["text"]
         assert len(turn["tokens"]) == len(turn["logprobs"]) == len(turn["advantages"])
         assert max(turn["logprobs"]) <= 0.0
-        assert set(turn["advantages"]) == {0.5}
+        assert turn["advantages"] == [4.0] + [0.5] * (len(turn["tokens"]) - 1)
 
 
 def test_a_text_that_would_act_is_sent_as_it_was_written(address: str, runs: RichRuns) -> None:

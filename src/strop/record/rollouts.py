@@ -203,7 +203,8 @@ def open_sealed(data: bytes) -> pq.ParquetFile:
         raise ValueError("its bytes are not those that were written")
     file = pq.ParquetFile(pa.BufferReader(data))
     if file.schema_arrow.metadata.get(_FORMAT_KEY) not in _READABLE:
-        raise ValueError("its format is another one")
+        found = (file.schema_arrow.metadata.get(_FORMAT_KEY) or b"none").decode(errors="replace")
+        raise ValueError(f"its format is {found}: another version of strop wrote it, and reads it")
     return file
 
 
@@ -239,7 +240,7 @@ def no_rollouts(place: Path | str, error: Exception) -> CorruptRecord:
     return CorruptRecord(
         f"{place} does not hold rollouts ({error})",
         allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
-        next_step="remove the file; a resumed run writes it again",
+        next_step="remove the file if it is damaged; a resumed run writes it again",
     )
 
 

@@ -108,10 +108,10 @@ export async function searchView(room, { run, query }) {
   return () => { isGone = true; };
 }
 
-// Colours of tokens. A number that is absent has none: it must not look like an ordinary one.
+// Colours of tokens, so strong that their text can still be read. A number that is absent has none: it must not look like an ordinary one.
 const SHADES = {
-  logprob: { label: "log-probability", of: (token) => token.logprob, paint: (value) => (isNumber(value) ? `rgba(var(--hot), ${Math.min(0.85, -value / 6)})` : "") },
-  advantage: { label: "advantage", of: (token) => token.advantage, paint: (value) => (isNumber(value) && value ? `rgba(var(--${value > 0 ? "gain" : "loss"}), ${Math.min(0.75, 0.12 + Math.abs(value) / 3)})` : "") },
+  logprob: { label: "log-probability", of: (token) => token.logprob, paint: (value) => (isNumber(value) ? `rgba(var(--hot), ${Math.min(0.65, -value / 8)})` : "") },
+  advantage: { label: "advantage", of: (token) => token.advantage, paint: (value) => (isNumber(value) && value ? `rgba(var(--${value > 0 ? "gain" : "loss"}), ${Math.min(0.5, 0.12 + Math.abs(value) / 4)})` : "") },
   none: { label: "no colour", of: () => null, paint: () => "" },
 };
 let shade = "logprob";
