@@ -59,9 +59,10 @@ demo: $(READY)
 demo-agent: $(READY)
 	@.venv/bin/strop train recipes/demo-agent.toml $(DEMO)
 
-# Five streams beside each other. Those of jobs and of Slurm mostly wait, for schedulers, containers and processes,
+# Five streams beside each other. Those of jobs and of clusters mostly wait, for schedulers, containers and processes,
 # and leave the cores to the others: one after the other, they would be the last to end.
 SLURM := tests/launch/slurm
+RAY := tests/cluster
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
 HARNESS := tests/evaluate tests/audit
@@ -70,9 +71,9 @@ PYTEST := $(IN_VENV) -m pytest --durations=15
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
 	export STROP_TEST_MODELS=$$(mktemp -d); \
-	$(PYTEST) -m slow $(SLURM) >"$$logs/slurm" 2>&1 & streams=$$!; \
+	$(PYTEST) -m slow $(RAY) $(SLURM) >"$$logs/clusters" 2>&1 & streams=$$!; \
 	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & streams="$$! $$streams"; \
-	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & \
+	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(RAY) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & \
 		streams="$$! $$streams"; \
 	$(PYTEST) -m slow $(PROGRAMS) $(HARNESS) >"$$logs/programs" 2>&1 & streams="$$! $$streams"; \
 	$(PYTEST) -m "not slow" || ended=$$?; \
