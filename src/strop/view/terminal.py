@@ -11,7 +11,7 @@ from typing import Protocol, TextIO
 
 from rich.console import Console
 
-from strop.record import Event, EventKind
+from strop.record import Event, EventKind, MetricsLog
 from strop.train import EvalSummary
 
 # Model text can hold terminal escape codes that move the cursor, rename the window or hide lines, and
@@ -57,21 +57,29 @@ class TerminalObserver:
 
     def __init__(self, *progresses: Progress) -> None:
         self._progresses = progresses
+        self._num_steps = 0
 
     def on_start(
         self, *, run: str, first_step: int, num_steps: int, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Show where the run is written and how far it is; `earlier`: the metrics of the steps until then."""
+        """Show where the run is written and how far it is; `earlier`: the metrics of the steps until then.
+
+        Without them those of a run that goes on are read from its directory.
+        """
+        self._num_steps = num_steps
+        if first_step and not earlier:
+            earlier = MetricsLog(Path(run) / "metrics.jsonl").read()
         for progress in self._progresses:
             progress.begin(Path(run).name, num_steps=num_steps, first_step=first_step, earlier=earlier)
-            progress.stage(f"step {first_step + 1}")
+            # The weights before the first step are evaluated, too.
+            progress.stage(f"before step {first_step + 1}")
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """Show the line of a step; `metrics` names it under 'step'."""
         step = int(metrics["step"])
         for progress in self._progresses:
             progress.step(step, metrics)
-            progress.stage(f"step {step + 1}")
+            progress.stage(f"step {step + 1}" if step < self._num_steps else "evaluation")
 
     def on_event(self, event: Event) -> None:
         """Show an alarm or a notice as a line; what other lines say already is left out."""
@@ -101,6 +109,9 @@ class TerminalObserver:
             + (f", {summary.invalid_cause}" if summary.invalid_cause is not None else "")
         )
         self.note(text)
+        if summary.step < self._num_steps:
+            for progress in self._progresses:
+                progress.stage(f"step {summary.step + 1}")
 
     def on_end(self, *, cause: str) -> None:
         """Show how the run ended."""

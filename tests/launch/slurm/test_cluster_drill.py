@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,8 +50,17 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     trainer = find_process("strop.cli train", str(home.resolve()))
     assert trainer is not None
     hold_until_told(trainer)
-    drilled = run("drill", "drilled", "--steps", 3, "--restart-limit", 240)
-    assert drilled.code == 0, drilled.err
+    watch = [sys.executable, "-m", "strop.cli", "watch", "drilled"]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        drilled = run("drill", "drilled", "--steps", 3, "--restart-limit", 240)
+        assert drilled.code == 0, drilled.err
+        assert watching.stdout is not None
+        # Whoever watches sees it go on, and ends with it.
+        told = watching.stdout.read().splitlines()
+    assert watching.returncode == 0, told
+    assert any("checkpoint" in line for line in told)
+    assert any(line.startswith("step 80/80") for line in told)
+    assert told[-1] == "ended: succeeded"
     given = [" ".join(line.split()[:2]) for line in drilled.out.splitlines() if " yes " in line]
     assert given == ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]
     wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=400)
