@@ -51,5 +51,5 @@ def test_make_demo_trains_evaluates_and_says_where_its_report_is(tmp_path: Path)
     # A newcomer sees sums that it came to solve, and what to type next.
     gained = printed.partition("\ngained ")[2]
     assert "of 16 examples, wrong before and right now" in gained
-    assert gained.count("  before: ") == gained.count("  now:    ") == 3
+    assert 1 <= gained.count("  before: ") == gained.count("  now:    ") <= 3
     assert f"strop view {run_dir}" in gained.partition("\nnext")[2]
