@@ -106,9 +106,9 @@ def test_what_to_do_next_can_be_typed_as_it_stands(
     outcome = TrainOutcome(run_path=tmp_path / "my runs" / "a", before=None, after=None, changes=changes)
     words = ("run.toml", "train.accept=weights: random", "seed=3", "output.dir=here")
     lines = describe_next(outcome, words, seed=3)
-    assert lines[0] == "next"
+    assert lines[0] == "next   every curve and every reply, in a browser:"
     own = [sys.executable, "-m", "strop.cli"]
-    assert [shlex.split(line, comments=True) for line in lines[1:]] == [
+    assert [shlex.split(line) for line in lines[1::2]] == [
         [*own, "view", str(outcome.run_path)],
         [*own, "sample", str(outcome.run_path), "--prompt", changes.examples[0].question],
         [*own, "train", "run.toml", "train.accept=weights: random", "seed=4"],
@@ -125,4 +125,4 @@ def test_what_to_do_next_can_be_typed_as_it_stands(
     # A question that a shell would not pass on is not put into a command.
     hostile = ChangedExample(question="\x1b[2J", before="", after="")
     asked = replace(outcome, changes=replace(changes, examples=(hostile,)))
-    assert [line.split()[1] for line in describe_next(asked, words, seed=3)[1:]] == ["view", "train"]
+    assert [line.split()[1] for line in describe_next(asked, words, seed=3)[1::2]] == ["view", "train"]

@@ -104,7 +104,7 @@ def test_a_run_is_drawn_in_place_and_notes_stand_above(watched: Watched) -> None
         if step == 30:
             watched.progress.note("drift is high", is_alarm=True)
             watched.progress.note("drift is higher", is_alarm=True)
-    assert [row for row in watched.show() if not row.startswith(("reward", "accuracy", "left"))] == [
+    assert [row for row in watched.show() if not row.startswith(("reward", "accuracy", "starting"))] == [
         "demo: 40 steps",
         "  gate passed",
         "  step 20: held-out accuracy",

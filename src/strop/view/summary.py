@@ -83,11 +83,14 @@ def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> 
     asked = next(iter(outcome.changes.examples), None) if outcome.changes is not None else None
     if asked is not None and _can_be_typed(asked.question):
         commands[(*program, "sample", run, "--prompt", asked.question)] = "ask it something yourself"
-    kept = [word for word in words if not word.startswith(("seed=", "output.dir=", "output.root="))]
+    kept = [word for word in words if not word.startswith(("seed=", "output.dir="))]
     commands[(*program, "train", *kept, f"seed={seed + 1}")] = (
         "the same with other luck: how sure is the gain?"
     )
-    return ["next", *(f"       {shlex.join(one)}  # {what}" for one, what in commands.items())]
+    lines: list[str] = []
+    for command, what in commands.items():
+        lines += [f"{'' if lines else 'next':7}{what}:", f"         {shlex.join(command)}"]
+    return lines
 
 
 def _can_be_typed(question: str) -> bool:

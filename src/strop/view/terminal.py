@@ -190,14 +190,14 @@ class StepLines:
 
     def explain_left(self, num_steps_left: int) -> list[str]:
         """Return the time left, without evaluations, and how it is estimated; empty where it is not."""
-        if not self._last_seconds:
+        if not self._last_seconds or num_steps_left <= 0:
             return []
         seconds = len(self._last_seconds)
         mean = describe_duration(self._mean_s())
         of_last = f"mean of the last {seconds}" if seconds > 1 else "as the last"
         return [
             f"left {self._describe_left(num_steps_left)}",
-            f"({num_steps_left} steps of {mean}, {of_last})",
+            f"({num_steps_left} step{'s' if num_steps_left != 1 else ''} of {mean}, {of_last})",
         ]
 
     def _describe_left(self, num_steps_left: int) -> str:
