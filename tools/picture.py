@@ -1,6 +1,6 @@
 """Make the picture of the page that README.md shows, from a run's directory, in the system's Chromium.
 
-The page is opened as a reader opens it, its charts are waited for, and what a screen of 1,280 x 1,040 shows
+The page is opened as a reader opens it, its charts are waited for, and what a screen of 1,280 x 1,120 shows
 of it is kept.
 
 Usage: python -m tools.picture RUN [PICTURE]
@@ -17,7 +17,7 @@ from tests.view.served import served
 
 PICTURE = Path("docs/page.png")
 MAX_BYTES = 150_000
-WIDTH, HEIGHT = 1280, 1040
+WIDTH, HEIGHT = 1280, 1120
 
 
 def take_picture(run: Path, program: str) -> bytes:

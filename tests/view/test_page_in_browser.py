@@ -239,6 +239,9 @@ def test_an_alarm_is_explained(page: Page, address: str, runs: RichRuns) -> None
     told = {text.split()[0]: text for text in alarms.all_inner_texts()}
     for cause, detail in ALARMS.items():
         assert detail in told[cause]
+    meaning = alarms.filter(has_text="reply_collapse").locator("details")
+    meaning.locator("summary").click()
+    assert "Read the rollouts" in meaning.inner_text()
     alarms.filter(has_text="reply_collapse").get_by_role("link", name="step").click()
     wait_for(page, place_of(runs, 11))
 
