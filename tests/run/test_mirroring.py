@@ -170,6 +170,10 @@ def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
     names = {"run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl", "report.html"}
     names |= {f"rollouts/step-00000{step}.parquet" for step in range(1, 7)}
     names |= {f"eval/reverse-text-step-00000{step}.json" for step in (0, 3, 6)}
+    names |= {
+        f"eval/{path.parent.name}/{path.name}" for path in (run.path / "eval").glob("*-step-*/*.parquet")
+    }
+    assert len([name for name in names if name.endswith("parquet")]) > 6 + 2
     names |= {"attempts/1/attempt.json", "attempts/1/mirror.log"}
     names |= {"timeline.jsonl", "plan.json", "audit.json", "tokenizer.json"}
     assert list_files(mirror / "traces") == names

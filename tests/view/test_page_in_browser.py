@@ -158,7 +158,7 @@ def test_a_reply_is_read_token_by_token(page: Page, address: str, runs: RichRuns
     show(page, address, place_of(runs, LAST, SUM))
     kept = stored(runs, SUM)
     reply, advantages = kept.rollout.turns[1], kept.advantages[1]
-    tokens = page.get_by_role("slider", name="tokens of turn 2")
+    tokens = page.get_by_role("group", name="tokens of turn 2")
     assert "".join(tokens.locator("span").all_text_contents()) == reply.text
     tokens.focus()
     for _ in range(3):
@@ -171,14 +171,14 @@ def test_a_reply_is_read_token_by_token(page: Page, address: str, runs: RichRuns
     assert f"advantage {advantages[3]:.3f}" in told
     # Where nothing was recorded, nothing is claimed.
     show(page, address, place_of(runs, LAST, ESCAPED))
-    page.get_by_role("slider", name="tokens of turn 2").focus()
+    page.get_by_role("group", name="tokens of turn 2").focus()
     wait_for_text(page, ".readout", "advantage absent")
 
 
 def test_a_conversation_is_told_turn_by_turn(page: Page, address: str, runs: RichRuns) -> None:
     show(page, address, place_of(runs, LAST, TALK))
     texts = page.get_by_role("article").all_inner_texts()
-    told = [["What is 17 * 23?"], ["calculator", "17*23"], ["391"], ["It is 391."]]
+    told = [["prompt", "What is 17 * 23?"], ["calculator", "17*23"], ["environment", "391"], ["It is 391."]]
     assert len(texts) == len(told)
     for text, words in zip(texts, told, strict=True):
         assert all(word in text for word in words)
@@ -286,7 +286,7 @@ def test_hostile_texts_stay_texts(page: Page, address: str, runs: RichRuns) -> N
         assert not set("\x1b\x07\u202e\u2066\u2069") & set(text)
         assert "caught" not in page.title()
     show(page, address, place_of(runs, LAST, SCRIPT))
-    assert page.get_by_role("slider", name="tokens of turn 2").text_content() == HOSTILE
+    assert page.get_by_role("group", name="tokens of turn 2").text_content() == HOSTILE
 
 
 def test_a_theme_is_chosen_and_kept(page: Page, address: str) -> None:

@@ -227,6 +227,7 @@ class TraceSender:
             ("rollouts", "*.parquet"),
             (DISCARDED, "*.parquet"),
             ("eval", "*.json"),
+            ("eval", "*/*.parquet"),
             ("attempts", "**/*"),
             ("trackers", "**/*"),
         ):

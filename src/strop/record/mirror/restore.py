@@ -226,8 +226,9 @@ def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
     step = step_of(checkpoint_path) or 0
 
     def is_wanted(name: str) -> bool:
-        found_step = step_of(Path(name))
-        return name not in _CURVE_FILES and (found_step is None or found_step <= step)
+        # Of a file, or of the folder that it is in: an evaluation's replies.
+        steps = [found for part in Path(name).parts if (found := step_of(Path(part))) is not None]
+        return name not in _CURVE_FILES and max(steps, default=0) <= step
 
     uris = {name: place for name, place in _list_traces(store, uri).items() if is_wanted(name)}
     _fetch_objects(store, uris, run_path)

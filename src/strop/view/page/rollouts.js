@@ -142,7 +142,7 @@ const FOLDED_CHARACTERS = 1500;
 function showTurn(turn, number, readout) {
   const isSampled = turn.token_ids !== undefined, isTool = turn.role === "tool";
   const facts = [`${turn.num_tokens} tokens`, isSampled && turn.version !== null ? `weights ${turn.version}` : null, turn.finish ? `ended: ${turn.finish}` : null, isSampled && turn.advantages === null ? "advantages not recorded" : null, isSampled && turn.tokens === null ? "the run's tokenizer is not here: text only" : null];
-  const head = h("div", { class: "head" }, h("b", {}, isSampled ? `${turn.role} (the policy)` : turn.role), facts.filter(Boolean).map((fact) => h("span", {}, fact)));
+  const head = h("div", { class: "head" }, h("b", {}, isSampled ? `${turn.role} (the policy)` : turn.role === "prompt" && number > 0 ? "environment" : turn.role), facts.filter(Boolean).map((fact) => h("span", {}, fact)));
   const calls = (turn.calls ?? []).map((call) => h("div", { class: "call" }, "calls ", h("b", {}, visible(call.name)), " ", h("code", {}, visible(call.arguments))));
   let content;
   if (isSampled && turn.tokens) content = showTokens(turn, number, readout);
@@ -159,7 +159,7 @@ function showTokens(turn, number, readout) {
     return span;
   });
   let at = -1;
-  const block = h("div", { class: "tokens", tabindex: "0", role: "slider", "aria-label": `tokens of turn ${number + 1}`, "aria-valuemin": "0", "aria-valuemax": Math.max(tokens.length - 1, 0), "aria-valuenow": "0" }, spans);
+  const block = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `tokens of turn ${number + 1}` }, spans);
   const place = new Map(spans.map((span, i) => [span, i]));
   function show(i) {
     spans[at]?.classList.remove("at");
@@ -168,9 +168,8 @@ function showTokens(turn, number, readout) {
     if (!token) return;
     spans[at].classList.add("at");
     const told = `token ${at + 1} of ${tokens.length}: ${JSON.stringify(visible(token.text))}, id ${token.id}, log-probability ${isNumber(token.logprob) ? `${token.logprob.toFixed(3)} (${percent(Math.exp(token.logprob))})` : "absent"}, advantage ${isNumber(token.advantage) ? token.advantage.toFixed(3) : "absent"}`;
+    // The status line says it to readers: a value of the block itself would hide its text from them.
     readout.textContent = told;
-    block.setAttribute("aria-valuenow", at);
-    block.setAttribute("aria-valuetext", told);
   }
   block.addEventListener("pointerover", (event) => { const found = place.get(event.target); if (found !== undefined) show(found); });
   block.addEventListener("focus", () => show(Math.max(at, 0)));
