@@ -70,3 +70,6 @@ def test_a_job_is_watched_left_and_watched_to_its_end(
     assert status["state"] == "cancelled"
     assert watching.returncode not in (0, None)
     assert "ended: cancelled" in told.splitlines()[-1]
+    # Whoever comes later hears the same.
+    late = run("watch", "far")
+    assert (late.code, late.out.splitlines()[-1]) == (watching.returncode, told.splitlines()[-1])
