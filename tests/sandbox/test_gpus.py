@@ -94,7 +94,6 @@ def test_an_image_gets_the_libraries_of_the_driver(
 def test_a_container_s_own_root_reaches_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a user namespace runc shows a device where it is on the host.
     path = Path(f"/dev/strop-test-{uuid.uuid4().hex}")
-    make_device(path)
     found = str(path)
     files = GpuFiles(visible="GPU-0", devices={found: found}, libraries={}, is_linked=True)
     monkeypatch.setattr(gpu_files, "find_gpu_files", lambda names: files)
@@ -104,9 +103,10 @@ def test_a_container_s_own_root_reaches_them_too(monkeypatch: pytest.MonkeyPatch
             return await say(sandbox, f"head -c 3 {found} | wc -c; echo $CUDA_VISIBLE_DEVICES")
 
     try:
+        make_device(path)
         assert asyncio.run(run()) == "3\nGPU-0\n"
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
