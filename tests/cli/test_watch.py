@@ -43,13 +43,13 @@ def test_a_job_is_watched_left_and_watched_to_its_end(
 ) -> None:
     for variable in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "STROP_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(folder.parent / variable.lower()))
-    settings = ("train.steps=2000", "train.checkpoint_every=2000", "name=far", "eval.num_samples=none")
+    settings = ("train.steps=50000", "train.checkpoint_every=50000", "name=far", "eval.num_samples=none")
     assert run("submit", "run.toml", *settings, "--on", "local").code == 0
     command = [sys.executable, "-m", "strop.cli", "watch", "far"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
         assert watching.stdout is not None
         for line in watching.stdout:
-            if "step " in line and "/2000" in line:
+            if "step " in line and "/50000" in line:
                 watching.send_signal(signal.SIGINT)
                 break
         told = watching.stdout.read()
