@@ -208,20 +208,22 @@ class EventLog(JsonLines):
 
         Raises: CorruptRecord if a line is not an event.
         """
-        return [self._to_event(content) for content in self.read_lines()]
+        return [to_event(content, self.path) for content in self.read_lines()]
 
-    def _to_event(self, content: dict[str, object]) -> Event:
-        try:
-            values = dict(content)
-            kind, ids = EventKind(str(values.pop("kind"))), values.pop("example_ids")
-            assert isinstance(ids, list)
-            return Event(kind=kind, example_ids=tuple(ids), **values)  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise CorruptRecord(
-                f"{self.path} holds a line that is not an event ({error})",
-                allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
-                next_step="delete that line; the rest of the file is intact",
-            ) from error
+
+def to_event(content: Mapping[str, Any], place: Path | str) -> Event:
+    """Return the event of a line; `place` names its file. Raises: CorruptRecord if it is none."""
+    try:
+        values = dict(content)
+        kind, ids = EventKind(str(values.pop("kind"))), values.pop("example_ids")
+        assert isinstance(ids, list)
+        return Event(kind=kind, example_ids=tuple(ids), **values)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise CorruptRecord(
+            f"{place} holds a line that is not an event ({error})",
+            allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
+            next_step="delete that line; the rest of the file is intact",
+        ) from error
 
 
 def _cut(detail: str) -> str:

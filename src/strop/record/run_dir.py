@@ -467,19 +467,23 @@ def _state_to_bytes(state: RunState) -> bytes:
 
 
 def _read_state(path: Path) -> RunState:
-    state_path = path / STATE_NAME
     try:
-        content = json.loads(state_path.read_bytes())
-        return RunState(**content)
+        return parse_state((path / STATE_NAME).read_bytes(), path / STATE_NAME)
     except OSError as error:
         raise StoreError(
             f"{path} is not a run directory: {STATE_NAME} cannot be read ({error.strerror})",
             allowed="a directory that a training run made",
             next_step="give the directory that holds run.json and spec.toml",
         ) from error
+
+
+def parse_state(data: bytes, place: Path | str) -> RunState:
+    """Return what run.json says; `place` names it. Raises: CorruptRecord if it is damaged."""
+    try:
+        return RunState(**json.loads(data))
     except (ValueError, TypeError) as error:
         raise CorruptRecord(
-            f"{state_path} is damaged ({error})",
+            f"{place} is damaged ({error})",
             allowed="the JSON that strop wrote",
             next_step="move this run aside; its checkpoints and rollouts can still be read",
         ) from error

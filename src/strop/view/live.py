@@ -11,7 +11,7 @@ import re
 import struct
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -21,11 +21,12 @@ import numpy as np
 
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
-from strop.record import Event, EventKind, RunState
+from strop.record import Event, RunState
+from strop.record.events import to_event
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.following import LineFollower
 from strop.record.prediction import PREDICTION_NAME, parse_prediction
-from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME
+from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME, parse_state
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
 
@@ -86,14 +87,7 @@ class LiveRun:
                 allowed="a run's directory, a folder of runs, or a run's mirror in a store",
                 next_step="see `strop ls` for the runs that there are",
             )
-        try:
-            return RunState(**json.loads(data))
-        except (ValueError, TypeError) as error:
-            raise CorruptRecord(
-                f"{place} is damaged ({error})",
-                allowed="the JSON that strop wrote",
-                next_step="move this run aside; its checkpoints and rollouts can still be read",
-            ) from error
+        return parse_state(data, place)
 
     def read_metrics(self) -> int:
         """Bring `metrics` up to date; return the bytes that they stand in."""
@@ -124,7 +118,8 @@ class LiveRun:
     def read_events(self) -> tuple[list[Event], int]:
         """Return the events of the run, and the bytes that they stand in. Raises: CorruptRecord."""
         log = LineFollower(self.record, EVENTS)
-        return [to_event(line) for line in log.read_records()[1]], log.offset
+        place = self.record.describe(EVENTS)
+        return [to_event(line, place) for line in log.read_records()[1]], log.offset
 
     def read_results(self) -> list[EvalResult]:
         """Return the run's own evaluations, by step; each is read once.
@@ -322,21 +317,6 @@ class LiveRun:
 
             self._tokenizer = FastTokenizer.from_buffer(data)
         return cut_text(self._tokenizer, turn.token_ids.tolist())
-
-
-def to_event(line: Mapping[str, Any]) -> Event:
-    """Return an event of its line. Raises: CorruptRecord if it is none."""
-    try:
-        values = dict(line)
-        return Event(
-            kind=EventKind(values.pop("kind")), example_ids=tuple(values.pop("example_ids")), **values
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRecord(
-            f"events.jsonl holds a line that is not an event ({error})",
-            allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
-            next_step="delete that line; the rest of the file is intact",
-        ) from error
 
 
 _CONTEXT_TOKENS = 4

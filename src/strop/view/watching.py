@@ -16,12 +16,13 @@ from typing import Any
 from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
 from strop.evaluate.result import EvalResult
 from strop.io import FileLock
+from strop.record.events import to_event
 from strop.record.files import RecordFiles
 from strop.record.following import LineFollower
 from strop.record.run_dir import LOCK_NAME
 from strop.run.runs import RunPhase, find_phase
 from strop.train import EvalSummary
-from strop.view.live import EVENTS, METRICS, LiveRun, to_event
+from strop.view.live import EVENTS, METRICS, LiveRun
 from strop.view.terminal import TerminalObserver
 
 EARLIER_SHOWN = 5
@@ -116,7 +117,7 @@ class Watcher:
     def _take_events(self, lines: Sequence[dict[str, Any]], *, is_first: bool) -> None:
         new = [line for line in lines if json.dumps(line) not in self._told]
         self._told.update(map(json.dumps, new))
-        events = [to_event(line) for line in new]
+        events = [to_event(line, EVENTS) for line in new]
         if is_first:
             events = [event for event in events if self._observer.is_shown(event)]
             more = len(events) - EARLIER_SHOWN
