@@ -9,15 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from strop.evaluate import (
-    EvalResult,
-    ExampleScore,
-    Score,
-    Validity,
-    clustered_interval,
-    result_name,
-    write_result,
-)
+from strop.evaluate import EvalResult, Validity, result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
 from strop.rollout import (
@@ -26,10 +18,10 @@ from strop.rollout import (
     Outcome,
     Rollout,
     Sampling,
-    Split,
     Turn,
     make_example,
 )
+from strop.testing import records
 
 NUM_STEPS = 40
 NUM_EXAMPLES = 200
@@ -94,59 +86,15 @@ def make_metrics(step: int, rng: random.Random) -> dict[str, float]:
     }
 
 
-def make_example_score(solved_frac: float) -> ExampleScore:
-    """Return the score of an example whose task cannot tell the form."""
-    return ExampleScore(
-        num_judged=1,
-        solved_frac=solved_frac,
-        format_ok_frac=None,
-        in_format_solved_frac=None,
-        reward_mean=solved_frac,
-    )
-
-
 def make_result(step: int, *, num_solved: int, validity: Validity = Validity.VALID) -> EvalResult:
     """Return a greedy evaluation in which the first `num_solved` examples are solved."""
-    interval = clustered_interval([[index < num_solved] for index in range(NUM_EXAMPLES)])
-    greedy = Score(
-        accuracy=num_solved / NUM_EXAMPLES,
-        low=interval.low,
-        high=interval.high,
-        num_samples=1,
-        num_rollouts=NUM_EXAMPLES,
-        num_too_long=0,
-        num_unscored=0,
-        verifier_error_frac=0.0,
-        failures={},
-        timed_out_frac=0.0,
-        truncated_frac=0.0,
-        cut_unsolved_frac=0.0,
-        format_ok_frac=None,
-        reply_tokens_mean=9.0,
-        reward_mean=num_solved / NUM_EXAMPLES,
-        by_example={f"{i:016x}": make_example_score(float(i < num_solved)) for i in range(NUM_EXAMPLES)},
-    )
-    return EvalResult(
-        task="arithmetic",
-        task_version="a1",
-        replies_version="a1",
-        split=Split.HELD_OUT,
+    return records.make_result(
+        [index < num_solved for index in range(NUM_EXAMPLES)],
         step=step,
         model_digest=f"model-{step}",
-        policy_version=step,
-        dtype="float32",
-        tokenizer_digest="t1",
-        prompt_format="chat",
-        num_examples=NUM_EXAMPLES,
-        examples_digest="e1",
-        run_seed=7,
+        seed=7,
         max_reply_tokens=32,
-        sampling=Sampling(),
-        num_samples=None,
-        pass_threshold=None,
-        greedy=greedy,
-        sampled=None,
-        pass_at_k={},
+        reply_tokens_mean=9.0,
         validity=validity,
     )
 

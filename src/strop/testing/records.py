@@ -11,7 +11,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -310,14 +310,36 @@ def make_eval_result(step: int, size: RecordSize, *, seed: int = 0, gain: float 
     accuracy = min(learned(step, size.num_steps) + gain, 1.0)
     # Easy examples first: what is solved once stays solved for the most part.
     solved = [(index + rng.gauss(0, 8)) / size.num_examples < accuracy for index in range(size.num_examples)]
+    return make_result(
+        solved,
+        step=step,
+        model_digest=f"model-{seed}-{step}",
+        seed=seed,
+        max_reply_tokens=size.num_reply_tokens,
+        reply_tokens_mean=float(size.num_reply_tokens),
+    )
+
+
+def make_result(
+    solved: Sequence[bool],
+    *,
+    step: int,
+    model_digest: str,
+    seed: int,
+    max_reply_tokens: int,
+    reply_tokens_mean: float,
+    validity: Validity = Validity.VALID,
+) -> EvalResult:
+    """Return a greedy evaluation of sums; `solved` says which examples are."""
+    num_examples = len(solved)
     interval = clustered_interval([[one] for one in solved])
-    mean = sum(solved) / size.num_examples
+    mean = sum(solved) / num_examples
     greedy = Score(
         accuracy=mean,
         low=interval.low,
         high=interval.high,
         num_samples=1,
-        num_rollouts=size.num_examples,
+        num_rollouts=num_examples,
         num_too_long=0,
         num_unscored=0,
         verifier_error_frac=0.0,
@@ -326,7 +348,7 @@ def make_eval_result(step: int, size: RecordSize, *, seed: int = 0, gain: float 
         truncated_frac=0.0,
         cut_unsolved_frac=0.0,
         format_ok_frac=None,
-        reply_tokens_mean=float(size.num_reply_tokens),
+        reply_tokens_mean=reply_tokens_mean,
         reward_mean=mean,
         by_example={f"{index:016x}": _make_score(float(one)) for index, one in enumerate(solved)},
     )
@@ -336,22 +358,22 @@ def make_eval_result(step: int, size: RecordSize, *, seed: int = 0, gain: float 
         replies_version="a1",
         split=Split.HELD_OUT,
         step=step,
-        model_digest=f"model-{seed}-{step}",
+        model_digest=model_digest,
         policy_version=step,
         dtype="float32",
         tokenizer_digest="t1",
         prompt_format="chat",
-        num_examples=size.num_examples,
+        num_examples=num_examples,
         examples_digest="e1",
         run_seed=seed,
-        max_reply_tokens=size.num_reply_tokens,
+        max_reply_tokens=max_reply_tokens,
         sampling=Sampling(),
         num_samples=None,
         pass_threshold=None,
         greedy=greedy,
         sampled=None,
         pass_at_k={},
-        validity=Validity.VALID,
+        validity=validity,
     )
 
 

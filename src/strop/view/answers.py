@@ -57,8 +57,8 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
     from strop.view.report import collect_facts, describe_amount, describe_status
     from strop.view.run_record import NOTED_KINDS, compare_ends, count_alarms, describe_protocol
 
-    _, events_offset = live.read_events()
-    run = live.read_run()
+    events, events_offset = live.read_events()
+    run = live.read_run(events)
     ends = compare_ends(run.evals)
     compared = compare_prediction(run.prediction, run.metrics) if run.prediction else []
     train = run.spec.get("train", {})

@@ -140,8 +140,8 @@ class LiveRun:
         self._results = found
         return sorted(found.values(), key=lambda result: result.step)
 
-    def read_run(self) -> RunRecord:
-        """Return the run as a report reads it, without rollouts."""
+    def read_run(self, events: Sequence[Event] | None = None) -> RunRecord:
+        """Return the run as a report reads it, without rollouts. `events`: where they were read already."""
         from strop.view.run_record import RunRecord, choose_results
 
         self.read_metrics()
@@ -153,7 +153,7 @@ class LiveRun:
             spec_text=spec_text,
             spec=tomllib.loads(spec_text),
             metrics=self.metrics,
-            events=self.read_events()[0],
+            events=self.read_events()[0] if events is None else events,
             evals=choose_results(self.read_results()),
             early=None,
             late=None,

@@ -100,10 +100,11 @@ def read_record(name: str, files: RecordFiles) -> RunRecord:
     """Read a run wherever it is, like `read_run_record`; `name` is that of its directory."""
     from strop.view.live import LiveRun
 
-    steps = LiveRun(key=name, record=files).rollout_steps()
+    live = LiveRun(key=name, record=files)
+    steps = live.rollout_steps()
     ends = [choose_at_step(files, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
     early, late = (*ends, None, None)[:2]
-    return replace(LiveRun(key=name, record=files).read_run(), early=early, late=late)
+    return replace(live.read_run(), early=early, late=late)
 
 
 def choose_at_step(files: RecordFiles, step: int) -> RolloutsAtStep | None:
