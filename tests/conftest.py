@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # the settings must be there before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 tune_process()
+# A shell starts a stream in the background with Ctrl+C ignored; what a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # What whoever runs the tests sees, and where their models come from, is not for the tests.
 for _name in (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE"),

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,35 +39,49 @@ def test_a_stopped_run_gives_the_code_of_its_attempt(folder: Path, run: Run) -> 
     assert ended.out.splitlines()[-1] == "ended: RunStopped"
 
 
-@pytest.mark.slow
-def test_a_job_is_watched_left_and_watched_to_its_end(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def far_run(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A job called far that trains for as long as the test lasts; the run's directory."""
     for variable in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "STROP_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(folder.parent / variable.lower()))
     settings = ("train.steps=50000", "train.checkpoint_every=50000", "name=far", "eval.num_samples=none")
     assert run("submit", "run.toml", *settings, "--on", "local").code == 0
+    (home,) = (folder / "runs").glob("far-*")
+    yield home
+    run("cancel", "far")
+
+
+@contextmanager
+def watching_far() -> Iterator[subprocess.Popen[str]]:
+    """Watch it from a process of its own."""
     command = [sys.executable, "-m", "strop.cli", "watch", "far"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        try:
+            yield watching
+        finally:
+            watching.kill()
+
+
+@pytest.mark.slow
+def test_a_job_is_watched_left_and_watched_to_its_end(far_run: Path, run: Run) -> None:
+    with watching_far() as watching:
         assert watching.stdout is not None
         for line in watching.stdout:
             if "step " in line and "/50000" in line:
                 watching.send_signal(signal.SIGINT)
                 break
-        told = watching.stdout.read()
+        told, _ = watching.communicate(timeout=120)
     assert watching.returncode == 1
     assert "no longer watched; the run goes on" in told
-    (home,) = (folder / "runs").glob("far-*")
 
     def num_steps() -> int:
-        return len((home / "metrics.jsonl").read_text().splitlines())
+        return len((far_run / "metrics.jsonl").read_text().splitlines())
 
     before = num_steps()
     wait_for(lambda: num_steps() > before, limit_s=240)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+    with watching_far() as watching:
         assert run("cancel", "far").code == 0
-        assert watching.stdout is not None
-        told = watching.stdout.read()
+        told, _ = watching.communicate(timeout=240)
     (status,) = json.loads(run("status", "far", "--json").out)
     assert status["state"] == "cancelled"
     assert watching.returncode not in (0, None)
