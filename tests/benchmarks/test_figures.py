@@ -37,8 +37,10 @@ WHOLE_RUNS = (
     "reverse-text",
     "runtime-kills",
     "seeds",
+    "trackers",
 )
-"""Train the demo's model, or kill at random, minutes each even with `--quick`."""
+"""Train the demo's model, kill at random, or install four trackers: a minute of processor time and more each
+even with `--quick`."""
 
 
 @pytest.mark.slow
