@@ -59,26 +59,8 @@ demo: $(READY)
 demo-agent: $(READY)
 	@.venv/bin/strop train recipes/demo-agent.toml $(DEMO)
 
-# Five streams beside each other. Those of jobs and of clusters mostly wait, for schedulers, containers and processes,
-# and leave the cores to the others: one after the other, they would be the last to end.
-SLURM := tests/launch/slurm
-RAY := tests/cluster
-JOBS := tests/launch
-PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
-HARNESS := tests/evaluate tests/audit
-PYTEST := $(IN_VENV) -m pytest --durations=15
-
 test: $(READY)
-	@logs=$$(mktemp -d); ended=0; \
-	export STROP_TEST_MODELS=$$(mktemp -d); \
-	$(PYTEST) -m slow $(RAY) $(SLURM) >"$$logs/clusters" 2>&1 & streams=$$!; \
-	$(PYTEST) -m slow $(JOBS) --ignore=$(SLURM) >"$$logs/jobs" 2>&1 & streams="$$! $$streams"; \
-	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(RAY) $(PROGRAMS) $(HARNESS)) >"$$logs/slow" 2>&1 & \
-		streams="$$! $$streams"; \
-	$(PYTEST) -m slow $(PROGRAMS) $(HARNESS) >"$$logs/programs" 2>&1 & streams="$$! $$streams"; \
-	$(PYTEST) -m "not slow" || ended=$$?; \
-	for stream in $$streams; do wait "$$stream" || ended=$$?; done; \
-	cat "$$logs"/*; rm -rf "$$logs" "$$STROP_TEST_MODELS"; exit "$$ended"
+	@$(IN_VENV) -m tools.test_streams
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
