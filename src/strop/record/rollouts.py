@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,6 @@ SCHEMA = pa.schema(
 
 
 _REPEATING = [name for name in SCHEMA.names if name not in ("turns", "reply_text")]
-DECODING_ERRORS = (ValueError, KeyError, TypeError, OSError, pa.ArrowException)
-"""What decoding bytes that are no rollouts may end in."""
 _EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
 _TRAINING_COLUMNS = ("status", "staleness")
 _ROLLOUT_COLUMNS = [
@@ -162,12 +161,9 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     Raises: StoreError if there is no such file; CorruptRecord if it is not one of ours.
     """
-    data = _read_bytes(path)
-    try:
-        rows = open_sealed(data).read(columns=_ROLLOUT_COLUMNS).to_pylist(maps_as_pydicts="strict")
+    with opened(_read_bytes(path), path) as file:
+        rows = file.read(columns=_ROLLOUT_COLUMNS).to_pylist(maps_as_pydicts="strict")
         return [to_rollout(row) for row in rows]
-    except DECODING_ERRORS as error:
-        raise no_rollouts(path, error) from error
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -175,12 +171,9 @@ def read_examples(path: Path) -> list[Example]:
 
     Raises: like `read_rollouts`.
     """
-    data = _read_bytes(path)
-    try:
-        rows = open_sealed(data).read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
+    with opened(_read_bytes(path), path) as file:
+        rows = file.read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
         return [_to_example(row) for row in {row["example_id"]: row for row in rows}.values()]
-    except DECODING_ERRORS as error:
-        raise no_rollouts(path, error) from error
 
 
 def read_facts(path: Path) -> dict[str, str]:
@@ -188,24 +181,32 @@ def read_facts(path: Path) -> dict[str, str]:
 
     Raises: like `read_rollouts`.
     """
-    data = _read_bytes(path)
+    with opened(_read_bytes(path), path) as file:
+        return {name.decode(): value.decode() for name, value in file.schema_arrow.metadata.items()}
+
+
+@contextmanager
+def opened(data: bytes, place: Path | str) -> Iterator[pq.ParquetFile]:
+    """Open the bytes of a file of rollouts, to decode what it holds in the block; `place` names the file.
+
+    Raises: CorruptRecord if they are not the bytes that were written, or cannot be decoded.
+    """
     try:
-        metadata = open_sealed(data).schema_arrow.metadata
-        return {name.decode(): value.decode() for name, value in metadata.items()}
-    except DECODING_ERRORS as error:
-        raise no_rollouts(path, error) from error
-
-
-def open_sealed(data: bytes) -> pq.ParquetFile:
-    """Open a file whose bytes are those that were written; raise ValueError for any other."""
-    start = _find_seal(data)
-    if _digest(data, start) != data[start : start + len(_UNSEALED)]:
-        raise ValueError("its bytes are not those that were written")
-    file = pq.ParquetFile(pa.BufferReader(data))
-    if file.schema_arrow.metadata.get(_FORMAT_KEY) not in _READABLE:
-        found = (file.schema_arrow.metadata.get(_FORMAT_KEY) or b"none").decode(errors="replace")
-        raise ValueError(f"its format is {found}: another version of strop wrote it, and reads it")
-    return file
+        start = _find_seal(data)
+        if _digest(data, start) != data[start : start + len(_UNSEALED)]:
+            raise ValueError("its bytes are not those that were written")
+        file = pq.ParquetFile(pa.BufferReader(data))
+        written = file.schema_arrow.metadata.get(_FORMAT_KEY) or b"none"
+        if written not in _READABLE:
+            shown = written.decode(errors="replace")
+            raise ValueError(f"its format is {shown}: another version of strop wrote it, and reads it")
+        yield file
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
+        raise CorruptRecord(
+            f"{place} does not hold rollouts ({error})",
+            allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
+            next_step="remove the file if it is damaged; a resumed run writes it again",
+        ) from error
 
 
 def _find_seal(data: bytes) -> int:
@@ -233,15 +234,6 @@ def _read_bytes(path: Path) -> bytes:
             allowed="a rollouts file of a run",
             next_step="list the run's rollouts/ for the steps that it has",
         ) from error
-
-
-def no_rollouts(place: Path | str, error: Exception) -> CorruptRecord:
-    """Return the error of a file that does not hold rollouts."""
-    return CorruptRecord(
-        f"{place} does not hold rollouts ({error})",
-        allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
-        next_step="remove the file if it is damaged; a resumed run writes it again",
-    )
 
 
 def _to_row(stored: StoredRollout) -> dict[str, Any]:

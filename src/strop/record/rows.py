@@ -8,21 +8,18 @@ Importing this module imports pyarrow, so it is not part of the room's light fac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from strop.errors import StoreError
-from strop.record.rollouts import DECODING_ERRORS, StoredRollout, no_rollouts, open_sealed, to_stored
+from strop.record.rollouts import StoredRollout, opened, to_stored
 
 SHOWN_CHARACTERS = 200
 
-_Result = TypeVar("_Result")
 _PLAIN = (
     "task",
     "example_id",
@@ -76,7 +73,28 @@ def list_rows(data: bytes, name: str) -> list[RolloutRow]:
 
     Raises: CorruptRecord, naming the file, if they are not the bytes of one of ours.
     """
-    return _read(data, name, _list_rows)
+    with opened(data, name) as file:
+        trained = [column for column in _TRAINED if column in file.schema_arrow.names]
+        table = file.read(columns=[*_LISTED, *trained], use_threads=False).combine_chunks()
+        offsets, texts = _split_turns(table)
+        num_turns = np.diff(offsets)
+        # A rollout without turns has no first one.
+        firsts = pa.array(offsets[:-1], mask=num_turns == 0)
+        failures = table["failure"].to_pylist()
+        columns = {column: table[column].to_pylist() for column in (*_PLAIN, *trained)}
+        columns |= {
+            "failure": [failure and f"{failure['owner']}: {failure['kind']}" for failure in failures],
+            "num_turns": num_turns.tolist(),
+            "prompt": _cut(texts.take(firsts)),
+            "prompt_end": _cut(texts.take(firsts), start=-SHOWN_CHARACTERS),
+            "reply": _cut(table["reply_text"]),
+        }
+    columns |= {column: [None] * table.num_rows for column in _TRAINED if column not in trained}
+    names = tuple(columns)
+    return [
+        RolloutRow(index=index, **dict(zip(names, row, strict=True)))
+        for index, row in enumerate(zip(*columns.values(), strict=True))
+    ]
 
 
 def find_rows(data: bytes, name: str, text: str) -> list[int]:
@@ -89,7 +107,13 @@ def find_rows(data: bytes, name: str, text: str) -> list[int]:
     except UnicodeEncodeError:
         # Half of a character: no stored text holds it.
         return []
-    return _read(data, name, lambda file: _find_rows(file, text))
+    with opened(data, name) as file:
+        table = file.read(columns=list(_SEARCHED), use_threads=False).combine_chunks()
+        offsets, texts = _split_turns(table)
+        # How many of the turns up to each one hold the text, from which a row's are a difference.
+        num_before = np.concatenate([[0], np.cumsum(_holds(texts, text))])
+        is_found = np.diff(num_before[offsets]) > 0
+        return np.flatnonzero(is_found | _holds(table["extracted"], text)).tolist()
 
 
 def read_row(data: bytes, name: str, index: int) -> StoredRollout:
@@ -97,61 +121,15 @@ def read_row(data: bytes, name: str, index: int) -> StoredRollout:
 
     Raises: like `list_rows`; StoreError if there is no such row.
     """
-    found = _read(data, name, lambda file: _read_row(file, index))
-    if found is None:
-        raise StoreError(
-            f"{name} has no row {index}",
-            allowed="the index of a row that `list_rows` shows",
-            next_step="list the file's rows anew",
-        )
-    return found
-
-
-def _read(data: bytes, name: str, decode: Callable[[pq.ParquetFile], _Result]) -> _Result:
-    try:
-        return decode(open_sealed(data))
-    except DECODING_ERRORS as error:
-        raise no_rollouts(name, error) from error
-
-
-def _list_rows(file: pq.ParquetFile) -> list[RolloutRow]:
-    trained = [column for column in _TRAINED if column in file.schema_arrow.names]
-    table = file.read(columns=[*_LISTED, *trained], use_threads=False).combine_chunks()
-    offsets, texts = _split_turns(table)
-    num_turns = np.diff(offsets)
-    # A rollout without turns has no first one.
-    firsts = pa.array(offsets[:-1], mask=num_turns == 0)
-    columns = {column: table[column].to_pylist() for column in (*_PLAIN, *trained)}
-    columns |= {
-        "failure": _name_failures(table["failure"]),
-        "num_turns": num_turns.tolist(),
-        "prompt": _cut(texts.take(firsts)),
-        "prompt_end": _cut(texts.take(firsts), start=-SHOWN_CHARACTERS),
-        "reply": _cut(table["reply_text"]),
-    }
-    columns |= {column: [None] * table.num_rows for column in _TRAINED if column not in trained}
-    names = tuple(columns)
-    return [
-        RolloutRow(index=index, **dict(zip(names, row, strict=True)))
-        for index, row in enumerate(zip(*columns.values(), strict=True))
-    ]
-
-
-def _find_rows(file: pq.ParquetFile, text: str) -> list[int]:
-    table = file.read(columns=list(_SEARCHED), use_threads=False).combine_chunks()
-    offsets, texts = _split_turns(table)
-    # How many of the turns up to each one hold the text, from which a row's are a difference.
-    holds = _holds(texts, text)
-    num_before = np.concatenate([[0], np.cumsum(holds)])
-    is_found = np.diff(num_before[offsets]) > 0
-    return np.flatnonzero(is_found | _holds(table["extracted"], text)).tolist()
-
-
-def _read_row(file: pq.ParquetFile, index: int) -> StoredRollout | None:
-    if not 0 <= index < file.metadata.num_rows:
-        return None
-    (row,) = file.read().slice(index, 1).to_pylist(maps_as_pydicts="strict")
-    return to_stored(row)
+    with opened(data, name) as file:
+        if 0 <= index < file.metadata.num_rows:
+            (row,) = file.read().slice(index, 1).to_pylist(maps_as_pydicts="strict")
+            return to_stored(row)
+    raise StoreError(
+        f"{name} has no row {index}",
+        allowed="the index of a row that `list_rows` shows",
+        next_step="list the file's rows anew",
+    )
 
 
 def _split_turns(table: pa.Table) -> tuple[Any, Any]:
@@ -159,10 +137,6 @@ def _split_turns(table: pa.Table) -> tuple[Any, Any]:
     turns = table["turns"].combine_chunks()
     turns = turns.chunk(0) if isinstance(turns, pa.ChunkedArray) else turns
     return turns.offsets.to_numpy(), turns.values.field("text")
-
-
-def _name_failures(failures: Any) -> list[str | None]:
-    return [failure and f"{failure['owner']}: {failure['kind']}" for failure in failures.to_pylist()]
 
 
 def _cut(texts: Any, *, start: int = 0) -> list[str]:
