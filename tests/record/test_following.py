@@ -9,8 +9,7 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.io.atomic import write_bytes_atomically
 from strop.record import MetricsLog
-from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
-from strop.record.following import LineFollower
+from strop.record.files import DirectoryRecord, LineFollower, RecordFiles, StoreRecord
 from strop.store.local_objects import LocalObjects
 
 NAME = "metrics.jsonl"

@@ -19,8 +19,7 @@ from starlette.testclient import TestClient
 from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
 from strop.record import Event, EventKind, MetricsLog, RunDir
 from strop.record.events import JsonLines
-from strop.record.files import DirectoryRecord, RecordFiles, Shard, StoreRecord
-from strop.record.following import LineFollower
+from strop.record.files import DirectoryRecord, LineFollower, RecordFiles, Shard, StoreRecord
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
 from strop.view.answers import read_calls

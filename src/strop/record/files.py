@@ -1,18 +1,20 @@
 """A run's directory and its logs, read wherever they are: on a disk that is seen here, or in a store.
 
-And how the files of rollouts of an evaluation are named: by the examples, in a row, that each is about.
+`LineFollower` reads a growing file of lines; `Shard` names the files of an evaluation's rollouts, by the
+examples, in a row, that each is about.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from strop.errors import RemoteMissing, StoreError
+from strop.errors import CorruptRecord, RemoteMissing, StoreError
 from strop.io.atomic import MANIFEST_NAME
 from strop.record.mirror.layout import TRACES, RecordName
 from strop.store.contract import StoredObject
@@ -132,8 +134,7 @@ def step_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-_CHECKPOINTS = "checkpoints"
-_CHECKPOINT = re.compile(rf"{_CHECKPOINTS}/step-(?P<step>\d+)(?P<rest>/.*)?")
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}step-(?P<step>\d+)(?P<rest>/.*)?")
 
 
 class ReadableObjects(Protocol):
@@ -186,7 +187,7 @@ class StoreRecord:
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, sorted. Raises: StoreError as `read`."""
         prefix = prefix.rstrip("/")
-        is_checkpoint = prefix.startswith(_CHECKPOINTS)
+        is_checkpoint = f"{prefix}/".startswith(CHECKPOINTS)
         found: list[str] = []
         if not is_checkpoint:
             place = self.describe(prefix)
@@ -218,10 +219,90 @@ class StoreRecord:
         self._folders = {record.step: record.uri("", self._run).lstrip("/") for record in best}
         chosen = {record.step: record for record in best}
         return [
-            f"{_CHECKPOINTS}/step-{step:06d}/{name}"
+            f"{CHECKPOINTS}step-{step:06d}/{name}"
             for step, record in chosen.items()
             for name in files[record]
         ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewLines:
+    """What a file has that was not read yet."""
+
+    is_restarted: bool
+    """Whether all lines that were given before count no more: the file was cut back, replaced or removed."""
+    lines: list[bytes]
+    """Complete ones, without their ends, in order."""
+
+
+class LineFollower:
+    """Reads the complete lines of one file as it grows; a last line without its end waits until it has one.
+
+    A run that goes on from a checkpoint cuts its files back, and a reader that waits for growth alone would
+    hear nothing more. So the last line that was read is compared with what stands in the file: where another
+    one is there, what was read before counts no more, and the file is read anew.
+    """
+
+    def __init__(self, record: RecordFiles, name: str, offset: int = 0) -> None:
+        """`offset`: bytes that were read before, up to the end of a line."""
+        self._record, self._name = record, name
+        self._offset = offset
+        # Of a place that another reader reached, only the end of its last line is known.
+        self._last = b"\n" if offset else b""
+        self._version: str | None = None
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the file that were given as lines: where another reader may go on."""
+        return self._offset
+
+    def read_new(self) -> NewLines:
+        """Return the lines since the last call; nothing is read where nothing has changed.
+
+        Raises: StoreError if the place does not answer; the next call then gives what this one could not.
+        """
+        # Asked first: what is written while the lines are read shows as another version at the next call.
+        version = self._record.version(self._name)
+        if version is not None and version == self._version:
+            return NewLines(is_restarted=False, lines=[])
+        data = self._read_from(self._offset - len(self._last))
+        is_restarted = not data.startswith(self._last)
+        if is_restarted:
+            self._offset, self._last = 0, b""
+            data = self._read_from(0)
+        whole = data[len(self._last) : data.rfind(b"\n") + 1]
+        lines = whole.split(b"\n")[:-1]
+        self._offset += len(whole)
+        self._version = version
+        if lines:
+            self._last = lines[-1] + b"\n"
+        return NewLines(is_restarted=is_restarted, lines=lines)
+
+    def read_records(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file is read anew, and the new lines as objects.
+
+        Raises: StoreError if the place does not answer; CorruptRecord for a line that is no JSON object.
+        """
+        new, records = self.read_new(), []
+        for line in new.lines:
+            try:
+                content = json.loads(line)
+            except ValueError:
+                content = None
+            if not isinstance(content, dict):
+                raise CorruptRecord(
+                    f"{self._record.describe(self._name)} has a line that is no record: {line[:60]!r}",
+                    allowed="one JSON object per line",
+                    next_step="mend or delete that line; the rest of the file is intact",
+                )
+            records.append(content)
+        return new.is_restarted, records
+
+    def _read_from(self, offset: int) -> bytes:
+        parts: list[bytes] = []
+        while part := self._record.read_from(self._name, offset + sum(map(len, parts))):
+            parts.append(part)
+        return b"".join(parts)
 
 
 _NAME = re.compile(r"examples-(\d{6,})-(\d{6,})\.parquet")

@@ -23,8 +23,7 @@ from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
 from strop.record import Event, RunState
 from strop.record.events import to_event
-from strop.record.files import DirectoryRecord, RecordFiles
-from strop.record.following import LineFollower
+from strop.record.files import DirectoryRecord, LineFollower, RecordFiles
 from strop.record.prediction import PREDICTION_NAME, parse_prediction
 from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME, parse_state
 from strop.run.runs import RunPhase, find_phase

@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from strop.errors import ConfigError, StropError
-from strop.record.following import LineFollower
+from strop.record.files import LineFollower
 from strop.view.answers import compare, describe_row, describe_run, list_runs
 from strop.view.live import EVALUATION, EVENTS, METRICS, TRAINING, LiveRun
 from strop.view.places import Runs

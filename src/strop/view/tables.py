@@ -24,8 +24,7 @@ from pyarrow.fs import FileSystem, LocalFileSystem
 from strop.errors import CorruptRecord
 from strop.evaluate.harness import HarnessResult
 from strop.evaluate.result import EvalResult, parse_result
-from strop.record.files import RecordFiles
-from strop.record.following import LineFollower
+from strop.record.files import LineFollower, RecordFiles
 from strop.record.rollouts import SCHEMA
 from strop.record.run_dir import DISCARDED, STATE_NAME
 from strop.spec.display import dotted, walk_values

@@ -26,8 +26,7 @@ from strop.io.atomic import write_bytes_atomically
 from strop.io.redaction import is_secret, redact
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.files import DirectoryRecord
-from strop.record.following import LineFollower
+from strop.record.files import DirectoryRecord, LineFollower
 from strop.rollout import Rollout
 from strop.spec import TrackersSpec
 from strop.store.policy import is_offline

@@ -17,8 +17,7 @@ from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
 from strop.evaluate.result import EvalResult
 from strop.io import FileLock
 from strop.record.events import to_event
-from strop.record.files import RecordFiles
-from strop.record.following import LineFollower
+from strop.record.files import LineFollower, RecordFiles
 from strop.record.run_dir import LOCK_NAME
 from strop.run.runs import RunPhase, find_phase
 from strop.train import EvalSummary
