@@ -19,7 +19,6 @@ from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
-from strop.store.s3_client import Access
 from strop.store.s3_objects import S3Objects
 from strop.testing.records import RecordSize, make_record
 from strop.view.places import find_runs
@@ -399,18 +398,15 @@ def test_without_credentials_the_store_is_not_asked(
     S3Objects().write(f"{s3_root}/traces/rollouts/step-000001.parquet", b"PAR1")
     with pytest.raises(CorruptRecord, match=r"step-000001\.parquet cannot be read"):
         list(open_runs(records).ask("SELECT reward FROM rollouts").rows)
-    monkeypatch.setattr("strop.store.arrow_files.find_access", lambda settings: NOBODY)
+    monkeypatch.setattr("boto3.session.Session.get_credentials", lambda session: None)
     with pytest.raises(RemoteDenied, match="no credentials for S3"):
         open_runs(records).ask("SELECT reward FROM rollouts")
 
 
 def test_amazon_itself_is_asked_in_its_region(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strop.store.arrow_files import open_arrow_files
+    from strop.store.s3_client import open_arrow_files
 
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     # Nothing is asked before a file is opened.
     assert open_arrow_files().region == "eu-west-1"
-
-
-NOBODY = Access(endpoint="http://127.0.0.1:1", region="us-east-1", credentials=None)

@@ -172,7 +172,26 @@ def seal_directory(
 
     Raises: StoreError if it holds a link or another thing that is not a plain file; OSError as is.
     """
-    manifest = Manifest(files=_record_files(path, known_sha256 or {}), facts=dict(facts or {}))
+    names = []
+    for entry in sorted(path.rglob("*")):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise StoreError(
+                f"{entry} is not a plain file, so its bytes cannot be promised",
+                allowed="plain files and directories",
+                next_step="copy the file that it points to",
+            )
+        if entry.is_file():
+            names.append(entry.relative_to(path).as_posix())
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
+    known = known_sha256 or {}
+    digests = {**known, **hash_files(path, [name for name in names if name not in known])}
+    stats = {name: (path / name).stat() for name in names}
+    files = {
+        name: FileRecord(size_bytes=stat.st_size, sha256=digests[name], mtime_ns=stat.st_mtime_ns)
+        for name, stat in stats.items()
+    }
+    manifest = Manifest(files=files, facts=dict(facts or {}))
     for directory, _, _ in os.walk(path, topdown=False):
         fsync_directory(Path(directory))
     write_bytes_atomically(path / MANIFEST_NAME, manifest.to_bytes())
@@ -242,7 +261,13 @@ def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str |
     manifest = read_manifest(path, remedy=remedy)
     names_to_read = []
     for name, record in sorted(manifest.files.items()):
-        found = _stat_promised(path / name, record, remedy)
+        try:
+            found = (path / name).stat()
+        except OSError as error:
+            raise _unread(path / name, error, remedy) from error
+        if found.st_size != record.size_bytes:
+            allowed = f"{record.size_bytes}, as its manifest promises"
+            raise _corrupt(path / name, f"has {found.st_size} bytes", allowed, remedy)
         if not (can_trust_mtime and found.st_mtime_ns == record.mtime_ns):
             names_to_read.append(name)
     for name, sha256 in hash_files(path, names_to_read, remedy=remedy).items():
@@ -275,6 +300,14 @@ def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) 
     with ThreadPoolExecutor(max_workers=2) as pool:
         digests = pool.map(lambda name: _hash_file(directory / name, remedy), names)
         return dict(zip(names, digests, strict=True))
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory with its parents, where it is not there. Raises: StoreError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
 
 
 def fsync_directory(path: Path) -> None:
@@ -317,40 +350,6 @@ def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False
         allowed="a place that this user may write to",
         next_step="mend the permissions or choose another place; what was there before is intact",
     )
-
-
-def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, FileRecord]:
-    names = []
-    for entry in sorted(path.rglob("*")):
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-            raise StoreError(
-                f"{entry} is not a plain file, so its bytes cannot be promised",
-                allowed="plain files and directories",
-                next_step="copy the file that it points to",
-            )
-        if entry.is_file():
-            names.append(entry.relative_to(path).as_posix())
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-    digests = {**known_sha256, **hash_files(path, [name for name in names if name not in known_sha256])}
-    stats = {name: (path / name).stat() for name in names}
-    return {
-        name: FileRecord(
-            size_bytes=stats[name].st_size, sha256=digests[name], mtime_ns=stats[name].st_mtime_ns
-        )
-        for name in names
-    }
-
-
-def _stat_promised(path: Path, record: FileRecord, remedy: str) -> os.stat_result:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise _unread(path, error, remedy) from error
-    if found.st_size != record.size_bytes:
-        allowed = f"{record.size_bytes}, as its manifest promises"
-        raise _corrupt(path, f"has {found.st_size} bytes", allowed, remedy)
-    return found
 
 
 def _hash_file(path: Path, remedy: str) -> str:

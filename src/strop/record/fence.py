@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError
-from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.atomic import make_directory, write_bytes_atomically
 
 ATTEMPT_VARIABLE = "STROP_ATTEMPT"
 """Name of the attempt's folder, set by a launcher."""
@@ -32,10 +32,7 @@ def raise_fence(run_path: Path, number: int, attempt: str) -> None:
     """
     require_unfenced(run_path, number)
     path = run_path / "attempts" / f"fence-{number}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, path) from error
+    make_directory(path.parent)
     write_bytes_atomically(path, json.dumps({"number": number, "attempt": attempt}).encode())
     # It may have taken long: a later attempt that began meanwhile is not to be disturbed.
     require_unfenced(run_path, number)

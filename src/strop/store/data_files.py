@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of, split_error
 from strop.io.atomic import MANIFEST_NAME
@@ -45,25 +45,19 @@ class DataFile:
     origin: Origin
 
 
-T = TypeVar("T")
 _local_only: ContextVar[list[str] | None] = ContextVar("only local data", default=None)
 _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
 
 
 @contextmanager
-def _collect(variable: ContextVar[list[T] | None]) -> Iterator[list[T]]:
-    """Yield a list that is the variable's inside the block, in this thread."""
-    found: list[T] = []
-    token = variable.set(found)
+def collect_data_files() -> Iterator[list[DataFile]]:
+    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
+    found: list[DataFile] = []
+    token = _collected.set(found)
     try:
         yield found
     finally:
-        variable.reset(token)
-
-
-def collect_data_files() -> AbstractContextManager[list[DataFile]]:
-    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
-    return _collect(_collected)
+        _collected.reset(token)
 
 
 def note_data_file(file: DataFile) -> Path:

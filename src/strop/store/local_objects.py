@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing
-from strop.io.atomic import explain_write_failure, fsync_directory, walk_files, write_bytes_atomically
+from strop.io.atomic import (
+    explain_write_failure,
+    fsync_directory,
+    make_directory,
+    walk_files,
+    write_bytes_atomically,
+)
 from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
 from strop.store.contract import StoredObject
@@ -54,7 +60,7 @@ class LocalObjects:
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
         """Write under a lock beside the file, which machines share where their file system's locks do."""
         path = Path(uri)
-        _make_parent(path)
+        make_directory(path.parent)
         with FileLock(path.with_name(f".{path.name}.lock")):
             found = self.read_versioned(uri)
             if (None if found is None else found[1]) != version:
@@ -65,13 +71,13 @@ class LocalObjects:
     def write(self, uri: str, data: bytes) -> None:
         """Write a file that appears whole."""
         path = Path(uri)
-        _make_parent(path)
+        make_directory(path.parent)
         write_bytes_atomically(path, data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
         """Copy a file that appears whole, and is the promised one."""
         target = Path(uri)
-        _make_parent(target)
+        make_directory(target.parent)
         remove_leftovers(target.parent)
         partial_path = partial_path_of(target)
         try:
@@ -147,13 +153,6 @@ def _copy(source: Path, target: Path) -> str:
         writer.flush()
         os.fsync(writer.fileno())
     return hashed.hexdigest()
-
-
-def _make_parent(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, path) from error
 
 
 def _explain_read(error: OSError, uri: str) -> Exception:

@@ -25,6 +25,7 @@ from strop.io.atomic import (
     fsync_directory,
     hash_files,
     is_complete,
+    make_directory,
     parse_manifest,
     publish_directory,
     read_manifest,
@@ -49,12 +50,37 @@ class RecordStore:
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
         """Fetch a record or a single object."""
         manifest = self.find_manifest(uri)
-        if manifest is not None:
-            return self._get_record(uri, manifest, path, replace=replace)
-        stored = self._objects.find(uri)
-        if stored is None:
-            raise self._not_there(uri)
-        return self._get_object(stored, path, replace=replace)
+        if manifest is None:
+            stored = self._objects.find(uri)
+            if stored is None:
+                raise self._not_there(uri)
+            return self._get_object(stored, path, replace=replace)
+        make_directory(path.parent)
+        with FileLock(path.with_name(f"{path.name}.lock")):
+            remove_leftovers(path.parent)
+            if path.exists() and _is_same_record(path, manifest, replace=replace):
+                return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
+            incoming = path.with_name(path.name + INCOMING_SUFFIX)
+            make_directory(incoming)
+            # What an interrupted call left that does not belong to this record goes, its seal included.
+            for entry in incoming.rglob("*"):
+                if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
+                    entry.unlink()
+            for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
+                if not any(below.is_file() for below in entry.rglob("*")):
+                    shutil.rmtree(entry)
+            files = manifest.files
+            moved = tuple(name for name in sorted(files) if not _is_kept(incoming / name, files[name]))
+            side_by_side(
+                lambda name: self._fetch_file(join_uri(uri, name), incoming / name, files[name]), moved
+            )
+            try:
+                sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=manifest.sha256_by_name)
+                publish_directory(incoming, path, replace=replace)
+                fsync_directory(path.parent)
+            except OSError as error:
+                raise explain_write_failure(error, path) from error
+        return Transfer(uri=uri, manifest=sealed, moved=moved)
 
     def get_file(self, uri: str, name: str, path: Path) -> Transfer:
         """Fetch one file of a record; one that is there with the promised digest stays.
@@ -66,7 +92,7 @@ class RecordStore:
             raise self._not_there(uri if manifest is None else join_uri(uri, name))
         promised = {name: manifest.files[name]}
         one = Manifest(files=promised, facts=manifest.facts)
-        if path.is_file() and _is_kept(path, promised[name]):
+        if _is_kept(path, promised[name]):
             return Transfer(uri=uri, manifest=one)
         self._fetch_file(join_uri(uri, name), path, promised[name])
         return Transfer(uri=uri, manifest=one, moved=(name,))
@@ -193,34 +219,6 @@ class RecordStore:
         """Whether a complete record or an object is there."""
         return self.find_manifest(uri) is not None or self._objects.find(uri) is not None
 
-    def _get_record(self, uri: str, manifest: Manifest, path: Path, *, replace: bool) -> Transfer:
-        _make_directory(path.parent)
-        with FileLock(path.with_name(f"{path.name}.lock")):
-            remove_leftovers(path.parent)
-            if path.exists() and _is_same_record(path, manifest, replace=replace):
-                return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
-            incoming = path.with_name(path.name + INCOMING_SUFFIX)
-            _make_directory(incoming)
-            # What an interrupted call left that does not belong to this record goes, its seal included.
-            for entry in incoming.rglob("*"):
-                if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
-                    entry.unlink()
-            for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
-                if not any(below.is_file() for below in entry.rglob("*")):
-                    shutil.rmtree(entry)
-            files = manifest.files
-            moved = tuple(name for name in sorted(files) if not _is_kept(incoming / name, files[name]))
-            side_by_side(
-                lambda name: self._fetch_file(join_uri(uri, name), incoming / name, files[name]), moved
-            )
-            try:
-                sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=manifest.sha256_by_name)
-                publish_directory(incoming, path, replace=replace)
-                fsync_directory(path.parent)
-            except OSError as error:
-                raise explain_write_failure(error, path) from error
-        return Transfer(uri=uri, manifest=sealed, moved=moved)
-
     def _fetch_file(self, uri: str, path: Path, promised: FileRecord) -> None:
         stored = self._objects.find(uri)
         if stored is None or stored.size_bytes != promised.size_bytes:
@@ -228,7 +226,7 @@ class RecordStore:
         self._download(stored, path, promised.sha256)
 
     def _download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
-        _make_directory(path.parent)
+        make_directory(path.parent)
         partial_path = partial_path_of(path)
         try:
             found = self._objects.download(stored, partial_path, sha256)
@@ -408,13 +406,6 @@ def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, path) from error
 
 
 def _taken(path: Path) -> StoreError:

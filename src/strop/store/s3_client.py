@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from strop.errors import (
     ConfigError,
@@ -25,6 +26,9 @@ from strop.errors import (
     RemoteUnreachable,
     StoreError,
 )
+
+if TYPE_CHECKING:
+    from pyarrow.fs import S3FileSystem
 
 INSTALL = "pip install 'strop[s3]'"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -47,6 +51,7 @@ _CHANGED_STATUS = 412
 _READ_BYTES = 1 << 18
 _REFUSED_STATUS = frozenset({401, 403})
 _NOT_FOUND_STATUS = 404
+_AMAZON = ".amazonaws.com"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,24 +137,37 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Access:
-    """Where the client of this process finds S3, and as whom."""
+def open_arrow_files(settings: S3Settings | None = None) -> S3FileSystem:
+    """Return S3 as pyarrow reads it, for whoever needs a few columns of many; its paths are `bucket/key`.
 
-    endpoint: str
-    region: str
-    credentials: Any
-    """With `access_key`, `secret_key` and `token`, as they are now; None where there are none."""
+    Endpoint, region, credentials and patience are the client's, so that both meet the same store. Nothing is
+    asked yet.
+    Raises: ConfigError as `open_transfers`; RemoteDenied if there are no credentials.
+    """
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
-
-def find_access(settings: S3Settings) -> Access:
-    """Return what another client needs to meet the same store. Raises: ConfigError as `open_transfers`."""
+    settings = settings or S3Settings()
     client = open_transfers(settings).client
-    credentials = _make_session().get_credentials()
-    return Access(
-        endpoint=client.meta.endpoint_url,
+    found = _make_session().get_credentials()
+    if found is None:
+        raise RemoteDenied(
+            "there are no credentials for S3",
+            allowed="credentials that may list and read",
+            next_step="set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    credentials, endpoint = found.get_frozen_credentials(), urlsplit(client.meta.endpoint_url)
+    is_foreign = not (endpoint.hostname or "").endswith(_AMAZON)
+    return S3FileSystem(
+        access_key=credentials.access_key,
+        secret_key=credentials.secret_key,
+        session_token=credentials.token,
         region=client.meta.region_name,
-        credentials=None if credentials is None else credentials.get_frozen_credentials(),
+        scheme=endpoint.scheme,
+        endpoint_override=endpoint.netloc if is_foreign else None,
+        connect_timeout=settings.connect_limit_s,
+        request_timeout=settings.silence_limit_s,
+        retry_strategy=AwsStandardS3RetryStrategy(max_attempts=settings.retries.num_attempts),
+        tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
     )
 
 

@@ -86,7 +86,7 @@ class _Files:
         if not is_remote(place):
             return self._local, place
         if self._remote is None:
-            from strop.store.arrow_files import open_arrow_files
+            from strop.store.s3_client import open_arrow_files
 
             self._remote = open_arrow_files()
         return self._remote, place.partition("://")[2]
