@@ -20,9 +20,9 @@ from strop.record.files import StoreRecord
 from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
 from strop.store.local_objects import LocalObjects
-from strop.view.alarms import EXPLANATIONS
+from strop.view.alarms import EXPLANATIONS, count_alarms
 from strop.view.report import describe_amount, list_fates, render_report, write_report, write_report_of
-from strop.view.run_record import choose_rows, compare_ends, count_alarms, read_run_record, sum_stages
+from strop.view.run_record import choose_rows, compare_ends, read_run_record, sum_stages
 from strop.view.terminal import describe_usd
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm

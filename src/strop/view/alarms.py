@@ -1,4 +1,4 @@
-"""What an alarm means and what to do about it, by its cause: for the page, the report and whoever asks.
+"""The alarms of a run, counted by cause, with what each means and what to do: for the page and the report.
 
 An alarm's own sentence (`Event.detail`) has the number, the bound and the setting. This is what stands behind
 it, without numbers. Which bounds there are is in docs/alarms.md; a test keeps the two lists alike.
@@ -6,9 +6,28 @@ it, without numbers. Which bounds there are is in docs/alarms.md; a test keeps t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from strop.record import EventKind
+from strop.record import Event, EventKind
+from strop.view.terminal import ALARM_KINDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlarmCount:
+    """All events of one cause."""
+
+    kind: str
+    cause: str
+    num_times: int
+    first_step: int
+    last_step: int
+    detail: str
+    """The sentence of the last one."""
+    explanation: str
+    """What it means, and what to do; empty where nothing is known of the cause."""
+
 
 _LOST = (
     "These rollouts could not be scored, so they count for nothing: neither as right nor as"
@@ -171,8 +190,25 @@ EXPLANATIONS: Mapping[str, str] = {
 }
 
 
-def explain_alarm(kind: str, cause: str) -> str:
-    """Return what an alarm means, and what to do; empty where nothing is known of its cause."""
-    if kind == EventKind.ROLLOUT_LOST.value:
-        return _LOST
-    return EXPLANATIONS.get(cause, "")
+def count_alarms(events: Sequence[Event]) -> list[AlarmCount]:
+    """Count alarms by cause, in order of their first appearance.
+
+    A cause that repeats is thinned out in the log; its last entry's `occurrence` restores the count
+    within one process, so the sum over restarts is a lower bound.
+    """
+    by_cause: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind in ALARM_KINDS:
+            by_cause[event.kind.value, event.cause].append(event)
+    return [
+        AlarmCount(
+            kind=kind,
+            cause=cause,
+            num_times=max(len(group), *(event.occurrence for event in group)),
+            first_step=group[0].step,
+            last_step=group[-1].step,
+            detail=group[-1].detail,
+            explanation=_LOST if kind == EventKind.ROLLOUT_LOST.value else EXPLANATIONS.get(cause, ""),
+        )
+        for (kind, cause), group in by_cause.items()
+    ]

@@ -53,14 +53,13 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
 def describe_run(live: LiveRun) -> dict[str, Any]:
     """Return everything about a run but its curves and its rollouts."""
     # Here: the report's words need its template engine, which a list of runs does not.
-    from strop.record.prediction import compare_prediction
-    from strop.view.report import collect_facts, describe_amount, describe_status
-    from strop.view.run_record import NOTED_KINDS, compare_ends, count_alarms, describe_protocol
+    from strop.view.alarms import count_alarms
+    from strop.view.report import collect_facts, compare_with_plan, describe_status
+    from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol
 
     events, events_offset = live.read_events()
     run = live.read_run(events)
     ends = compare_ends(run.evals)
-    compared = compare_prediction(run.prediction, run.metrics) if run.prediction else []
     train = run.spec.get("train", {})
     return {
         "key": live.key,
@@ -80,15 +79,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "alarms": [asdict(alarm) for alarm in count_alarms(run.events)],
         "gate": [asdict(event) for event in run.events if event.kind is EventKind.GATE],
         "log": [asdict(event) for event in run.events if event.kind in NOTED_KINDS],
-        "compared": [
-            {
-                "name": one.name,
-                "planned": describe_amount(one.planned, one.unit),
-                "measured": describe_amount(one.measured, one.unit),
-                "ratio": one.ratio,
-            }
-            for one in compared
-        ],
+        "compared": compare_with_plan(run),
         "audit": run.audit,
         "facts": collect_facts(run),
         "spec": run.spec_text,

@@ -9,8 +9,9 @@ Units: data units in, SVG user units out; the origin is at the top left, y grows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 RIGHT, TOP, BOTTOM = 16.0, 12.0, 30.0
 LEFT_BASE, LEFT_PER_CHARACTER = 14.0, 8.0
@@ -235,26 +236,16 @@ def build_chart(
 
 
 def _draw_line(series: Series, x: _Scale, y: _Scale) -> Line:
-    stretches = list(_stretches(thin(series.points)))
-    placed = [[(x.at(step), y.at(value)) for step, value in stretch] for stretch in stretches]
+    stretches = groupby(thin(series.points), key=lambda point: point[1] is None)
+    placed = [
+        [(x.at(step), y.at(value)) for step, value in stretch if value is not None]
+        for _, stretch in stretches
+    ]
     paths = [
         "M" + " L".join(f"{px:g} {py:g}" for px, py in stretch) for stretch in placed if len(stretch) > 1
     ]
     dots = tuple(stretch[0] for stretch in placed if len(stretch) == 1)
     return Line(label=series.label, style=series.style, path=" ".join(paths), dots=dots)
-
-
-def _stretches(points: Sequence[tuple[float, float | None]]) -> Iterator[list[Point]]:
-    stretch: list[Point] = []
-    for step, value in points:
-        if value is None:
-            if stretch:
-                yield stretch
-            stretch = []
-        else:
-            stretch.append((step, value))
-    if stretch:
-        yield stretch
 
 
 def _describe(series: Sequence[Series], estimates: Sequence[Estimate], label: _Label) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from strop import __version__
 from strop.io import write_bytes_atomically
-from strop.run.runs import Arm, ArmChange, ManyComparison, compare_many, list_changes
+from strop.run.runs import Arm, ManyComparison, compare_many, list_changes
 
 if TYPE_CHECKING:
     from strop.evaluate import Interval, Summary
@@ -89,24 +89,23 @@ def _draw_curves(records: Sequence[RunRecord]) -> list[Chart]:
 
 def list_changes_in_words(found: ManyComparison) -> list[tuple[str, ...]]:
     """Return the rows of the table of changes, in `COLUMNS`; shares are means over an arm's seeds."""
-    return [row for other in found.others for row in _list_rows(found.baseline, other)]
-
-
-def _list_rows(baseline: Arm, other: ArmChange) -> Iterator[tuple[str, ...]]:
-    name = other.arm.label
-    for key, change in list_changes(other.change).items():
-        one, after = (_scores_of(arm, key) for arm in (baseline, other.arm))
-        shares = _mean_share(one, "accuracy"), _mean_share(after, "accuracy")
-        p_values = f"{change.p_value:.2g}", f"{other.p_values[key]:.2g}"
-        yield (name, key, "accuracy", *shares, *_show_change(change), *p_values)
-        over_seeds = other.over_seeds.get(key)
-        if over_seeds is not None:
-            yield (name, key, "accuracy, over seeds", "", "", *_show_change(over_seeds), "", "")
-        if change.format_ok is not None:
-            shares = _mean_share(one, "format_ok_frac"), _mean_share(after, "format_ok_frac")
-            yield (name, key, "format ok", *shares, *_show_change(change.format_ok), "", "")
-            in_both = _show_change(change.in_format)
-            yield (name, key, "accuracy where both have the format", "", "", *in_both, "", "")
+    rows: list[tuple[str, ...]] = []
+    for other in found.others:
+        name = other.arm.label
+        for key, change in list_changes(other.change).items():
+            one, after = (_scores_of(arm, key) for arm in (found.baseline, other.arm))
+            shares = _mean_share(one, "accuracy"), _mean_share(after, "accuracy")
+            p_values = f"{change.p_value:.2g}", f"{other.p_values[key]:.2g}"
+            rows.append((name, key, "accuracy", *shares, *_show_change(change), *p_values))
+            over_seeds = other.over_seeds.get(key)
+            if over_seeds is not None:
+                rows.append((name, key, "accuracy, over seeds", "", "", *_show_change(over_seeds), "", ""))
+            if change.format_ok is not None:
+                shares = _mean_share(one, "format_ok_frac"), _mean_share(after, "format_ok_frac")
+                rows.append((name, key, "format ok", *shares, *_show_change(change.format_ok), "", ""))
+                in_both = _show_change(change.in_format)
+                rows.append((name, key, "accuracy where both have the format", "", "", *in_both, "", ""))
+    return rows
 
 
 def _scores_of(arm: Arm, key: str) -> list[Summary]:

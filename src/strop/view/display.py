@@ -114,14 +114,20 @@ class Frame:
 
     def describe(self, width: int, *, has_blocks: bool) -> list[str]:
         """Return the lines, none wider than so many cells."""
-        lines = [self._describe_progress(width, has_blocks=has_blocks)]
-        lines += self._describe_curve(width, levels=BLOCKS if has_blocks else ASCII_LEVELS)
-        curve = self._curve_label()
-        shown = [f"{label} {value}" for label, value in self._columns if label not in ("step", "left", curve)]
+        lines, left_out = [self._describe_progress(width, has_blocks=has_blocks)], {"step", "left"}
+        for metric, label, form in _CURVES:
+            if any(value is not None for value in self._curves[metric]):
+                levels = BLOCKS if has_blocks else ASCII_LEVELS
+                lines.append(self._draw(metric, label, form, width=width, levels=levels))
+                left_out.add(label)
+                break
+        shown = [f"{label} {value}" for label, value in self._columns if label not in left_out]
         if shown:
             lines.append(fit(shown, width))
         if not self._is_over:
-            lines.append(self._describe_left(width))
+            going_on = f"{self._stage} for {describe_duration(self._now() - self._stage_at)}"
+            left = self._lines.explain_left(self._num_steps - self._step)
+            lines.append(fit([*left[:1], going_on, *left[1:]], width))
         if self._num_alarms:
             several = f"alarm {self._num_alarms}" if self._num_alarms > 1 else "alarm"
             lines.append(cut(f"! {several}: {self._alarm}", width))
@@ -147,11 +153,7 @@ class Frame:
         room = width - cell_len(line) - len(_GAP)
         return line + _GAP + cut(self._name, room) if room >= 12 else line
 
-    def _describe_curve(self, width: int, *, levels: str) -> list[str]:
-        found = self._find_curve()
-        if found is None:
-            return []
-        metric, label, form = found
+    def _draw(self, metric: str, label: str, form: str, *, width: int, levels: str) -> str:
         values = list(self._curves[metric])
         known = [value for value in values if value is not None]
         lead = f"{label} {form.format(known[-1])}"
@@ -166,20 +168,7 @@ class Frame:
         if scale and len(shown) < len(values):
             known = [value for value in shown if value is not None] or known
             scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(shown)} steps"
-        return [fit([lead, draw_curve(shown, levels=levels), scale], width)]
-
-    def _find_curve(self) -> tuple[str, str, str] | None:
-        known = (one for one in _CURVES if any(value is not None for value in self._curves[one[0]]))
-        return next(known, None)
-
-    def _curve_label(self) -> str:
-        found = self._find_curve()
-        return "" if found is None else found[1]
-
-    def _describe_left(self, width: int) -> str:
-        going_on = f"{self._stage} for {describe_duration(self._now() - self._stage_at)}"
-        left = self._lines.explain_left(self._num_steps - self._step)
-        return fit([*left[:1], going_on, *left[1:]], width)
+        return fit([lead, draw_curve(shown, levels=levels), scale], width)
 
 
 class _Region(Live):

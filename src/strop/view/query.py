@@ -128,7 +128,18 @@ class RunsDatabase:
         said = make_harmless(str(error).strip())
         place = _PLACE.search(said)
         if place is not None or isinstance(error, OSError):
-            raise _cannot_be_read(said, place[0] if place else "a file of rollouts") from error
+            where = place[0] if place else "a file of rollouts"
+            if any(words in said for words in ("No such file", "PATH_NOT_FOUND", "does not exist")):
+                raise StoreError(
+                    f"{where} went while it was asked ({said})",
+                    allowed="a record that stands still",
+                    next_step="ask again: a run that resumes writes its last steps anew",
+                ) from error
+            raise CorruptRecord(
+                f"{where} cannot be read ({said})",
+                allowed="a Parquet file written by strop",
+                next_step="remove the file, or leave its step out: WHERE step < ...",
+            ) from error
         if isinstance(error, duckdb.PermissionException):
             raise ConfigError(
                 f"the question reaches for more than the record ({said.splitlines()[0]})",
@@ -153,21 +164,6 @@ def _cut(names: list[str]) -> str:
     shown = ", ".join(names[:_MAX_LISTED_COLUMNS])
     more = len(names) - _MAX_LISTED_COLUMNS
     return f"{shown} and {more} more, see `strop query`" if more > 0 else shown
-
-
-def _cannot_be_read(said: str, place: str) -> StoreError:
-    is_gone = "No such file" in said or "PATH_NOT_FOUND" in said or "does not exist" in said
-    if is_gone:
-        return StoreError(
-            f"{place} went while it was asked ({said})",
-            allowed="a record that stands still",
-            next_step="ask again: a run that resumes writes its last steps anew",
-        )
-    return CorruptRecord(
-        f"{place} cannot be read ({said})",
-        allowed="a Parquet file written by strop",
-        next_step="remove the file, or leave its step out: WHERE step < ...",
-    )
 
 
 def _make_unique(names: list[str]) -> tuple[str, ...]:

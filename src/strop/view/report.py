@@ -17,19 +17,18 @@ from typing import Any, TypeVar
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from strop import __version__
-from strop.evaluate import EvalResult
 from strop.io import write_bytes_atomically
 from strop.record.files import RecordFiles
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
 from strop.tasks.failures import describe_failure
+from strop.view.alarms import count_alarms
 from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
 from strop.view.run_record import (
     NOTED_KINDS,
     RolloutsAtStep,
     RunRecord,
     compare_ends,
-    count_alarms,
     describe_protocol,
     list_checks,
     read_record,
@@ -114,7 +113,7 @@ def render_report(record: RunRecord) -> str:
             stages=rows,
             stage_total_s=sum(stages.values()),
             prediction=record.prediction,
-            compared=_compared_rows(record),
+            compared=compare_with_plan(record),
             alarms=count_alarms(record.events),
             checks=passed,
             accepted=accepted,
@@ -156,20 +155,19 @@ def chart_accuracy(record: RunRecord) -> Chart | None:
             points=smooth(points, SMOOTHED_STEPS),
         ),
     ]
-    estimates = [_estimate(result) for result in record.evals if result.greedy.accuracy is not None]
+    estimates = [
+        Estimate(
+            step=result.step,
+            value=accuracy,
+            low=result.greedy.low,
+            high=result.greedy.high,
+            label=f"Held-out, step {result.step}: {accuracy:.1%}, 95% interval"
+            f" {result.greedy.low:.1%} to {result.greedy.high:.1%}",
+        )
+        for result in record.evals
+        if (accuracy := result.greedy.accuracy) is not None
+    ]
     return build_chart("accuracy", "Accuracy", series if points else [], estimates=estimates, is_share=True)
-
-
-def _estimate(result: EvalResult) -> Estimate:
-    accuracy = result.greedy.accuracy
-    assert accuracy is not None
-    label = (
-        f"Held-out, step {result.step}: {accuracy:.1%}, "
-        f"95% interval {result.greedy.low:.1%} to {result.greedy.high:.1%}"
-    )
-    return Estimate(
-        step=result.step, value=accuracy, low=result.greedy.low, high=result.greedy.high, label=label
-    )
 
 
 def chart_reward(record: RunRecord) -> Chart | None:
@@ -336,7 +334,7 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> Points:
     return points if any(value is not None for _, value in points) else []
 
 
-def _compared_rows(record: RunRecord) -> list[dict[str, str]]:
+def compare_with_plan(record: RunRecord) -> list[dict[str, Any]]:
     """Return planned and measured numbers side by side; none where nothing was planned or measured."""
     if record.prediction is None:
         return []
@@ -345,7 +343,7 @@ def _compared_rows(record: RunRecord) -> list[dict[str, str]]:
             "name": one.name,
             "planned": describe_amount(one.planned, one.unit),
             "measured": describe_amount(one.measured, one.unit),
-            "ratio": "-" if one.ratio is None else f"{one.ratio:.2f}",
+            "ratio": one.ratio,
         }
         for one in compare_prediction(record.prediction, record.metrics)
     ]
@@ -397,7 +395,11 @@ def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     if seconds:
         facts.append(("Training time", describe_duration(sum(seconds))))
         facts.append(("Median step", describe_duration(statistics.median(seconds))))
-    facts += _describe_price(record, sum(seconds))
+    planned = record.prediction
+    if planned is not None and (rate := planned.usd_per_hour) is not None:
+        price = describe_usd(rate * sum(seconds) / 3600.0)
+        wanted = f"; planned {describe_usd(rate * planned.total_s / 3600.0)}" if planned.total_s else ""
+        facts.append(("Price of the steps", f"{price} at {describe_usd(rate)} an hour{wanted}"))
     tokens = sum(line.get("num_scored_tokens", 0) for line in record.metrics)
     if tokens:
         facts.append(("Scored tokens", f"{tokens:,.0f}"))
@@ -405,17 +407,6 @@ def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
     if peak_bytes:
         facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
     return facts
-
-
-def _describe_price(record: RunRecord, seconds: float) -> list[tuple[str, str]]:
-    """Return what the steps cost, beside what the whole run was planned to; [] where no price is known."""
-    planned = record.prediction
-    if planned is None or planned.usd_per_hour is None:
-        return []
-    rate = planned.usd_per_hour
-    price = describe_amount(rate * seconds / 3600.0, "USD")
-    wanted = f"; planned {describe_amount(rate * planned.total_s / 3600.0, 'USD')}" if planned.total_s else ""
-    return [("Price of the steps", f"{price} at {describe_amount(rate, 'USD')} an hour{wanted}")]
 
 
 def _plain(value: Any) -> str:

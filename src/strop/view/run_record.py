@@ -19,8 +19,6 @@ from strop.record.events import ACCEPTED
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.prediction import Prediction
 from strop.rollout import Rollout
-from strop.view.alarms import explain_alarm
-from strop.view.terminal import ALARM_KINDS
 
 EXAMPLES_SHOWN = 3
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
@@ -36,21 +34,6 @@ class BeforeAfter:
     after: EvalResult
     change: Interval | None
     """Paired difference of greedy accuracy over the same examples; None if it cannot be given."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlarmCount:
-    """All events of one cause."""
-
-    kind: str
-    cause: str
-    num_times: int
-    first_step: int
-    last_step: int
-    detail: str
-    """The sentence of the last one."""
-    explanation: str
-    """What it means, and what to do; empty where nothing is known of the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,30 +146,6 @@ def compare_ends(evals: Sequence[EvalResult]) -> BeforeAfter | None:
     if before.is_valid and after.is_valid:
         change = compare_results(before, after).greedy
     return BeforeAfter(before=before, after=after, change=change)
-
-
-def count_alarms(events: Sequence[Event]) -> list[AlarmCount]:
-    """Count alarms by cause, in order of their first appearance.
-
-    A cause that repeats is thinned out in the log; its last entry's `occurrence` restores the count
-    within one process, so the sum over restarts is a lower bound.
-    """
-    by_cause: dict[tuple[str, str], list[Event]] = defaultdict(list)
-    for event in events:
-        if event.kind in ALARM_KINDS:
-            by_cause[event.kind.value, event.cause].append(event)
-    return [
-        AlarmCount(
-            kind=kind,
-            cause=cause,
-            num_times=max(len(group), *(event.occurrence for event in group)),
-            first_step=group[0].step,
-            last_step=group[-1].step,
-            detail=group[-1].detail,
-            explanation=explain_alarm(kind, cause),
-        )
-        for (kind, cause), group in by_cause.items()
-    ]
 
 
 def list_checks(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:

@@ -235,35 +235,30 @@ def read_runs(records: Records) -> pa.Table:
     last_steps = dict.fromkeys(records, 0)
     for run, line in _read_lines(records, "metrics.jsonl"):
         last_steps[run] = max(last_steps[run], line["step"])
-    return _to_table(
-        [_describe_run(run, record, last_steps[run]) for run, record in records.items()],
-        [*_RUN_AND_STEP, *_RUN],
-        STATE_NAME,
-    )
-
-
-def _describe_run(run: str, record: RecordFiles, last_step: int) -> dict[str, Any]:
-    try:
-        state = json.loads(record.read(STATE_NAME) or b"")
-        spec = tomllib.loads((record.read("spec.toml") or b"").decode())
-        settings = {dotted(key): value for key, value in walk_values(spec)}
-        return {
-            "run": run,
-            "step": last_step,
-            "name": state["name"],
-            "place": record.describe("").rstrip("/."),
-            "created_at": state["created_at"],
-            "finished_at": state["finished_at"],
-            "num_attempts": state["num_attempts"],
-            "seed": settings.get("seed", 0),
-            "settings": [
-                (key, value if isinstance(value, str) else json.dumps(value))
-                for key, value in settings.items()
-            ],
-            "facts": json.dumps(state["facts"]),
-        }
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(record.describe(STATE_NAME), error) from error
+    rows = []
+    for run, record in records.items():
+        try:
+            state = json.loads(record.read(STATE_NAME) or b"")
+            spec = tomllib.loads((record.read("spec.toml") or b"").decode())
+            settings = {dotted(key): value for key, value in walk_values(spec)}
+            texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in settings.items()}
+            rows.append(
+                {
+                    "run": run,
+                    "step": last_steps[run],
+                    "name": state["name"],
+                    "place": record.describe("").rstrip("/."),
+                    "created_at": state["created_at"],
+                    "finished_at": state["finished_at"],
+                    "num_attempts": state["num_attempts"],
+                    "seed": settings.get("seed", 0),
+                    "settings": list(texts.items()),
+                    "facts": json.dumps(state["facts"]),
+                }
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(record.describe(STATE_NAME), error) from error
+    return _to_table(rows, [*_RUN_AND_STEP, *_RUN], STATE_NAME)
 
 
 def _read_lines(records: Records, name: str) -> Iterator[tuple[str, dict[str, Any]]]:

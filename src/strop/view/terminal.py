@@ -179,10 +179,20 @@ class StepLines:
         seconds = metrics.get("seconds_step")
         if seconds is not None:
             self._last_seconds.append(seconds)
+        # Without samples there is no reward, and the loss says how it goes; that of a policy says nothing.
+        learning = [("loss", _shown(metrics.get("loss"), "{:7.4f}"))]
+        if "num_pairs" in metrics:
+            learning.append(("pairs right", _shown(metrics.get("pair_accuracy"), "{:4.0%}")))
+        elif "num_sft_tokens" not in metrics or "reward_mean" in metrics:
+            learning = [
+                ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
+                ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
+                ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
+            ]
         width = len(str(self._num_steps))
         return [
             ("step", f"{step:{width}d}/{self._num_steps}"),
-            *_describe_learning(metrics),
+            *learning,
             ("tokens/s", _shown(metrics.get("scored_tokens_per_s"), "{:6,.0f}")),
             ("took", _shown(seconds, "{:5.1f} s")),
             ("left", self._describe_left(self._num_steps - step)),
@@ -207,21 +217,6 @@ class StepLines:
 
     def _mean_s(self) -> float:
         return sum(self._last_seconds) / len(self._last_seconds)
-
-
-def _describe_learning(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return what says how a step's learning goes."""
-    # Where nothing is sampled there is no reward; the loss says how it goes, that of a policy says nothing.
-    loss = ("loss", _shown(metrics.get("loss"), "{:7.4f}"))
-    if "num_pairs" in metrics:
-        return [loss, ("pairs right", _shown(metrics.get("pair_accuracy"), "{:4.0%}"))]
-    if "num_sft_tokens" in metrics and "reward_mean" not in metrics:
-        return [loss]
-    return [
-        ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
-        ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
-        ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
-    ]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -130,15 +130,12 @@ class Follower:
         cause = None
         while cause is None:
             # Asked first: what was recorded before the end is sent before it.
-            cause = self._find_end()
+            attempt = json.loads((Path(self._order.attempt_path) / "attempt.json").read_bytes())
+            cause = str(attempt["cause"]) if "ended_at" in attempt else None
             self._send_news()
             if cause is None:
                 time.sleep(LOOK_EVERY_S)
         self._tracker.finish(cause=cause)
-
-    def _find_end(self) -> str | None:
-        attempt = json.loads((Path(self._order.attempt_path) / "attempt.json").read_bytes())
-        return str(attempt["cause"]) if "ended_at" in attempt else None
 
     def _send_news(self) -> None:
         for line in self._metrics.read_records()[1]:
@@ -148,17 +145,14 @@ class Follower:
                 self._note(replace(self._sent, step=step))
             every = self._order.rollouts_every
             if every and (step == 1 or step % every == 0) and step > self._sent.rollouts_step:
-                self._send_rollouts(step)
+                chosen = choose_at_step(self._record, step)
+                if chosen is not None:
+                    self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
+                self._note(replace(self._sent, rollouts_step=step))
         for path in sorted((self._run_path / "eval").glob("*.json")):
             if path.name not in self._sent.evaluations:
                 self._send_evaluation(path)
         self._send_events()
-
-    def _send_rollouts(self, step: int) -> None:
-        chosen = choose_at_step(self._record, step)
-        if chosen is not None:
-            self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
-        self._note(replace(self._sent, rollouts_step=step))
 
     def _send_evaluation(self, path: Path) -> None:
         try:
@@ -248,8 +242,19 @@ class TrackingObserver:
         self._step = int(metrics["step"])
         self._observer.on_step(metrics)
         for one in self._watched:
-            if one.child.poll() is not None:
-                self._start_again(one)
+            exit_code = one.child.poll()
+            if exit_code is None:
+                continue
+            if not one.num_ends:
+                self._announce(
+                    "tracker_failed",
+                    f"{one.order.name} ended with {exit_code}, and is started again; its last line:"
+                    f" {one.child.tail(1)}",
+                )
+            if one.ended_at is None:
+                one.ended_at, one.num_ends = time.monotonic(), one.num_ends + 1
+            if time.monotonic() - one.ended_at >= RESTART_AFTER_S * 2 ** (one.num_ends - 1):
+                one.child, one.ended_at = start_follower(one.order), None
 
     def on_event(self, event: Event) -> None:
         """Pass on."""
@@ -263,7 +268,8 @@ class TrackingObserver:
         """Let the followers send the rest, within the limit, end them, and pass on."""
         limit_s = self._spec.finish_limit_s
         if cause != "done":
-            limit_s = min(limit_s, _limit_after_stop())
+            # After a signal, a quarter of what a launcher gives at most.
+            limit_s = min(limit_s, STOP_LIMIT_S, float(os.environ.get(GRACE_VARIABLE, "inf")) / 4)
         deadline = time.monotonic() + limit_s
         for one in self._watched:
             if one.child.poll() and cause == "done":
@@ -276,18 +282,6 @@ class TrackingObserver:
                 self._say_missing(one, exit_code, limit_s)
         self._watched.clear()
         self._observer.on_end(cause=cause)
-
-    def _start_again(self, one: _Watched) -> None:
-        if not one.num_ends:
-            self._announce(
-                "tracker_failed",
-                f"{one.order.name} ended with {one.child.poll()}, and is started again; its last line:"
-                f" {one.child.tail(1)}",
-            )
-        if one.ended_at is None:
-            one.ended_at, one.num_ends = time.monotonic(), one.num_ends + 1
-        if time.monotonic() - one.ended_at >= RESTART_AFTER_S * 2 ** (one.num_ends - 1):
-            one.child, one.ended_at = start_follower(one.order), None
 
     def _say_missing(self, one: _Watched, exit_code: int | None, limit_s: float) -> None:
         assert self._run_dir is not None
@@ -319,14 +313,8 @@ class _Watched:
     order: FollowOrder
     child: ChildProcess
     num_ends: int = 0
-    ended_at: float | None = field(default=None)
+    ended_at: float | None = None
     """On the monotonic clock; None while it runs."""
-
-
-def _limit_after_stop() -> float:
-    """Return how long trackers may take after a signal: a quarter of what a launcher gives at most."""
-    given = os.environ.get(GRACE_VARIABLE)
-    return STOP_LIMIT_S if given is None else min(STOP_LIMIT_S, float(given) / 4)
 
 
 def start_follower(order: FollowOrder) -> ChildProcess:
