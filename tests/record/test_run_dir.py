@@ -47,7 +47,7 @@ def test_the_paths_are_those_of_the_plan(tmp_path: Path) -> None:
             run.rollouts_path(12),
             run.checkpoint_path(20),
             run.eval_path("gsm8k", 1_234_567),
-            run.report_path,
+            run.path / "report.html",
         ]
     assert [str(path.relative_to(run.path)) for path in names] == [
         "rollouts/step-000012.parquet",
@@ -210,7 +210,7 @@ def test_taking_a_run_over_clears_what_its_dead_owner_left(tmp_path: Path) -> No
         "import os, signal, sys; from pathlib import Path; from strop.io import AtomicDirectory\n"
         "with AtomicDirectory(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    places = [run.checkpoint_path(5), run.rollouts_path(5), run.eval_path("t", 5), run.report_path]
+    places = [run.checkpoint_path(5), run.rollouts_path(5), run.eval_path("t", 5), run.path / "report.html"]
     for place in places:
         subprocess.run([sys.executable, "-c", kill_while_writing, str(place)], check=False)
     assert [len(list(place.parent.glob(f"{place.name}.partial-*"))) for place in places] == [1, 1, 1, 1]

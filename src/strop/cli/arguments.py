@@ -62,9 +62,6 @@ EvalConfig = Annotated[
     str | None,
     typer.Option(metavar="EVAL.toml", help="Evaluate checkpoints as they appear, as this file says."),
 ]
-EvalGpus = Annotated[
-    int | None, typer.Option(min=0, max=7, help="GPUs for --eval-config. Default: CPUs only.")
-]
 SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="Use one GPU for both learner and generation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 JsonEvents = Annotated[

@@ -110,11 +110,6 @@ def _gigabytes(num_bytes: int | None) -> str:
 sandbox_commands = typer.Typer(help="Sandboxes: where untrusted code runs.", no_args_is_help=True)
 
 
-@sandbox_commands.callback()
-def _group() -> None:
-    """Sandboxes: where untrusted code runs."""
-
-
 @sandbox_commands.command("doctor")
 def diagnose(context: typer.Context, json: Json = False) -> None:
     """Try every kind of sandbox on this machine: what it isolates, how quick it is, how to get more."""

@@ -202,11 +202,6 @@ def stage(
 store_commands = typer.Typer(help="The store of models, data and runs.", no_args_is_help=True)
 
 
-@store_commands.callback()
-def _store_group() -> None:
-    """The store of models, data and runs."""
-
-
 @store_commands.command("ls")
 def list_store(
     context: typer.Context,

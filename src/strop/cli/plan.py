@@ -385,11 +385,6 @@ def explain(
 import_commands = typer.Typer(help="Run files from configurations of other trainers.", no_args_is_help=True)
 
 
-@import_commands.callback()
-def _import_group() -> None:
-    """Run files from configurations of other trainers."""
-
-
 @import_commands.command("prime-rl")
 def import_prime(
     context: typer.Context,

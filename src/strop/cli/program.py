@@ -14,7 +14,7 @@ from strop import __version__
 from strop.cli.arguments import alias
 from strop.cli.doctor import doctor, sandbox_commands
 from strop.cli.eval import evaluate, rescore
-from strop.cli.jobs import cancel, drill, fetch, logs, status
+from strop.cli.jobs import cancel, drill, fetch, logs, status, watch
 from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
 from strop.cli.plan import explain, import_commands, plan
@@ -23,7 +23,6 @@ from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
 from strop.cli.train import sft, train
-from strop.cli.watch import watch
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 
 _TYPER_CTRL_C = 130

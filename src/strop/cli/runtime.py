@@ -63,11 +63,6 @@ KeyFile = Annotated[
 ]
 
 
-@runtime_commands.callback()
-def _group() -> None:
-    """Sandboxes as a service."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeArguments:
     """Arguments of `strop runtime node`."""

@@ -20,11 +20,6 @@ _TARGET = "RUN.toml|FILE.py:CLASS|NAME"
 task_commands = typer.Typer(help="Tasks: the built-in ones, and your own.", no_args_is_help=True)
 
 
-@task_commands.callback()
-def _group() -> None:
-    """Tasks: the built-in ones, and your own."""
-
-
 @task_commands.command("ls")
 def list_tasks(context: typer.Context, json: Json = False) -> None:
     """List the tasks that a run file can name; `strop envs ls` those whose attempts have several turns."""
@@ -112,11 +107,6 @@ order_commands = typer.Typer(
     help="Order files: which examples are trained on, and when.", no_args_is_help=True
 )
 task_commands.add_typer(order_commands, name="order")
-
-
-@order_commands.callback()
-def _order_group() -> None:
-    """Order files: which examples are trained on, and when."""
 
 
 @order_commands.command("convert")
@@ -278,11 +268,6 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
 environment_commands = typer.Typer(
     help="Environments: tasks whose attempts have several turns.", no_args_is_help=True
 )
-
-
-@environment_commands.callback()
-def _environment_group() -> None:
-    """Environments: tasks whose attempts have several turns."""
 
 
 @environment_commands.command("run")

@@ -203,11 +203,6 @@ class RunDir:
         return self.path / "spec.toml"
 
     @property
-    def report_path(self) -> Path:
-        """The static report."""
-        return self.path / "report.html"
-
-    @property
     def checkpoints_path(self) -> Path:
         """The parent of all checkpoints."""
         return self.path / "checkpoints"
