@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from strop.hardware.gpus import NVIDIA_SMI, Gpu
 from strop.io.atomic import write_bytes_atomically
@@ -36,25 +35,7 @@ def install_fake_nvidia_smi(
     UUIDs of GPUs that have had an uncorrected memory error. `working`: percent of the time in which a GPU
     computes, by UUID.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = folder / STATE_NAME
-    write_bytes_atomically(
-        state, json.dumps(_to_state(gpus, users, with_memory_errors, working or {}), indent=1).encode()
-    )
-    program = folder / NVIDIA_SMI
-    words = [sys.executable, "-I", "-S", nvidia_smi_answers.__file__, str(state)]
-    write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
-    program.chmod(0o755)
-    return program
-
-
-def _to_state(
-    gpus: Sequence[Gpu],
-    users: Sequence[tuple[str, int, int]],
-    with_memory_errors: Collection[str],
-    working: Mapping[str, int],
-) -> dict[str, Any]:
-    return {
+    state = {
         "gpus": [
             {
                 "index": gpu.index,
@@ -65,7 +46,7 @@ def _to_state(
                 "mig.mode.current": "Enabled" if gpu.has_mig else "Disabled",
                 "driver_version": gpu.driver_version or "[N/A]",
                 "compute_cap": "[N/A]" if gpu.compute_capability is None else str(gpu.compute_capability),
-                "utilization.gpu": "[N/A]" if gpu.has_mig else str(working.get(gpu.uuid, 0)),
+                "utilization.gpu": "[N/A]" if gpu.has_mig else str((working or {}).get(gpu.uuid, 0)),
                 "ecc.errors.uncorrected.volatile.total": str(int(gpu.uuid in with_memory_errors)),
                 "slices": [[part.profile, part.uuid] for part in gpu.slices],
             }
@@ -76,6 +57,13 @@ def _to_state(
             for uuid, pid, num_bytes in users
         ],
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(folder / STATE_NAME, json.dumps(state, indent=1).encode())
+    program = folder / NVIDIA_SMI
+    words = [sys.executable, "-I", "-S", nvidia_smi_answers.__file__, str(folder / STATE_NAME)]
+    write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
+    program.chmod(0o755)
+    return program
 
 
 def _mebibytes(num_bytes: int | None) -> str:

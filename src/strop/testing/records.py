@@ -217,7 +217,10 @@ def _write_rollouts(run: RunDir, size: RecordSize, rng: random.Random) -> None:
             )
             written.append(path)
         else:
-            _link(written[step % len(written)], path)
+            try:
+                os.link(written[step % len(written)], path)
+            except OSError:  # A disk without hard links.
+                shutil.copyfile(written[step % len(written)], path)
 
 
 def train_group(group: list[Rollout], staleness: int) -> list[StoredRollout]:
@@ -239,14 +242,6 @@ def train_group(group: list[Rollout], staleness: int) -> list[StoredRollout]:
         )
         for rollout, reward in zip(group, rewards, strict=True)
     ]
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # A disk without hard links.
-        shutil.copyfile(source, target)
 
 
 def make_rollouts(step: int, size: RecordSize, rng: random.Random) -> list[Rollout]:
@@ -350,7 +345,16 @@ def make_result(
         format_ok_frac=None,
         reply_tokens_mean=reply_tokens_mean,
         reward_mean=mean,
-        by_example={f"{index:016x}": _make_score(float(one)) for index, one in enumerate(solved)},
+        by_example={
+            f"{index:016x}": ExampleScore(
+                num_judged=1,
+                solved_frac=float(one),
+                format_ok_frac=None,
+                in_format_solved_frac=None,
+                reward_mean=float(one),
+            )
+            for index, one in enumerate(solved)
+        },
     )
     return EvalResult(
         task="arithmetic",
@@ -374,14 +378,4 @@ def make_result(
         sampled=None,
         pass_at_k={},
         validity=validity,
-    )
-
-
-def _make_score(solved_frac: float) -> ExampleScore:
-    return ExampleScore(
-        num_judged=1,
-        solved_frac=solved_frac,
-        format_ok_frac=None,
-        in_format_solved_frac=None,
-        reward_mean=solved_frac,
     )

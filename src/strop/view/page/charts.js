@@ -1,10 +1,24 @@
 // Curves over steps on a canvas, drawn when they come into sight. Each is a slider for the keyboard and for
 // readers: it says the values of its step, and Enter or a click opens that step.
-import { h, isNumber, percent, short, table } from "./dom.js";
+import { h, isNumber, percent, short, table, unfold } from "./dom.js";
 
 const MOST_POINTS = 600, TICKS = 5;
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name;
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name;
+
+// A pen for an empty canvas, in the units in which it is shown, with its width and height; null while it has none.
+export function clear(canvas) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  if (!width || !height) return null;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  pen.font = "12px system-ui, sans-serif";
+  return { pen, width, height };
+}
 
 export function ticks(low, high) {
   if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high), 1e-200)) {
@@ -62,9 +76,8 @@ export class Chart {
     this.canvas.chart = this;
     this.read = h("div", { class: "read" });
     this.legend = h("ul", { class: "legend" });
-    this.place = h("div");
-    this.toggle = h("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggleTable() }, "table");
-    this.figure = h("figure", {}, h("figcaption", {}, h("h3", {}, title), this.toggle), this.legend, this.canvas, this.read, this.place);
+    const [button, place] = unfold("table", () => this.asTable());
+    this.figure = h("figure", {}, h("figcaption", {}, h("h3", {}, title), button), this.legend, this.canvas, this.read, place);
     sights.observe(this.canvas); sizes.observe(this.canvas); all.add(this);
   }
 
@@ -94,15 +107,9 @@ export class Chart {
 
   draw() {
     this.lay();
-    const { canvas } = this, ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
-    if (!width || !height) return;
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-      canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
-    }
-    const pen = canvas.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    pen.font = "12px system-ui, sans-serif";
+    const sheet = clear(this.canvas);
+    if (!sheet) return;
+    const { pen, width, height } = sheet;
     const names = this.grid.map((value) => (this.isShare ? percent(value, 0) : short(value)));
     const left = Math.max(...names.map((name) => pen.measureText(name).width)) + 8, right = width - 8, top = 8, bottom = height - 20;
     const [floor, ceiling] = [this.grid[0], this.grid.at(-1)];
@@ -201,16 +208,13 @@ export class Chart {
 
   openAt() { if (this.open && this.at !== null) this.open(this.at, this.mark); }
 
-  toggleTable() {
-    const isOpen = this.toggle.getAttribute("aria-expanded") === "true";
-    this.toggle.setAttribute("aria-expanded", String(!isOpen));
-    if (isOpen) { this.place.replaceChildren(); return; }
+  asTable() {
     this.lay();
     const steps = this.steps(), every = Math.max(1, Math.ceil(steps.length / 50));
     const shown = steps.filter((_, i) => i % every === 0 || i === steps.length - 1);
     const rows = shown.map((step) => [step, ...this.drawn.map((one) => { const i = one.x.indexOf(step); return i < 0 ? "–" : this.label(one.y[i]); }),
       ...(this.marks.length ? [this.marks.find((mark) => mark.x === step)?.label ?? "–"] : [])]);
-    this.place.replaceChildren(table(["step", ...this.drawn.map((one) => one.label), ...(this.marks.length ? ["held out"] : [])], rows, { label: `${this.title} as a table` }));
+    return table(["step", ...this.drawn.map((one) => one.label), ...(this.marks.length ? ["held out"] : [])], rows, { label: `${this.title} as a table` });
   }
 }
 

@@ -68,6 +68,16 @@ export function table(heads, rows, attributes = {}) {
         h("td", { class: kind(i) }, cell instanceof Node ? cell : visible(cell ?? "–"))))))));
 }
 
+// A button, and a place below which shows what `make` returns while the button is pressed.
+export function unfold(label, make) {
+  const place = h("div"), button = h("button", { type: "button", "aria-expanded": "false", onclick: () => {
+    const isOpen = button.getAttribute("aria-expanded") === "true";
+    button.setAttribute("aria-expanded", String(!isOpen));
+    place.replaceChildren(...(isOpen ? [] : [make()]));
+  } }, label);
+  return [button, place];
+}
+
 export async function ask(path, parameters = {}, { binary = false, signal } = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) for (const one of [value].flat()) query.append(name, one);
