@@ -55,10 +55,10 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
     # Here: the report's words need its template engine, which a list of runs does not.
     from strop.view.alarms import count_alarms
     from strop.view.report import collect_facts, compare_with_plan, describe_status
-    from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol
+    from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol, read_live
 
     events, events_offset = live.read_events()
-    run = live.read_run(events)
+    run = read_live(live, events)
     ends = compare_ends(run.evals)
     train = run.spec.get("train", {})
     return {
@@ -195,8 +195,9 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
     Runs that cannot be compared are told with the reason: their curves can be.
     """
     from strop.run.runs import Arm, compare_arms, list_changes, list_values
+    from strop.view.run_record import read_live
 
-    records = [run.read_run() for run in runs]
+    records = [read_live(run) for run in runs]
     told: dict[str, Any] = {
         "runs": [
             {"key": run.key, "last": _describe_eval(record.evals[-1]) if record.evals else None}

@@ -10,7 +10,6 @@ import json
 import re
 import struct
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import ConfigError, CorruptRecord, StoreError
+from strop.errors import ConfigError, StoreError
 from strop.io import write_bytes_atomically
 from strop.record import Event, RunState
 from strop.record.events import to_event
 from strop.record.files import DirectoryRecord, LineFollower, RecordFiles
-from strop.record.prediction import PREDICTION_NAME, parse_prediction
 from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME, parse_state
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from strop.evaluate import EvalResult
     from strop.record.rollouts import StoredRollout
     from strop.rollout import Turn
-    from strop.view.run_record import RunRecord
 
 METRICS, EVENTS, TIMELINE, NOTES = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "notes.md"
 SEARCH_LIMIT_S = 0.5
@@ -138,44 +135,6 @@ class LiveRun:
                 found[mark] = known
         self._results = found
         return sorted(found.values(), key=lambda result: result.step)
-
-    def read_run(self, events: Sequence[Event] | None = None) -> RunRecord:
-        """Return the run as a report reads it, without rollouts. `events`: where they were read already."""
-        from strop.view.run_record import RunRecord, choose_results
-
-        self.read_metrics()
-        spec_text = (self.record.read("spec.toml") or b"").decode(errors="replace")
-        prediction = self.record.read(PREDICTION_NAME)
-        return RunRecord(
-            path=Path(self.key),
-            state=self.read_state(),
-            spec_text=spec_text,
-            spec=tomllib.loads(spec_text),
-            metrics=self.metrics,
-            events=self.read_events()[0] if events is None else events,
-            evals=choose_results(self.read_results()),
-            early=None,
-            late=None,
-            prediction=None
-            if prediction is None
-            else parse_prediction(prediction, self.record.describe(PREDICTION_NAME)),
-            audit=self.read_audit(),
-        )
-
-    def read_audit(self) -> dict[str, Any] | None:
-        """Return the report of the task's audit, None if there is none. Raises: CorruptRecord if damaged."""
-        data = self.record.read("audit.json")
-        try:
-            found = None if data is None else json.loads(data)
-            if found is not None and not isinstance(found, dict):
-                raise TypeError("it is no JSON object")
-        except (ValueError, TypeError) as error:
-            raise CorruptRecord(
-                f"{self.record.describe('audit.json')} is damaged ({error})",
-                allowed="the JSON that strop wrote",
-                next_step="remove it: `strop audit` makes another one",
-            ) from error
-        return found
 
     def rollout_steps(self, of: str = TRAINING) -> list[int]:
         """Return the steps whose rollouts are recorded, or the replies of their evaluation, in order."""

@@ -6,19 +6,23 @@ evaluation is as readable as a finished one: what is not there yet is absent, no
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from strop.errors import CorruptRecord
 from strop.evaluate import EvalResult, Interval, compare_results
 from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
 from strop.record.events import ACCEPTED
 from strop.record.files import DirectoryRecord, RecordFiles
-from strop.record.prediction import Prediction
+from strop.record.prediction import PREDICTION_NAME, Prediction, parse_prediction
 from strop.rollout import Rollout
+from strop.view.live import LiveRun
 
 EXAMPLES_SHOWN = 3
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
@@ -81,13 +85,44 @@ def read_run_record(run_dir: Path) -> RunRecord:
 
 def read_record(name: str, files: RecordFiles) -> RunRecord:
     """Read a run wherever it is, like `read_run_record`; `name` is that of its directory."""
-    from strop.view.live import LiveRun
-
     live = LiveRun(key=name, record=files)
     steps = live.rollout_steps()
     ends = [choose_at_step(files, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
     early, late = (*ends, None, None)[:2]
-    return replace(live.read_run(), early=early, late=late)
+    return replace(read_live(live), early=early, late=late)
+
+
+def read_live(live: LiveRun, events: Sequence[Event] | None = None) -> RunRecord:
+    """Read a run that is followed, without rollouts. `events`: where they were read already."""
+    live.read_metrics()
+    files = live.record
+    spec_text = (files.read("spec.toml") or b"").decode(errors="replace")
+    prediction, audit = files.read(PREDICTION_NAME), files.read("audit.json")
+    try:
+        audited = None if audit is None else json.loads(audit)
+        if audited is not None and not isinstance(audited, dict):
+            raise TypeError("it is no JSON object")
+    except (ValueError, TypeError) as error:
+        raise CorruptRecord(
+            f"{files.describe('audit.json')} is damaged ({error})",
+            allowed="the JSON that strop wrote",
+            next_step="remove it: `strop audit` makes another one",
+        ) from error
+    return RunRecord(
+        path=Path(live.key),
+        state=live.read_state(),
+        spec_text=spec_text,
+        spec=tomllib.loads(spec_text),
+        metrics=live.metrics,
+        events=live.read_events()[0] if events is None else events,
+        evals=choose_results(live.read_results()),
+        early=None,
+        late=None,
+        prediction=None
+        if prediction is None
+        else parse_prediction(prediction, files.describe(PREDICTION_NAME)),
+        audit=audited,
+    )
 
 
 def choose_at_step(files: RecordFiles, step: int) -> RolloutsAtStep | None:
