@@ -156,7 +156,10 @@ def _json(value: Any) -> Response:
 
 
 class _Routes:
-    """The answers, each read in a thread: a store may take its time."""
+    """The answers.
+
+    Those that only read are plain functions, which Starlette calls in a thread: a store may take its time.
+    """
 
     def __init__(self, runs: Runs, *, writes_notes: bool) -> None:
         self._runs, self._writes_notes = runs, writes_notes
@@ -164,19 +167,15 @@ class _Routes:
     def _open(self, request: Request) -> LiveRun:
         return self._runs.open(request.query_params.get("run", ""))
 
-    async def list(self, request: Request) -> Response:
-        return _json(await run_in_threadpool(lambda: list_runs(self._runs.list())))
+    def list(self, request: Request) -> Response:
+        return _json(list_runs(self._runs.list()))
 
-    async def compare(self, request: Request) -> Response:
-        keys = request.query_params.getlist("run")
-        return _json(await run_in_threadpool(lambda: compare([self._runs.open(key) for key in keys])))
+    def compare(self, request: Request) -> Response:
+        return _json(compare([self._runs.open(key) for key in request.query_params.getlist("run")]))
 
-    async def run(self, request: Request) -> Response:
-        def read() -> dict[str, Any]:
-            run = self._open(request)
-            return {**describe_run(run), "writes_notes": self._writes_notes and run.is_local}
-
-        return _json(await run_in_threadpool(read))
+    def run(self, request: Request) -> Response:
+        run = self._open(request)
+        return _json({**describe_run(run), "writes_notes": self._writes_notes and run.is_local})
 
     async def write_notes(self, request: Request) -> Response:
         run, body = self._open(request), b""
@@ -187,39 +186,37 @@ class _Routes:
         await run_in_threadpool(lambda: run.write_notes(body.decode(errors="replace")))
         return _json({})
 
-    async def metrics(self, request: Request) -> Response:
-        block = await run_in_threadpool(lambda: self._open(request).pack_metrics())
-        return Response(block, 200, _HEADERS, "application/octet-stream")
+    def metrics(self, request: Request) -> Response:
+        return Response(self._open(request).pack_metrics(), 200, _HEADERS, "application/octet-stream")
 
-    async def steps(self, request: Request) -> Response:
-        of = _whose(request)
-        return _json(await run_in_threadpool(lambda: {"steps": self._open(request).rollout_steps(of)}))
+    def steps(self, request: Request) -> Response:
+        return _json({"steps": self._open(request).rollout_steps(_whose(request))})
 
-    async def rollouts(self, request: Request) -> Response:
+    def rollouts(self, request: Request) -> Response:
         step, of = _number(request, "step"), _whose(request)
-        rows = await run_in_threadpool(lambda: self._open(request).list_rows(step, of))
-        return _json({"step": step, "rows": rows})
+        return _json({"step": step, "rows": self._open(request).list_rows(step, of)})
 
-    async def rollout(self, request: Request) -> Response:
+    def rollout(self, request: Request) -> Response:
         step, key, of = _number(request, "step"), request.query_params.get("key", ""), _whose(request)
-        return _json(await run_in_threadpool(lambda: describe_row(self._open(request), step, key, of)))
+        return _json(describe_row(self._open(request), step, key, of))
 
-    async def search(self, request: Request) -> Response:
-        def read() -> dict[str, Any]:
-            run, of = self._open(request), _whose(request)
-            first, last = _number(request, "first", 0), _number(request, "last", 2**62)
-            steps = [step for step in reversed(run.rollout_steps(of)) if first <= step <= last]
-            return run.search(request.query_params.get("text", ""), steps, of)
-
-        return _json(await run_in_threadpool(read))
-
-    async def timeline(self, request: Request) -> Response:
+    def search(self, request: Request) -> Response:
+        run, of = self._open(request), _whose(request)
         first, last = _number(request, "first", 0), _number(request, "last", 2**62)
-        return _json(await run_in_threadpool(lambda: self._open(request).read_timeline(first, last)))
+        steps = [step for step in reversed(run.rollout_steps(of)) if first <= step <= last]
+        return _json(run.search(request.query_params.get("text", ""), steps, of))
 
-    async def news(self, request: Request) -> Response:
+    def timeline(self, request: Request) -> Response:
+        first, last = _number(request, "first", 0), _number(request, "last", 2**62)
+        return _json(self._open(request).read_timeline(first, last))
+
+    def news(self, request: Request) -> Response:
+        # From where metrics and events are told, in bytes: where the browser broke off, or as asked.
+        given = request.headers.get("last-event-id") or request.query_params.get("from", "0.0")
+        metrics, _, events = given.partition(".")
+        is_place = metrics.isdecimal() and events.isdecimal()
         return StreamingResponse(
-            follow(self._open(request), _read_cursor(request)),
+            follow(self._open(request), (int(metrics), int(events)) if is_place else (0, 0)),
             headers={**_HEADERS, "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
@@ -239,13 +236,6 @@ def _whose(request: Request) -> str:
             f"of={of!r}", allowed=f"{TRAINING} or {EVALUATION}", next_step="correct the address"
         )
     return of
-
-
-def _read_cursor(request: Request) -> tuple[int, int]:
-    """Return from where metrics and events are told, in bytes: where the browser broke off, or as asked."""
-    given = request.headers.get("last-event-id") or request.query_params.get("from", "0.0")
-    metrics, _, events = given.partition(".")
-    return (int(metrics), int(events)) if metrics.isdecimal() and events.isdecimal() else (0, 0)
 
 
 async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None = None) -> AsyncIterator[str]:
