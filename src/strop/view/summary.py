@@ -80,9 +80,10 @@ def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> 
     """Return commands to go on with, as they can be typed here. `words`: the run file and its overrides."""
     program, run = _find_program(), str(outcome.run_path)
     commands = {(*program, "view", run): "every curve and every reply, in a browser"}
-    asked = next(iter(outcome.changes.examples), None) if outcome.changes is not None else None
-    if asked is not None and _can_be_typed(asked.question):
-        commands[(*program, "sample", run, "--prompt", asked.question)] = "ask it something yourself"
+    asked = next((one.question for one in outcome.changes.examples), "") if outcome.changes else ""
+    # What can be typed into a terminal, and says there what it is.
+    if 0 < len(asked) <= _MOST_ASKED and asked.isprintable() and make_harmless(asked) == asked:
+        commands[(*program, "sample", run, "--prompt", asked)] = "ask it something yourself"
     kept = [word for word in words if not word.startswith(("seed=", "output.dir="))]
     commands[(*program, "train", *kept, f"seed={seed + 1}")] = (
         "the same with other luck: how sure is the gain?"
@@ -91,11 +92,6 @@ def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> 
     for command, what in commands.items():
         lines += [f"{'' if lines else 'next':7}{what}:", f"         {shlex.join(command)}"]
     return lines
-
-
-def _can_be_typed(question: str) -> bool:
-    is_plain = question.isprintable() and make_harmless(question) == question
-    return is_plain and 0 < len(question) <= _MOST_ASKED
 
 
 def _find_program() -> tuple[str, ...]:
