@@ -1,4 +1,4 @@
-"""Where a command's words go: results to standard output, everything else to standard error.
+"""A command's output: results to standard output, everything else to standard error.
 
 While a run is open, its log gets every word too, from the first one on.
 """

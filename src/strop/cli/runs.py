@@ -1,4 +1,4 @@
-"""What is asked of runs that are recorded: `strop ls`, `compare`, `view`, `query` and `report`."""
+"""Commands about recorded runs: `strop ls`, `compare`, `view`, `query` and `report`."""
 
 from __future__ import annotations
 

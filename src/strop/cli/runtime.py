@@ -1,4 +1,4 @@
-"""`strop runtime`: sandboxes as a service, the processes that it consists of, and what proves it."""
+"""`strop runtime`: the sandbox service, the processes that it consists of, and its conformance test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tools of others find a key by themselves. No key is read out."""
+"""Whether third-party tools find their own API key. The key itself is never read."""
 
 from __future__ import annotations
 

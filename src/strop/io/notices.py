@@ -1,4 +1,4 @@
-"""What a user must know of what is read for them, told from where it is found to whoever listens.
+"""Notices for the user, from deep in a read to the listener of the context.
 
 A model that another source stands in for, or a bucket that another tool filled, is found deep in a read that
 returns a path. A command listens for all that it does; a run, which keeps its notices as events, for itself.
@@ -16,7 +16,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener of notices", defau
 
 
 def tell(notice: str) -> None:
-    """Tell whoever listens in this context; where nobody does, the log of the process, as a warning."""
+    """Give a notice to the listener of this context; without one, log it as a warning."""
     listener = _listener.get()
     if listener is None:
         logging.getLogger(__name__).warning(notice)

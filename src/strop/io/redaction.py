@@ -1,4 +1,4 @@
-"""Values that look like credentials, told by their names or forms, and taken out of texts."""
+"""Credentials, recognised by their names or forms, and removed from texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was expected to take, kept beside what it took: `plan.json` in the run's directory.
+"""The plan's prediction of time, memory and price, kept in the run's directory as `plan.json`.
 
 Written before the first step, from the plan; read by the loop, which names a stage that is slower than
 planned, and by the report. Numbers of stages are seconds of one step, under the names of the metrics.
@@ -47,7 +47,7 @@ class Prediction:
     total_s: float = 0.0
     """All steps and evaluations; 0 in files of older versions."""
     usd_per_hour: float | None = None
-    """Of the whole job, None where nobody said."""
+    """Of the whole job; None where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def read_usd_per_hour(environ: Mapping[str, str]) -> float | None:
-    """Return what an hour of this job costs, None where nobody said so or it is no price."""
+    """Return what an hour of this job costs; None where the variable is not set or is no price."""
     try:
         found = float(environ.get(PRICE_VARIABLE, ""))
     except ValueError:

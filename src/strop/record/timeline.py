@@ -1,4 +1,4 @@
-"""When a run did what: spans of learner, engines, environments and verifier, one JSON line a step.
+"""The timeline of a run: spans of learner, engines, environments and verifier, one JSON line a step.
 
     {"step":12,"spans":[{"lane":"learner","name":"learn","start":1764271234.1,"end":1764271236.4}, ...]}
 

@@ -1,4 +1,4 @@
-"""What a store holds: all of it by name, and its models, fetched into the cache, verified and used."""
+"""The contents of a store: a listing by name, and its models, fetched into the cache and verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model says of itself without its weights: config.json, tokenizer, chat template.
+"""The description of a model without its weights: config.json, tokenizer, chat template.
 
 A plan needs no more. `fetch_description` brings these files alone from the store or the hub, in the order of
 the policy, into a folder of their own in the user's cache: a hub client's cache with half a model in it

@@ -1,4 +1,4 @@
-"""What the page is told, as JSON values: of all runs, of one, of a rollout, of several beside each other."""
+"""The answers of the page's API, as JSON values: all runs, one run, one rollout, a comparison of runs."""
 
 from __future__ import annotations
 

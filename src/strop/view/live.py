@@ -1,7 +1,7 @@
-"""One run as the page asks about it: read anew where it grows, from wherever its record is.
+"""One run that may still grow, read for the page wherever its record is.
 
-Only the ends of logs are read again, rollouts' files only when one is opened, and of a list the columns that
-it shows. What is not there yet is absent. Texts stay as they were written: the page shows them as text.
+Only the new end of a log is read, a file of rollouts only when it is opened, and for a list only the columns
+that it shows. What is not there yet is absent. Texts stay as they were written: the page shows them as text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_FOUND = 200
 ROLLOUTS = "rollouts"
 _STEP = re.compile(rb'\{"step":(\d+)')
 TRAINING, EVALUATION = "step", "eval"
-"""Whose rollouts: those that a step trained on, or those that an evaluation behind it judged."""
+"""Source of rollouts: those that a step trained on, or those that the evaluation after it judged."""
 _STEP_FILES = {
     TRAINING: re.compile(r"rollouts/step-(\d+)\.parquet"),
     EVALUATION: re.compile(r"eval/[^/]+-step-(\d+)/[^/]+\.parquet"),

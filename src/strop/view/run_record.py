@@ -1,4 +1,4 @@
-"""What a report tells, read from a run directory with the readers of the rooms that wrote it.
+"""The contents of a report, read with the readers of the rooms that wrote the run directory.
 
 Only reading and choosing; nothing is formatted here. A run that is going on, was killed or has no
 evaluation is as readable as a finished one: what is not there yet is absent, not invented.

@@ -1,4 +1,4 @@
-"""What a run brought, in the lines that a training ends with: accuracy, examples, pace, what to do next."""
+"""The summary that a training ends with: accuracy, changed examples, step time, commands to go on with."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> 
     program, run = _find_program(), str(outcome.run_path)
     commands = {(*program, "view", run): "every curve and every reply, in a browser"}
     asked = next((one.question for one in outcome.changes.examples), "") if outcome.changes else ""
-    # What can be typed into a terminal, and says there what it is.
+    # Only one that can be typed as it stands.
     if 0 < len(asked) <= _MOST_ASKED and asked.isprintable() and make_harmless(asked) == asked:
         commands[(*program, "sample", run, "--prompt", asked)] = "ask it something yourself"
     kept = [word for word in words if not word.startswith(("seed=", "output.dir="))]

@@ -1,4 +1,4 @@
-"""A run on its way to trackers: an observer in the process that trains, and a follower for each tracker.
+"""Sending a run to trackers: an observer in the process that trains, and a follower for each tracker.
 
 A follower is a process of its own, niced, that reads the run's directory while it grows and hands what is
 new to one tracker. The record is the queue: training waits for nothing and holds nothing back, a slow tracker

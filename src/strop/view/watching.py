@@ -1,4 +1,4 @@
-"""A run that trains elsewhere, shown as if it trained here: what its record says anew is told to an observer.
+"""`strop watch`: a run that trains elsewhere, shown as if it trained here, from what its record has new.
 
 A run that goes on from a checkpoint has its record cut back; then its display begins anew where it goes on.
 A place that does not answer for a while is asked again: only the run's end ends the watching.
