@@ -16,7 +16,7 @@ from strop.errors import EXIT_FAILED
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
     from strop.evaluate.harness import HarnessResult
-    from strop.evaluate.result import PassAtK
+    from strop.evaluate.result import PartScores, PassAtK
     from strop.evaluate.stored import StoredBaseline
     from strop.evaluate.table import ScoreRow
     from strop.rollout import Split
@@ -358,12 +358,11 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
         return
     rows: list[tuple[object, ...]] = []
     for result in results:
-        rows += [_score_row(result.full_name, name, score) for name, score in result.scores.items()]
-        rows += [_pass_row(result.full_name, k, estimate) for k, estimate in result.pass_at_k.items()]
-        for label, part in result.parts.items():
-            name = f"{result.full_name}/{label}"
-            rows += [_score_row(name, kind, score) for kind, score in part.scores.items()]
-            rows += [_pass_row(name, k, estimate) for k, estimate in part.pass_at_k.items()]
+        scored: dict[str, EvalResult | PartScores] = {result.full_name: result}
+        scored |= {f"{result.full_name}/{label}": part for label, part in result.parts.items()}
+        for name, one in scored.items():
+            rows += [_score_row(name, kind, score) for kind, score in one.scores.items()]
+            rows += [_pass_row(name, k, estimate) for k, estimate in one.pass_at_k.items()]
     first = results[0]
     title = f"{len(results)} tasks, examples of {first.split.value}, step {first.step}"
     if len(results) == 1:
@@ -453,19 +452,12 @@ def rescore(
 def _show_rescored(output: Output, stored: StoredRescored) -> None:
     result, changes = stored.rescored.result, stored.rescored.changes
     title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
+    named: dict[str, Summary] = {**result.scores}
+    for label, part in result.parts.items():
+        named |= {f"{label}: {name}": score for name, score in part.scores.items()}
     rows = [
         (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
-        for name, score in result.scores.items()
-    ]
-    rows += [
-        (
-            f"{label}: {name}",
-            percent(score.accuracy),
-            f"{score.low:.1%} to {score.high:.1%}",
-            score.num_unscored,
-        )
-        for label, part in result.parts.items()
-        for name, score in part.scores.items()
+        for name, score in named.items()
     ]
     output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
     output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")

@@ -229,13 +229,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     charts = [
         build_chart("ratio", "Probability ratio of trained tokens", ratios, size=SMALL),
         *(
-            build_chart(
-                key.replace("_", "-"),
-                title,
-                [Series(label=title, style="main", points=_series(metrics, key))],
-                is_share=is_share,
-                size=SMALL,
-            )
+            _small_chart(key.replace("_", "-"), title, metrics, key, is_share=is_share)
             for key, title, is_share in wanted
         ),
     ]
@@ -258,16 +252,17 @@ def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         if name.startswith(prefix)
     ]
     charts = [
-        build_chart(
-            f"part-{index}",
-            title,
-            [Series(label=title, style="main", points=_series(metrics, name))],
-            is_share=is_share,
-            size=SMALL,
-        )
+        _small_chart(f"part-{index}", title, metrics, name, is_share=is_share)
         for index, (name, title, is_share) in enumerate(found)
     ]
     return _present(*charts)
+
+
+def _small_chart(
+    key: str, title: str, metrics: Sequence[Mapping[str, float]], name: str, *, is_share: bool
+) -> Chart | None:
+    line = Series(label=title, style="main", points=_series(metrics, name))
+    return build_chart(key, title, [line], is_share=is_share, size=SMALL)
 
 
 _FATES = (
