@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LEFTOVER_PATTERN = re.compile(r"\.partial-(?P<pid>\d+)-(?P<host_tag>[0-9a-f]{6})[0-9a-f]{8}(?P<old>-old)?$")
@@ -91,8 +92,6 @@ def _is_abandoned(entry: Path, pid: int, host_tag: str, now: float) -> bool:
 def _host_tag() -> str:
     namespace = ""
     if sys.platform == "linux":
-        try:
+        with suppress(OSError):
             namespace = str(Path("/proc/self/ns/pid").readlink())
-        except OSError:
-            namespace = ""
     return hashlib.sha256(f"{socket.gethostname()}/{namespace}".encode()).hexdigest()[:6]

@@ -20,7 +20,7 @@ export function clear(canvas) {
   return { pen, width, height };
 }
 
-export function ticks(low, high) {
+function ticks(low, high) {
   if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high), 1e-200)) {
     const margin = Math.abs(low) * 0.5 || 1;
     low -= margin; high += margin;
@@ -33,7 +33,7 @@ export function ticks(low, high) {
 }
 
 // Means of buckets, so that a long run costs no more than a short one; a bucket without numbers is a gap.
-export function thin(x, y) {
+function thin(x, y) {
   const size = Math.max(1, Math.ceil(x.length / MOST_POINTS));
   if (size === 1) return x.map((at, i) => [at, y[i]]);
   const found = [];

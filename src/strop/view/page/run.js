@@ -112,7 +112,7 @@ function stepChooser(steps, key) {
 }
 
 // News come in order; where the connection breaks, the browser asks on from the last one.
-export function followNews(key, cursor, heard, lastStep) {
+function followNews(key, cursor, heard, lastStep) {
   const source = new EventSource(`api/news?${new URLSearchParams({ run: key, from: cursor })}`);
   let refreshing = null;
   const refresh = () => { clearTimeout(refreshing); refreshing = setTimeout(() => heard.refresh().catch((error) => say(error.message, "lost")), 150); };
