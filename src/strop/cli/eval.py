@@ -16,7 +16,7 @@ from strop.errors import EXIT_FAILED
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
     from strop.evaluate.harness import HarnessResult
-    from strop.evaluate.result import PartScores, PassAtK
+    from strop.evaluate.result import PartScores
     from strop.evaluate.stored import StoredBaseline
     from strop.evaluate.table import ScoreRow
     from strop.rollout import Split
@@ -362,7 +362,10 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
         scored |= {f"{result.full_name}/{label}": part for label, part in result.parts.items()}
         for name, one in scored.items():
             rows += [_score_row(name, kind, score) for kind, score in one.scores.items()]
-            rows += [_pass_row(name, k, estimate) for k, estimate in one.pass_at_k.items()]
+            for k, estimate in one.pass_at_k.items():
+                interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
+                rest = ["-"] * (len(COLUMNS) - 4)
+                rows.append((name, f"pass@{k}", percent(estimate.value), interval, *rest))
     first = results[0]
     title = f"{len(results)} tasks, examples of {first.split.value}, step {first.step}"
     if len(results) == 1:
@@ -401,11 +404,6 @@ def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:
         score.num_unscored,
         score.num_rollouts,
     )
-
-
-def _pass_row(task: str, k: int, estimate: PassAtK) -> tuple[object, ...]:
-    interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
-    return (task, f"pass@{k}", percent(estimate.value), interval, *["-"] * (len(COLUMNS) - 4))
 
 
 def percent(share: float | None) -> str:
