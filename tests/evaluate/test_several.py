@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.evaluate import correct_by_holm, difference_over_seeds
-from strop.evaluate.several import student_quantile
+from strop.evaluate.comparison import student_quantile
 
 
 def test_holm_by_hand() -> None:

@@ -25,6 +25,8 @@ from strop.evaluate.comparison import (
     clustered_interval,
     compare_results,
     compare_seeds,
+    correct_by_holm,
+    difference_over_seeds,
     paired_difference,
     pass_at_k,
     pass_at_k_interval,
@@ -47,7 +49,6 @@ from strop.evaluate.result import (
     write_result,
 )
 from strop.evaluate.scoring import Limits
-from strop.evaluate.several import correct_by_holm, difference_over_seeds
 from strop.evaluate.shards import ChangedVerdict, Rescored, ShardFolder, rescore
 
 __all__ = [

@@ -69,7 +69,7 @@ def plan_canary(
         if found.key not in _OF_OTHERS and found.before not in (None, {})
     ]
     if different:
-        shown = "; ".join(describe_difference(found, "and", (" there", " now")) for found in different)
+        shown = "; ".join(describe_difference(found, (" there", " now")) for found in different)
         raise CheckRefused(
             f"{CHECK_NAME}: the baseline cannot be repeated: {shown}",
             allowed="a valid result of this very model, with the task and the tokenizer as they were",

@@ -9,6 +9,10 @@ A policy may come to be right more often because it can do more, or because it h
 that the verifier reads. So three changes are given beside each other: of accuracy, of the form, and of
 accuracy where the form was right on both sides (REW-7, EVA-6). The reward's change stands beside them.
 
+Comparing five runs with one baseline finds a difference by chance about five times as often as p says:
+`correct_by_holm` takes that back. How much another training seed would change, only `difference_over_seeds`
+can tell, from two seeds a side on.
+
 Shapes: P = examples, C = problems (an example or more each), G = scored rollouts of one example (ragged).
 """
 
@@ -19,7 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, variance
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +36,8 @@ CONFIDENCE = 0.95
 """Coverage that every interval of this room aims at."""
 PSEUDO_PROBLEMS = 1.5
 """Problems that an interval counts beside those that there are, at either end of what a score can be."""
+_FARTHEST_DEVIATIONS = 1e4
+"""Beyond the quantile at 95 % of one degree of freedom, 12.7."""
 _ROUNDING = 1e-9
 
 
@@ -198,6 +204,69 @@ def paired_difference(
     return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale))
 
 
+def correct_by_holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values that hold for all comparisons together, in the order given.
+
+    Units: probabilities. The chance that one at least of true null hypotheses is rejected stays below the
+    level, however the comparisons depend on each other.
+    Source: S. Holm, Scand. J. Statist. 6 (1979), 65-70.
+    """
+    ranked = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    corrected, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(ranked):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def difference_over_seeds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
+    """Estimate the difference of two means over training seeds, as if seeds were drawn at random.
+
+    One score a seed; the two sides need not have the same seeds. None where it cannot be told: fewer than
+    two seeds on a side, or no spread on either.
+    Units: those of the scores.
+    Source: B. L. Welch, Biometrika 34 (1947), 28-35; the degrees of freedom are rounded down, which widens.
+    """
+    if min(len(before), len(after)) < 2:
+        return None
+    one, other = variance(before) / len(before), variance(after) / len(after)
+    if one + other == 0.0:
+        return None
+    freedom = (one + other) ** 2 / (one**2 / (len(before) - 1) + other**2 / (len(after) - 1))
+    half = student_quantile(0.5 + CONFIDENCE / 2, math.floor(freedom + 1e-9)) * math.sqrt(one + other)
+    change = fmean(after) - fmean(before)
+    return Interval(estimate=change, low=change - half, high=change + half)
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return where Student's distribution reaches a probability of 0.5 or more, by bisection."""
+    low, high = 0.0, _FARTHEST_DEVIATIONS
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, freedom) < probability else (low, middle)
+    return high
+
+
+def _student_cdf(t: float, freedom: int) -> float:
+    """Return P(T <= t) for t >= 0 and a whole number of degrees of freedom.
+
+    Source: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    term = total = cosine if freedom % 2 else 1.0
+    for k in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= (k - 1) / k * cosine**2
+        total += term
+    if freedom % 2 == 0:
+        inside = sine * total
+    elif freedom == 1:
+        inside = 2 / math.pi * angle
+    else:
+        inside = 2 / math.pi * (angle + sine * total)
+    return 0.5 + inside / 2
+
+
 _Read = Callable[[ExampleScore], float | None]
 _SPOKEN_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
 _CONTEXT_CHARS = 40
@@ -277,7 +346,7 @@ def _require_one_protocol(before: EvalResult, after: EvalResult) -> None:
         return
     # What a digest cannot say: which texts end a reply, and how a problem is put.
     different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
-    shown = "; ".join(describe_difference(found, "and") for found in different)
+    shown = "; ".join(describe_difference(found) for found in different)
     raise CheckRefused(
         f"two results were measured by different protocols: {shown}",
         allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
@@ -305,7 +374,7 @@ def list_plan_differences(before: EvalPlan, after: EvalPlan) -> tuple[Difference
     )
 
 
-def describe_difference(found: Difference, word: str, words: tuple[str, str] = ("", "")) -> str:
+def describe_difference(found: Difference, words: tuple[str, str] = ("", "")) -> str:
     """Say a difference in one line; of long texts only where they begin to differ."""
     before, after = found.before, found.after
     if isinstance(before, str) and isinstance(after, str):
@@ -313,7 +382,7 @@ def describe_difference(found: Difference, word: str, words: tuple[str, str] = (
         parting = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
         start = max(parting - _CONTEXT_CHARS, 0)
         before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
-    return f"{found.key} {before!r}{words[0]} {word} {after!r}{words[1]}"
+    return f"{found.key} {before!r}{words[0]} and {after!r}{words[1]}"
 
 
 def _change(

@@ -194,7 +194,7 @@ def refuse_other_plan(path: Path, found: EvalPlan, wanted: EvalPlan) -> None:
     """
     differences = list_plan_differences(found, wanted)
     if differences:
-        shown = "; ".join(describe_difference(d, "and", (" there", " now")) for d in differences)
+        shown = "; ".join(describe_difference(d, (" there", " now")) for d in differences)
         raise CheckRefused(
             f"{path} belongs to another evaluation: {shown}",
             allowed="an empty folder, or the evaluation that was begun in it",

@@ -151,7 +151,7 @@ def list_obstacles(before: Result, after: Result) -> tuple[str, ...]:
     if isinstance(before, EvalResult) and isinstance(after, EvalResult):
         found = {one.key: one for one in list_plan_differences(before, after)}
         words = (" there", " here")
-        shown = [describe_difference(found[key], "and", words) for key in PROTOCOL_FIELDS if key in found]
+        shown = [describe_difference(found[key], words) for key in PROTOCOL_FIELDS if key in found]
         shown += [
             f"the result {where} is {one.validity.value}"
             for one, where in ((before, "there"), (after, "here"))
