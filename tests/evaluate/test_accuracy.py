@@ -19,12 +19,12 @@ from strop.errors import ConfigError, EngineError
 from strop.evaluate import (
     EvalResult,
     EvalSettings,
-    Limits,
     Validity,
     evaluate_task,
     plan_evaluation,
     read_result,
     run_evaluation,
+    scoring,
     write_result,
 )
 from strop.rollout import Example, Outcome, Sampling, Split
@@ -149,7 +149,9 @@ def test_a_partial_reward_is_not_a_solved_example(tmp_path: Path) -> None:
     assert result.greedy.reward_mean == pytest.approx(0.3)
 
 
-def test_an_unscored_rollout_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+def test_an_unscored_rollout_is_neither_right_nor_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = make_tokenizer(tmp_path)
     task = BrittleArithmetic(make_spec())
     held_out = task.examples(Split.HELD_OUT)
@@ -162,10 +164,10 @@ def test_an_unscored_rollout_is_neither_right_nor_wrong(tmp_path: Path) -> None:
     assert result.greedy.verifier_error_frac == num_unscored / NUM_HELD_OUT
     assert result.greedy.failures == {"TypeError": num_unscored}
     assert result.validity is Validity.VERIFIER
-    limits = Limits(max_verifier_error_frac=0.9)
-    assert evaluate(task, make_engine(tokenizer, add), tokenizer, limits=limits).validity is Validity.UNSCORED
-    limits = Limits(max_verifier_error_frac=0.9, max_unscored_frac=0.9)
-    assert evaluate(task, make_engine(tokenizer, add), tokenizer, limits=limits).is_valid
+    monkeypatch.setattr(scoring, "MAX_VERIFIER_ERROR_FRAC", 0.9)
+    assert evaluate(task, make_engine(tokenizer, add), tokenizer).validity is Validity.UNSCORED
+    monkeypatch.setattr(scoring, "MAX_UNSCORED_FRAC", 0.9)
+    assert evaluate(task, make_engine(tokenizer, add), tokenizer).is_valid
 
 
 def test_pass_at_k_by_hand(tmp_path: Path) -> None:

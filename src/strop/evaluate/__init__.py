@@ -48,7 +48,6 @@ from strop.evaluate.result import (
     write_order,
     write_result,
 )
-from strop.evaluate.scoring import Limits
 from strop.evaluate.shards import ChangedVerdict, Rescored, ShardFolder, rescore
 
 __all__ = [
@@ -63,7 +62,6 @@ __all__ = [
     "EvalSettings",
     "ExampleScore",
     "Interval",
-    "Limits",
     "PartScores",
     "PassAtK",
     "PlannedCanary",

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from strop.engine.contract import Engine
 from strop.environments import RolloutPlan, choose_environment, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
-from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
+from strop.evaluate.scoring import ExampleVerdicts, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import ShardFolder, cut_shards
 from strop.record.files import Shard
 from strop.rollout import Example, Sampling, Split
@@ -75,8 +75,6 @@ class EvalSettings:
     """Number format that the weights are served in, for the record."""
     dtype_reason: str | None = None
     """Why it is that one."""
-    limits: Limits = field(default_factory=Limits)
-    """Shares above which the result is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +187,6 @@ async def run_evaluation(
         planned.plan,
         [verdict for of_shard in verdicts for verdict in of_shard],
         pass_at=planned.settings.pass_at,
-        limits=planned.settings.limits,
     )
 
 

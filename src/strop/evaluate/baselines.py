@@ -171,10 +171,9 @@ def find_model_name(text: str) -> str | None:
 
 def compare_with_references(model: str, result: HarnessResult) -> list[ReferenceComparison]:
     """Compare what the harness said, and each part of a group, with the model's reference scores."""
-    whole = HarnessPart(num_examples=result.num_examples, metrics=result.metrics)
     return [
         comparison
-        for task, part in {result.task: whole, **result.parts}.items()
+        for task, part in result.scored_parts.items()
         for comparison in _compare_part(model, result, task, part)
     ]
 

@@ -35,6 +35,13 @@ from strop.rollout import Failure, FailureOwner, Rollout
 from strop.tasks import Task, limits_of, part_of, problem_of
 from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
+MAX_TRUNCATED_FRAC = 0.05
+"""Share of replies cut by a budget below the task's own, above which a result is invalid."""
+MAX_UNSCORED_FRAC = 0.02
+"""Share of rollouts that could not be judged, whatever the cause, above which a result is invalid."""
+MAX_VERIFIER_ERROR_FRAC = 0.005
+"""Share of rollouts whose verifier failed, above which a result is invalid."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -76,18 +83,6 @@ class ExampleVerdicts:
     """Whether its replies had a smaller budget than the task's own."""
     greedy: Verdict
     sampled_G: tuple[Verdict, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Shares above which a result is invalid."""
-
-    max_truncated_frac: float = 0.05
-    """Of replies cut by a budget below the task's own."""
-    max_unscored_frac: float = 0.02
-    """Of rollouts that could not be judged, whatever the cause."""
-    max_verifier_error_frac: float = 0.005
-    """Of rollouts whose verifier failed."""
 
 
 def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
@@ -135,11 +130,7 @@ def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> 
 
 
 def build_result(
-    plan: EvalPlan,
-    verdicts_P: Sequence[ExampleVerdicts],
-    *,
-    pass_at: Sequence[int] = (),
-    limits: Limits,
+    plan: EvalPlan, verdicts_P: Sequence[ExampleVerdicts], *, pass_at: Sequence[int] = ()
 ) -> EvalResult:
     """Sum an evaluation up, and each part of a mixture.
 
@@ -164,7 +155,7 @@ def build_result(
             )
             for label, mine_P in by_part.items()
         },
-        validity=_judge_validity(verdicts_P, limits),
+        validity=_judge_validity(verdicts_P),
         audit=_find_audit_verdict(plan),
     )
 
@@ -331,16 +322,16 @@ def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
     return next(iter(versions))
 
 
-def _judge_validity(verdicts_P: Sequence[ExampleVerdicts], limits: Limits) -> Validity:
+def _judge_validity(verdicts_P: Sequence[ExampleVerdicts]) -> Validity:
     """Judge the whole and each part of a mixture: a small part must not hide in a large one."""
     labels = dict.fromkeys([None, *(verdicts.part for verdicts in verdicts_P)])
     for label in labels:
         mine_P = [verdicts for verdicts in verdicts_P if label is None or verdicts.part == label]
         for kind_P in ([(v.greedy,) for v in mine_P], [v.sampled_G for v in mine_P]):
             rollouts = [verdict for verdicts_G in kind_P for verdict in verdicts_G]
-            if sum(v.is_verifier_error for v in rollouts) > limits.max_verifier_error_frac * len(rollouts):
+            if sum(v.is_verifier_error for v in rollouts) > MAX_VERIFIER_ERROR_FRAC * len(rollouts):
                 return Validity.VERIFIER
-            if sum(v.is_solved is None for v in rollouts) > limits.max_unscored_frac * len(rollouts):
+            if sum(v.is_solved is None for v in rollouts) > MAX_UNSCORED_FRAC * len(rollouts):
                 return Validity.UNSCORED
             # Only replies whose budget was below the task's own say something about the budget.
             curtailed = [
@@ -349,6 +340,6 @@ def _judge_validity(verdicts_P: Sequence[ExampleVerdicts], limits: Limits) -> Va
                 for verdict in verdicts_G
                 if example.is_budget_cut and verdict.has_reply
             ]
-            if sum(curtailed) > limits.max_truncated_frac * len(curtailed):
+            if sum(curtailed) > MAX_TRUNCATED_FRAC * len(curtailed):
                 return Validity.TRUNCATION
     return Validity.VALID

@@ -27,7 +27,7 @@ from strop.environments import RolloutPlan
 from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan, EvalResult
-from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
+from strop.evaluate.scoring import build_result, give_verdict, give_verdicts
 from strop.io import FileLock
 from strop.io.atomic import explain_write_failure
 from strop.io.leftovers import remove_leftovers
@@ -277,7 +277,6 @@ async def rescore(
     *,
     judge: Judge | None = None,
     pass_at: Sequence[int] = (),
-    limits: Limits | None = None,
 ) -> Rescored:
     """Judge the replies of an evaluation anew.
 
@@ -320,7 +319,7 @@ async def rescore(
         give_verdicts(judged[start : start + per_example], task, plan)
         for start in range(0, len(judged), per_example)
     ]
-    result = build_result(new_plan, verdicts_P, pass_at=pass_at, limits=limits or Limits())
+    result = build_result(new_plan, verdicts_P, pass_at=pass_at)
     return Rescored(result=result, changes=_list_changes(rollouts, judged, plan))
 
 

@@ -24,7 +24,7 @@ from strop.evaluate.comparison import (
     paired_difference,
     pass_at_k,
 )
-from strop.evaluate.harness import HarnessMetric, HarnessPart, HarnessResult
+from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalResult, ExampleScore, read_result
 from strop.rollout import Split
 
@@ -247,13 +247,17 @@ def _pass_of(example: ExampleScore, k: int) -> float:
 def _compare_harness(
     before: HarnessResult, after: HarnessResult, *, may_compare: bool
 ) -> Iterator[tuple[tuple[str, str], Beside]]:
-    for task, part in list_parts(before).items():
-        other = list_parts(after).get(task)
+    parts_after = after.scored_parts
+    for task, part in before.scored_parts.items():
+        other = parts_after.get(task)
         for name, metric in part.metrics.items():
             now = None if other is None else other.metrics.get(name)
             scale = scale_of(name, metric)
             low, high = interval_of(name, metric, part.num_examples)
-            may_differ = may_compare and now is not None and scale == scale_of(name, now)
+            difference = None
+            if may_compare and other is not None and now is not None and scale == scale_of(name, now):
+                earlier = widen(metric, part.num_examples, scale)
+                difference = compare_apart(earlier, widen(now, other.num_examples, scale), scale)
             yield (
                 (task, name),
                 Beside(
@@ -261,28 +265,9 @@ def _compare_harness(
                     stderr=None if metric.stderr is None else scale * metric.stderr,
                     low=low,
                     high=high,
-                    difference=_compare_parts(part, other, name, scale)
-                    if may_differ and now is not None
-                    else None,
+                    difference=difference,
                 ),
             )
-
-
-def _compare_parts(
-    before: HarnessPart, after: HarnessPart | None, name: str, scale: float
-) -> Interval | None:
-    if after is None:
-        return None
-    one, other = (widen(part.metrics[name], part.num_examples, scale) for part in (before, after))
-    return compare_apart(one, other, scale)
-
-
-def list_parts(result: HarnessResult) -> dict[str, HarnessPart]:
-    """Return a task or group, and the tasks of a group, by name."""
-    return {
-        result.task: HarnessPart(num_examples=result.num_examples, metrics=result.metrics),
-        **result.parts,
-    }
 
 
 def widen(metric: HarnessMetric, num_examples: int | None, scale: float) -> HarnessMetric:

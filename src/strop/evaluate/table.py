@@ -26,7 +26,6 @@ from strop.evaluate.stored import (
     compare_apart,
     compare_with_stored,
     interval_of,
-    list_parts,
     scale_of,
     widen,
 )
@@ -115,21 +114,19 @@ def _rows_of_own(result: EvalResult) -> Iterator[ScoreRow]:
 
 
 def _rows_of_harness(result: HarnessResult) -> Iterator[ScoreRow]:
-    parts = {result.task: (result.num_examples, result.metrics)}
-    parts |= {name: (part.num_examples, part.metrics) for name, part in result.parts.items()}
     notes = [f"{result.truncated_frac:.1%} of replies were cut"] if result.truncation_suspect else []
     notes += [f"{result.num_cut_prompts} prompts were cut"] if result.num_cut_prompts else []
     notes += list(result.arguments)
-    for task, (num_examples, metrics) in parts.items():
-        for name, metric in metrics.items():
-            low, high = interval_of(name, metric, num_examples)
+    for task, part in result.scored_parts.items():
+        for name, metric in part.metrics.items():
+            low, high = interval_of(name, metric, part.num_examples)
             yield ScoreRow(
                 task=task,
                 metric=name,
                 value=scale_of(name, metric) * metric.value,
                 low=low,
                 high=high,
-                num_examples=num_examples,
+                num_examples=part.num_examples,
                 num_few_shot=result.num_fewshot,
                 max_reply_tokens=result.max_reply_tokens,
                 step=result.step,
@@ -149,7 +146,7 @@ def show_metric(name: str, metric: HarnessMetric) -> tuple[str, str]:
 def _published(model: str, result: Result) -> dict[tuple[str, str], Beside]:
     """Return the published score of a model beside each score, by task and metric."""
     if isinstance(result, HarnessResult):
-        parts = list_parts(result)
+        parts = result.scored_parts
         return {
             (task, one.metric): _of_published(one, widen(part.metrics[one.metric], part.num_examples, 100.0))
             for one in reversed(compare_with_references(model, result))

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from strop.engine.openai import KEY_VARIABLE
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
@@ -175,7 +175,13 @@ def _list_served(url: str) -> dict[str, int | None]:
     try:
         answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
         if answer.status_code in _WITHOUT_KEY:
-            _refuse_without_key(url, answer.status_code, has_key=key is not None)
+            raise EngineError(
+                f"{url}/models answers {answer.status_code}:"
+                f" {'it wants a key' if key is None else 'the key is not its own'}",
+                allowed=f"the key of the server in the variable {KEY_VARIABLE}",
+                next_step=f"set {KEY_VARIABLE}; no setting and no word of a command takes it, because others"
+                " could read it there",
+            )
         entries = answer.raise_for_status().json()["data"]
         return {str(entry["id"]): entry.get("max_model_len") for entry in entries}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,15 +190,6 @@ def _list_served(url: str) -> dict[str, int | None]:
             allowed="a running server of OpenAI's completions",
             next_step="start it, or correct the address",
         ) from error
-
-
-def _refuse_without_key(url: str, status: int, *, has_key: bool) -> NoReturn:
-    raise EngineError(
-        f"{url}/models answers {status}: {'the key is not its own' if has_key else 'it wants a key'}",
-        allowed=f"the key of the server in the variable {KEY_VARIABLE}",
-        next_step=f"set {KEY_VARIABLE}; no setting and no word of a command takes it, because others could"
-        " read it there",
-    )
 
 
 def _refuse_ignored(settings: HarnessSpec, why: str, *names: str) -> None:

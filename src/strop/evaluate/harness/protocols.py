@@ -321,14 +321,10 @@ def _choosing_protocols() -> tuple[HarnessProtocol, ...]:
     )
 
 
+_ALL = (*_number_protocols(), *_formula_protocols(), *_checked_protocols(), *_choosing_protocols())
 GENERATING: Mapping[str, HarnessProtocol] = MappingProxyType(
-    {
-        protocol.task: protocol
-        for protocol in (*_number_protocols(), *_formula_protocols(), *_checked_protocols())
-    }
+    {protocol.task: protocol for protocol in _ALL if not protocol.chooses}
 )
 """Those whose replies the model writes, by the harness's name."""
-PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
-    {**GENERATING, **{protocol.task: protocol for protocol in _choosing_protocols()}}
-)
+PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType({protocol.task: protocol for protocol in _ALL})
 """By the harness's name."""

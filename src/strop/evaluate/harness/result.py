@@ -77,6 +77,11 @@ class HarnessResult(Record):
     truncated_frac: float
     """Share of replies that are as long as the budget when they are encoded again."""
 
+    @property
+    def scored_parts(self) -> dict[str, HarnessPart]:
+        """The task or group, and the tasks of a group, by name."""
+        return {self.task: HarnessPart(num_examples=self.num_examples, metrics=self.metrics), **self.parts}
+
     @classmethod
     def read(cls, data: bytes) -> HarnessResult:
         """Read a result as it was written. Raises: ValueError if it is none."""
@@ -193,6 +198,8 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
             num_cut += len(tokenizer.encode(str(row["resps"][0][0]))) >= (budget or 0)
     room = {one.name: job.max_positions - (one.max_reply_tokens or 0) for one in said}
     lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
+    # lm-eval's own hash of each row, in no order.
+    hashes = [sorted(str(row.get("doc_hash")) for row in one.rows.values()) for one in said]
     num_cut_prompts = sum(length > min(room.values()) for length in lengths)
     result = HarnessResult(
         harness=LM_EVAL.name,
@@ -203,7 +210,7 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         model_digest=job.model_digest,
         dtype=job.dtype,
         num_examples=len(rows),
-        data_digest=_digest_rows(said),
+        data_digest=hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
         num_fewshot=max(shots),
         max_reply_tokens=max((one for one in budgets.values() if one is not None), default=None),
         stops=said[0].stops,
@@ -220,12 +227,6 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         samples=b"".join(one.samples for one in said),
         longest_prompt_tokens=max(lengths, default=0),
     )
-
-
-def _digest_rows(said: Sequence[_Said]) -> str:
-    """Return a hash over lm-eval's own over each row that it asked, in no order."""
-    rows = [sorted(str(row.get("doc_hash")) for row in one.rows.values()) for one in said]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:

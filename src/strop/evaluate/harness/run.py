@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -73,12 +73,7 @@ class ProgramsPass(evaluate.Metric):
 """
 
 
-def local_name(part: str) -> str:
-    """Return the name that a task of the harness has with our data."""
-    return LOCAL_PREFIX + part
-
-
-def split_parts(protocol: HarnessProtocol, examples: list[Example]) -> dict[str, list[Example]]:
+def split_parts(protocol: HarnessProtocol, examples: Sequence[Example]) -> dict[str, list[Example]]:
     """Sort examples by the harness's tasks; those without any are left out.
 
     Raises: DataError if an example belongs to none.
@@ -97,7 +92,12 @@ def stage_rows(job: HarnessJob, work_dir: Path) -> str:
     protocol = job.protocol
     held_out = split_parts(protocol, job.examples)
     shown_split = "dev" if protocol.shows_own_split else "train"
-    shown = split_parts(protocol, _list_shown(job))
+    # Solved examples that the harness takes from our data; none where its task file has them.
+    solved = job.task.examples(Split.TRAIN) if protocol.draws_shown else ()
+    if protocol.shows_own_split:
+        assert isinstance(job.task, Mmlu)
+        solved = job.task.shots
+    shown = split_parts(protocol, solved)
     digest = hashlib.sha256()
     for part, examples in held_out.items():
         folder = work_dir / "rows" / part
@@ -116,14 +116,6 @@ def stage_rows(job: HarnessJob, work_dir: Path) -> str:
             if rows:
                 (folder / f"{name}.jsonl").write_bytes(data)
     return digest.hexdigest()[:16]
-
-
-def _list_shown(job: HarnessJob) -> list[Example]:
-    """Return the solved examples that the harness takes from our data; none where its task file has them."""
-    if job.protocol.shows_own_split:
-        assert isinstance(job.task, Mmlu)
-        return list(job.task.shots)
-    return list(job.task.examples(Split.TRAIN)) if job.protocol.draws_shown else []
 
 
 def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir: Path) -> list[str]:
@@ -146,7 +138,7 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
         found = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
         content = {
             "include": str(packages[0] / "tasks" / protocol.files[part]),
-            "task": local_name(part),
+            "task": LOCAL_PREFIX + part,
             "tag": None,
             "dataset_path": "json",
             "dataset_name": None,
@@ -157,7 +149,7 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
             content |= {"training_split": None}
             content |= {"fewshot_split": "dev" if protocol.shows_own_split else None}
         (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
-    return [local_name(part) for part in parts]
+    return [LOCAL_PREFIX + part for part in parts]
 
 
 def write_code_metric(work_dir: Path) -> None:
@@ -185,7 +177,7 @@ def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
     generation = parse_pairs(settings.gen_kwargs or "", "harness.gen_kwargs", _BUDGETS)
     if isinstance(job, HarnessJob):
         protocol = job.protocol
-        tasks = sorted(local_name(path.name) for path in (work_dir / "rows").iterdir())
+        tasks = sorted(LOCAL_PREFIX + path.name for path in (work_dir / "rows").iterdir())
         words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
         words += ["--num_fewshot", str(protocol.num_fewshot)]
         if not protocol.chooses:
