@@ -9,14 +9,16 @@ conditions; `stored` puts the user's own beside. Left out on purpose: what cause
 
 from strop.evaluate.accuracy import (
     EvalSettings,
+    PlannedCanary,
     PlannedEvaluation,
     attempt_share,
     evaluate_task,
+    plan_canary,
     plan_evaluation,
+    require_baseline,
     run_evaluation,
 )
 from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
-from strop.evaluate.canary import PlannedCanary, plan_canary, require_baseline
 from strop.evaluate.comparison import (
     Change,
     Comparison,

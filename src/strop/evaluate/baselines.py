@@ -125,7 +125,6 @@ def find_reference(model: str, harness_task: str, num_fewshot: int, metric: str)
     )
 
 
-_TEST_SPLITS = frozenset({"test"})
 _METRIC_NAMES = {"pass_at_1": "pass@1"}
 
 
@@ -214,7 +213,7 @@ def _compare_part(
         for baseline in _references(model):
             if baseline.harness_task != task or baseline.metric != _published_name(key):
                 continue
-            is_same_split = result.split is Split.HELD_OUT and baseline.split in _TEST_SPLITS
+            is_same_split = result.split is Split.HELD_OUT and baseline.split == "test"
             yield ReferenceComparison(
                 baseline=baseline,
                 metric=key,

@@ -44,6 +44,9 @@ from strop.tasks.mmlu import Mmlu
 
 _BUDGETS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
 _CLOSED_PORT = "http://127.0.0.1:9"
+_GRACE_S = 5.0
+_TELL_EVERY_S = 10.0
+Say = Callable[[str], None]
 # The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
 # folder comes first. Relative imports of such a module are found beside it.
 _CODE_EVAL = """
@@ -254,11 +257,6 @@ def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
         allowed="a model with room for prompt and reply",
         next_step="evaluate with strop's own task, which counts such prompts as not solved",
     )
-
-
-_GRACE_S = 5.0
-_TELL_EVERY_S = 10.0
-Say = Callable[[str], None]
 
 
 def run_harness(
