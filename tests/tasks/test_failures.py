@@ -15,7 +15,7 @@ from tests.fixtures.places import line_of
 
 
 def catch(work: Callable[[], object], owner: FailureOwner = FailureOwner.TASK) -> Failure:
-    with catch_failure(lambda: owner) as caught:
+    with catch_failure(owner) as caught:
         work()
     assert caught.failure is not None
     return caught.failure

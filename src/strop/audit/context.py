@@ -254,7 +254,7 @@ class AuditContext:
     async def _judge(self, example: Example, text: str) -> Judged:
         # In this process a judgement is one piece of work: nothing else computes in between.
         began_s = time.thread_time() if isinstance(self.judge, InlineJudge) else None
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
+        with catch_failure(FailureOwner.TASK) as caught:
             outcome = await self.judge.judge(example, text)
         cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:

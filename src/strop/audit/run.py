@@ -155,7 +155,7 @@ def examples_to_attack(task: Task) -> Sequence[Example]:
 
 async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
-    with catch_failure(lambda: FailureOwner.TASK) as caught:
+    with catch_failure(FailureOwner.TASK) as caught:
         async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
             probe = WORLD_PROBES.get(name) if isinstance(world_of(context.task), World) else None
             result = await (probe or _PROBES[name])(context)

@@ -64,7 +64,7 @@ async def play_scripts(
     for replies in scripts:
         environment = world.make_environment()
         told: list[str] = []
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
+        with catch_failure(FailureOwner.TASK) as caught:
             outcome = await world.converse(environment, example, replies, told)
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)
@@ -73,7 +73,7 @@ async def play_scripts(
         if not is_held:
             await environment.close()
     for environment in held:
-        with catch_failure(lambda: FailureOwner.TASK):
+        with catch_failure(FailureOwner.TASK):
             await environment.close()
     return found
 

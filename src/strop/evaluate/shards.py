@@ -305,7 +305,7 @@ async def rescore(
             is_lost = failure is not None and failure.owner is not FailureOwner.TASK
             if reply is None or rollout.outcome.is_too_long or is_lost:
                 return rollout
-            with catch_failure(lambda: FailureOwner.TASK) as caught:
+            with catch_failure(FailureOwner.TASK) as caught:
                 outcome = within_bounds(await chosen.judge(example, reply.text), limits_of(task, example))
             if caught.failure is not None:
                 outcome = Outcome(parts={}, failure=caught.failure)

@@ -369,7 +369,7 @@ class Blend:
         if part.weight != 0.0 and not part.optional:
             return within_bounds(part.task.verify(known, text), limits)
         outcome = Outcome(parts={})
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
+        with catch_failure(FailureOwner.TASK) as caught:
             # Of each part: the sum of all would hide what a small weight makes small.
             outcome = within_bounds(part.task.verify(known, text), limits)
         return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)

@@ -52,17 +52,19 @@ def owner_of_error(kind: str) -> FailureOwner:
     return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 
-class CaughtFailure:
-    """A block whose exception is kept as a failure; `failure` is None where it ran through.
+class catch_failure:
+    """Run a block; keep its exception in `failure`, with traceback (`to_failure`). None: it raised nothing.
 
+    Lets pass what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
     A class and not a generator: there is one around every rollout in flight.
     """
 
-    def __init__(self, owner: Callable[[], FailureOwner]) -> None:
+    def __init__(self, owner: FailureOwner | Callable[[], FailureOwner]) -> None:
+        """`owner` owns the failure; a function is asked for it when the block has raised."""
         self.failure: Failure | None = None
         self._owner = owner
 
-    def __enter__(self) -> CaughtFailure:
+    def __enter__(self) -> catch_failure:
         """Begin the block."""
         return self
 
@@ -71,16 +73,8 @@ class CaughtFailure:
         # boundary: rollout worker
         if not isinstance(error, Exception) or isinstance(error, _OF_THE_RUN):
             return False
-        self.failure = to_failure(error, self._owner())
+        self.failure = to_failure(error, self._owner() if callable(self._owner) else self._owner)
         return True
-
-
-def catch_failure(owner: Callable[[], FailureOwner]) -> CaughtFailure:
-    """Run a block; keep its exception as a failure with traceback: see `to_failure`.
-
-    Lets pass what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
-    """
-    return CaughtFailure(owner)
 
 
 def to_failure(error: Exception, owner: FailureOwner) -> Failure:

@@ -187,7 +187,7 @@ async def _judge(
     limits = limits_of(task, example)
     reward: float | None = None
     is_correct: bool | None = None
-    with catch_failure(lambda: FailureOwner.TASK) as caught:
+    with catch_failure(FailureOwner.TASK) as caught:
         outcome = within_bounds(await judge.judge(example, text), limits)
         reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
     detail = expectation if caught.failure is None else describe_failure(caught.failure)

@@ -16,8 +16,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.tasks import Task, build_task
-from strop.tasks.generated.gym_draws import HASH_SEEDED, problem_key
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated.reasoning_gym import HASH_SEEDED, ReasoningGymSpec, problem_key
 from tests.fixtures.judging import run_self_test
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")

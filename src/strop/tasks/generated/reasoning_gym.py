@@ -1,44 +1,49 @@
 """Any data set of the reasoning-gym package as a task, scored by the data set's own function.
 
 Tried with reasoning-gym 0.1.25. All examples come from one generator: two generators whose seeds
-are close serve the same problems, because the package seeds each problem with seed + index. `gym_draws`
-draws them, so that an example follows from data set, settings and seed alone.
+are close serve the same problems, because the package seeds each problem with seed + index.
 Known there: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
 rubiks_cube, rush_hour), some pay for garbage or for an echo of the question, and the scorer of
 prime_factorization raises on words. The self-test finds the first two; a scorer that raises gives a
 rollout without a score, never a 0.
+
+An example follows from data set, settings and seed alone, in every process. Some generators iterate over
+Python sets: of letters (isomorphic_strings, ransom_note), of words (word_ladder), of board squares
+(knight_swap), of sympy's monomials (polynomial_multiplication). The order of a set depends on Python's hash
+seed, which differs between processes, so a resumed run or a judge's worker would see other problems. A process
+with hash seed 0 draws these data sets once, and the user's cache keeps them by request. Others (pool_matrix,
+list_functions) draw from the process-wide generators, which are seeded here for each problem and restored.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import json
+import os
+import random
 import re
+import subprocess
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError, DataError, StoreError
+from strop.io import user_cache_dir, write_bytes_atomically
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
-from strop.tasks.generated.gym_draws import (
-    HASH_SEEDED,
-    DrawRequest,
-    Entry,
-    create_dataset,
-    draw_entries,
-    private_random_state,
-    problem_key,
-    read_entry,
-)
+from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
 from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
@@ -56,6 +61,19 @@ _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
 """Rounding that a score may carry beyond [0, 1], or below full marks."""
+Entry = Mapping[str, Any]
+"""One problem as the package gives it: `question`, `answer` and `metadata`."""
+HASH_SEEDED = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
+"""Data sets of reasoning-gym 0.1.25 whose problems follow from Python's hash seed, found by drawing all data
+sets under two seeds. Their entries are JSON values but for tuples, which their scorers take as lists."""
+_DRAWS_PER_EXAMPLE = 8
+_DRAW_LIMIT_S = 3600.0
+"""A problem of knight_swap takes a second."""
+_PROGRAM = f"from {__name__} import draw_for_parent; draw_for_parent()"
+_FORM = 2
+"""Of the cached file; another number makes old files unread."""
 
 
 class ReasoningGymSpec(TaskSection):
@@ -198,8 +216,8 @@ class ReasoningGym:
         try:
             return create_dataset(self._request)
         except (AssertionError, TypeError, ValueError) as error:
-            fields = dataclasses.fields(package.factory.DATASETS[spec.dataset][1])
-            names = sorted({field.name for field in fields} - set(_OWN_SETTINGS))
+            known = fields(package.factory.DATASETS[spec.dataset][1])
+            names = sorted({field.name for field in known} - set(_OWN_SETTINGS))
             raise ConfigError(
                 f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
                 f" ({type(error).__name__}: {error})",
@@ -214,8 +232,7 @@ class ReasoningGym:
         problems: dict[str, tuple[Example, Entry]] = {}
         for entry in draw_entries(self._dataset, request):
             question, answer = read_entry(entry)
-            fields = {"dataset": spec.dataset, "question": question}
-            example = make_example(self.name, fields, answer)
+            example = make_example(self.name, {"dataset": spec.dataset, "question": question}, answer)
             problems[example.example_id] = example, entry
         if len(problems) == request.num_wanted:
             return problems
@@ -258,3 +275,142 @@ def _import_package(dataset: str | None) -> Any:
             next_step=f"did you mean {near}" if near else "choose one of these names",
         )
     return reasoning_gym
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawRequest:
+    """The problems to draw."""
+
+    dataset: str
+    settings: Mapping[str, Any]
+    """The data set's own, without seed and size."""
+    seed: int
+    num_held_out: int
+    """The first different questions."""
+    num_train: int
+    """Those after them that pose none of their problems (`problem_key`)."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Different questions in all."""
+        return self.num_held_out + self.num_train
+
+    @property
+    def size(self) -> int:
+        """Problems drawn at most to find that many different questions."""
+        return _DRAWS_PER_EXAMPLE * self.num_wanted
+
+
+def create_dataset(request: DrawRequest) -> Any:
+    """Create the package's data set. Raises what the package raises on its settings."""
+    import reasoning_gym
+
+    with private_random_state(f"{request.dataset}/{request.seed}"):
+        return reasoning_gym.create_dataset(
+            request.dataset, **{**request.settings, "seed": request.seed, "size": request.size}
+        )
+
+
+def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
+    """Return the first problems with different questions; fewer where the data set has no more.
+
+    Raises: DataError if the process that draws them fails; StoreError never, as the cache is for speed only.
+    """
+    if request.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
+        return _draw_here(dataset, request)
+    facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], asdict(request)]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    path = user_cache_dir() / "reasoning-gym" / f"{request.dataset}-{key}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        entries: list[Entry] = json.loads(path.read_bytes())["entries"]
+        return entries
+    entries = _draw_in_process(request)
+    with suppress(OSError, StoreError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(path, json.dumps({"request": asdict(request), "entries": entries}).encode())
+    return entries
+
+
+def _draw_here(dataset: Any, request: DrawRequest) -> list[Entry]:
+    entries: dict[str, Entry] = {}
+    held_out: set[str] = set()
+    for index in range(len(dataset)):
+        with private_random_state(f"{request.dataset}/{request.seed}/{index}"):
+            entry = dataset[index]
+        question, answer = read_entry(entry)
+        if len(entries) < request.num_held_out:
+            held_out.add(problem_key(question, answer))
+        elif problem_key(question, answer) in held_out:
+            continue
+        entries.setdefault(question, entry)
+        if len(entries) == request.num_wanted:
+            break
+    return list(entries.values())
+
+
+def read_entry(entry: Entry) -> tuple[str, str | None]:
+    """Return question and answer as texts; None: the data set stores no answer."""
+    return str(entry["question"]), None if entry["answer"] is None else str(entry["answer"])
+
+
+def problem_key(question: str, answer: str | None) -> str:
+    """Return what problems have in common that differ in order alone, such as 3 + 4 and 4 + 3.
+
+    The words, numbers and signs of the question in order of the alphabet, with the answer; where none is
+    stored, in their own order.
+    """
+    words = normal_text(question).split()
+    return " ".join(words) if answer is None else " ".join([*sorted(words), "\n", answer])
+
+
+def _draw_in_process(request: DrawRequest) -> list[Entry]:
+    """Draw in a process of its own, whose sets are in the same order everywhere.
+
+    Raises: DataError if that process fails or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            input=json.dumps(asdict(request)).encode(),
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            timeout=_DRAW_LIMIT_S,
+            check=True,
+        )
+        entries: list[Entry] = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        errors = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        raise DataError(
+            f"the problems of reasoning-gym data set {request.dataset} could not be drawn"
+            f" ({type(error).__name__}; {errors[-1] if errors else 'no error text'})",
+            allowed=f"settings with which {request.num_wanted} problems are drawn in {_DRAW_LIMIT_S:g} s",
+            next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
+        ) from error
+    return entries
+
+
+@contextmanager
+def private_random_state(stream_name: str) -> Iterator[None]:
+    """Give a block its own seeded global random state, and put the old one back.
+
+    Some data sets (pool_matrix, list_functions) draw from the process-wide generators, so their
+    problems would depend on what ran before, and would disturb what runs after.
+    """
+    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        # Standard output is for what was asked for; some of the generators print.
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def draw_for_parent() -> None:
+    """Answer one request: from JSON on standard input to entries as JSON on standard output."""
+    request = DrawRequest(**json.loads(sys.stdin.read()))
+    entries = _draw_here(create_dataset(request), request)
+    sys.stdout.write(json.dumps(entries))

@@ -127,7 +127,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
     """Run a task's own code; return its result, or why there is none."""
     result = None
     try:
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
+        with catch_failure(FailureOwner.TASK) as caught:
             result = work()
     except StropError as error:
         # In this process an error that concerns the whole run is reported like any other.
