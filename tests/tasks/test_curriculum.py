@@ -66,12 +66,6 @@ def test_held_out_examples_version_and_judgements_are_those_of_the_task(tmp_path
     assert task.gold_replies(TRAIN[2]) == plain.gold_replies(TRAIN[2])
 
 
-def test_the_order_has_a_digest_of_its_own(tmp_path: Path) -> None:
-    forward = ordered(tmp_path, [entry(1), entry(2)]).order_digest
-    assert forward == ordered(tmp_path, [entry(1), entry(2)]).order_digest
-    assert forward != ordered(tmp_path, [entry(2), entry(1)]).order_digest
-
-
 def test_only_examples_of_the_asked_difficulty_are_trained_on(tmp_path: Path) -> None:
     lines = [entry(0, 0.0), entry(1, 0.125), entry(2, 0.5), entry(3, 0.875), entry(4, 1.0)]
     task = ordered(tmp_path, lines, min_solved_frac=0.125, max_solved_frac=0.875)

@@ -9,7 +9,6 @@ made with other settings or data does not match, and is refused rather than thin
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -50,12 +49,6 @@ class Curriculum(TaskWrapper):
     def __init__(self, task: Task, spec: TaskSpec) -> None:
         super().__init__(task)
         self._spec = spec
-
-    @property
-    def order_digest(self) -> str:
-        """Hash over the ids in their order."""
-        ids = "\n".join(example.example_id for example in self._train)
-        return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the ordered training examples, or the task's held-out ones.

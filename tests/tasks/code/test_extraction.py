@@ -95,13 +95,6 @@ def test_a_program_needs_no_name() -> None:
     assert extract_python(f"{F}python\nprint(input())\n{F}") == "print(input())"
 
 
-def test_later_code_is_dropped_on_demand() -> None:
-    text = "import re\ndef g(): return 1\n@cache\ndef f():\n    return g()\n\nprint(f())\ndef f(): return 3"
-    kept = "import re\ndef g(): return 1\n@cache\ndef f():\n    return g()"
-    assert extract_python(text, entry_point="f", first_def_only=True) == kept
-    assert extract_python(text, entry_point="f") == text
-
-
 _PIECES = st.sampled_from(
     (
         *(F, f"{F}python\n", f"\n{F}\n", "````\n", "[DONE]", "[BEGIN]", "<think>", "</think>"),

@@ -39,11 +39,10 @@ class _Block:
     """Where its opening fence stands in the text."""
 
 
-def extract_python(text: str, *, entry_point: str | None = None, first_def_only: bool = False) -> str | None:
+def extract_python(text: str, *, entry_point: str | None = None) -> str | None:
     """Return the code of a reply; None where there is none.
 
-    `entry_point` is the tested name, which decides between several finds. `first_def_only` drops all
-    top-level code behind its definition. What is returned need not compile.
+    `entry_point` is the tested name, which decides between several finds. What is returned need not compile.
     """
     answer = _answer(text)
     if answer is None:
@@ -56,9 +55,7 @@ def extract_python(text: str, *, entry_point: str | None = None, first_def_only:
             best, best_rank = code, rank
         if rank == _DEFINES:
             break
-    if best is None or not best.strip():
-        return None
-    return _up_to_definition(best, entry_point) if first_def_only and entry_point else best
+    return best if best and best.strip() else None
 
 
 def _answer(text: str) -> str | None:
@@ -197,15 +194,6 @@ def _clean(code: str) -> str:
 def _expand_indent(line: str) -> str:
     body = line.lstrip(" \t")
     return line[: len(line) - len(body)].expandtabs(4) + body
-
-
-def _up_to_definition(code: str, entry_point: str) -> str:
-    tree = _parse(code)
-    for node in tree.body if tree else []:
-        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_named and entry_point in top_level_names(ast.Module(body=[node], type_ignores=[])):
-            return "\n".join(code.split("\n")[: node.end_lineno])
-    return code
 
 
 def extract_body(text: str, head: str, entry_point: str) -> str | None:
