@@ -247,7 +247,18 @@ class Mixture:
 
     @cached_property
     def _part_examples(self) -> list[Sequence[Example]]:
-        return [_train_examples(part) for part in self._parts]
+        """The training examples of each part, as many as its settings ask for."""
+        found = []
+        for part in self._parts:
+            examples = part.task.examples(Split.TRAIN)
+            if part.count is not None and part.count > len(examples):
+                raise DataError(
+                    f"task.parts.{part.label}.count={part.count}",
+                    allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
+                    next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
+                )
+            found.append(examples[: part.count])
+        return found
 
     @cached_property
     def _train(self) -> tuple[Example, ...]:
@@ -287,14 +298,3 @@ def _draw(
         drawn.append(orders[index][used[index]])
         used[index] += 1
     return drawn
-
-
-def _train_examples(part: _Part) -> Sequence[Example]:
-    examples = part.task.examples(Split.TRAIN)
-    if part.count is not None and part.count > len(examples):
-        raise DataError(
-            f"task.parts.{part.label}.count={part.count}",
-            allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
-            next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
-        )
-    return examples[: part.count]

@@ -122,7 +122,11 @@ class Mbpp(RowTask):
         """
         fields = example.fields
         entry_point = fields["names"][0]
-        code = self._extract(text, entry_point)
+        if self._is_parity:
+            program = cut_at_first(text, _STOP_STRINGS)
+            code = program if compiles(program) else None
+        else:
+            code = extract_python(text, entry_point=entry_point)
         # The harness only runs a program: what defines the name is seen when the tests ask for it.
         if code is None or not (self._is_parity or defines(code, entry_point)):
             return no_code_outcome(code)
@@ -150,12 +154,6 @@ class Mbpp(RowTask):
         """Return the reference code: fenced, and with the marker that ends it in few-shot prompts."""
         answer = example.answer or ""
         return fence(answer), f"{answer}\n[DONE]"
-
-    def _extract(self, text: str, entry_point: str) -> str | None:
-        if not self._is_parity:
-            return extract_python(text, entry_point=entry_point)
-        program = cut_at_first(text, _STOP_STRINGS)
-        return program if compiles(program) else None
 
     def prompt_fields(self, example: Example) -> Mapping[str, str]:
         """Return the problem and the tests that are shown with it."""

@@ -10,9 +10,10 @@ rollout without a score, never a 0.
 An example follows from data set, settings and seed alone, in every process. Some generators iterate over
 Python sets: of letters (isomorphic_strings, ransom_note), of words (word_ladder), of board squares
 (knight_swap), of sympy's monomials (polynomial_multiplication). The order of a set depends on Python's hash
-seed, which differs between processes, so a resumed run or a judge's worker would see other problems. A process
-with hash seed 0 draws these data sets once, and the user's cache keeps them by request. Others (pool_matrix,
-list_functions) draw from the process-wide generators, which are seeded here for each problem and restored.
+seed, which differs between processes, so a resumed run or a judge's worker would see other problems. A
+process with hash seed 0 draws these data sets once, and the user's cache keeps them by request. Others
+(pool_matrix, list_functions) draw from the process-wide generators, which are seeded here for each problem
+and restored.
 """
 
 from __future__ import annotations

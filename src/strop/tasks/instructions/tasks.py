@@ -336,6 +336,7 @@ class InstructionTask(RowTask):
     def __init__(self, spec: IfEvalSpec | IfBenchSpec | RlvrIfevalSpec | IfMultiSpec) -> None:
         self._has_harness_rules = isinstance(spec, IfEvalSpec) and spec.rules == "lm-eval"
         self._has_loose = isinstance(spec, IfEvalSpec | IfBenchSpec)
+        self._is_loose = isinstance(spec, IfEvalSpec | IfBenchSpec) and spec.strictness == "loose"
         self._skips_rows = isinstance(spec, IfBenchSpec) and spec.skip_unjudged
         rows_of = _SOURCES[spec.name]
         reading = RowReading(
@@ -413,10 +414,6 @@ class InstructionTask(RowTask):
         """Return a reply that follows all instructions and answers nothing; none where none was found."""
         replies = write_replies(self._bind(example))
         return tuple(reply for reply in replies if self.verify(example, reply).is_correct)
-
-    @property
-    def _is_loose(self) -> bool:
-        return isinstance(self._spec, IfEvalSpec | IfBenchSpec) and self._spec.strictness == "loose"
 
     def _bind(self, example: Example) -> list[Constraint]:
         place = f"example {example.example_id} of task {example.task}"

@@ -147,11 +147,12 @@ def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:
-    return partial(_handle, make_task())
+    task = make_task()
 
+    def judge(call: Mapping[str, Any]) -> dict[str, Any]:
+        return outcome_to_json(task.verify(Example(**call["example"]), call["text"]))
 
-def _handle(task: Task, call: Mapping[str, Any]) -> dict[str, Any]:
-    return outcome_to_json(task.verify(Example(**call["example"]), call["text"]))
+    return judge
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError
-from strop.io.endpoints import Endpoint, find_endpoint
+from strop.io.endpoints import find_endpoint
 from strop.rollout import Failure, FailureOwner
 from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, is_this_machine
 from strop.tasks.llm_judge.rubric import UNPARSABLE
@@ -123,7 +123,13 @@ def _make_client(address: JudgeAddress) -> httpx.Client:
         ) from error
     headers, url = {}, address.url
     if url == ROLE:
-        role = _find_role(address.model)
+        role = find_endpoint(endpoint_name(address.model))
+        if role is None:
+            raise ConfigError(
+                f"task.judge_url=role, and no run has started {address.model} for this process",
+                allowed="'role' while `strop train` runs, which starts the judge; else an address",
+                next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
+            )
         url, headers["Authorization"] = role.url, f"Bearer {role.key}"
     if address.key_env is not None:
         key = os.environ.get(address.key_env, "")
@@ -289,18 +295,3 @@ def _open_unnamed() -> int:
 def endpoint_name(model: str) -> str:
     """Return the name under which a judge that the run started is handed over."""
     return f"judge {model}"
-
-
-def _find_role(model: str) -> Endpoint:
-    """Return address and key of a judge that the run started.
-
-    Raises: ConfigError if this is no process of a run that started it.
-    """
-    found = find_endpoint(endpoint_name(model))
-    if found is None:
-        raise ConfigError(
-            f"task.judge_url=role, and no run has started {model} for this process",
-            allowed="'role' while `strop train` runs, which starts the judge; else an address",
-            next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
-        )
-    return found

@@ -73,9 +73,7 @@ def harness_math_verify(solution: str, reply: str) -> bool:
     return bool(library.verify(parsed_gold, library.parse(reply, parsing_timeout=None), timeout_seconds=None))
 
 
-@lru_cache(maxsize=1024)
-def _gold_form(gold: str) -> str:
-    return normal_form(gold)
+_gold_form = lru_cache(maxsize=1024)(normal_form)
 
 
 def _forms(gold: str, reply: str) -> tuple[str, str]:

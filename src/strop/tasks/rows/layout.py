@@ -195,16 +195,12 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
 def _named(names: Sequence[str], stems: Sequence[str]) -> list[str]:
     """Return the files of a split, from the first folder and stem that has some."""
     for folder in _FOLDERS:
+        inside = [name for name in names if name.rpartition("/")[0] == folder]
         for stem in stems:
-            found = [name for name in names if _folder_and_stem(name, stem) == folder]
+            found = [name for name in inside if name.rpartition("/")[2].startswith(stem)]
             if found:
                 return sorted(found)
     return []
-
-
-def _folder_and_stem(name: str, stem: str) -> str | None:
-    folder, _, file = name.rpartition("/")
-    return folder if file.startswith(stem) else None
 
 
 def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:

@@ -52,10 +52,17 @@ def pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     with blaming(ref, "be made with its settings"):
         task = make_task(found, order["values"])
     render = task.render if callable(getattr(task, "render", None)) else partial(_open, found, order, ref)
+    limits, splits = _limits_of(task, ref), {}
+    for split in Split:
+        with blaming(ref, f"give its examples of {split.value}"):
+            made = list(task.examples(split))
+        if not made:
+            raise _refuse(ref, f"has no examples of {split.value}", "at least one in each split")
+        splits[split.value] = [_pose_one(task, render, ref, one) for one in made]
     return {
-        "limits": _limits_of(task, ref),
+        "limits": limits,
         "knows_gold": callable(getattr(task, "gold_replies", None)),
-        "splits": {split.value: _pose_split(task, render, ref, split) for split in Split},
+        "splits": splits,
     }
 
 
@@ -92,16 +99,6 @@ def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
         for name, value in given.items()
         if name == "max_reply_tokens" or value != getattr(defaults, name)
     }
-
-
-def _pose_split(
-    task: Any, render: Callable[[Example], Any], ref: CodeRef, split: Split
-) -> list[dict[str, Any]]:
-    with blaming(ref, f"give its examples of {split.value}"):
-        made = list(task.examples(split))
-    if not made:
-        raise _refuse(ref, f"has no examples of {split.value}", "at least one in each split")
-    return [_pose_one(task, render, ref, one) for one in made]
 
 
 def _pose_one(task: Any, render: Callable[[Example], Any], ref: CodeRef, made: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ GIVEN = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
 """What a function may take in addition to the columns of its row."""
 _FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
 _VALUES = "a finite number, true or false, None, or a table of them"
-_FULL_MARKS_SLACK = 1e-9
+FULL_MARKS_SLACK = 1e-9
 
 
 class UserReward:
@@ -107,7 +107,7 @@ def as_outcome(found: Any, where: str, full_marks: float) -> Outcome:
         return found
     outcome = Outcome(parts=to_parts(found, "reward", where))
     reward = outcome.reward
-    is_full = reward is not None and reward >= full_marks - _FULL_MARKS_SLACK
+    is_full = reward is not None and reward >= full_marks - FULL_MARKS_SLACK
     return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
 
 
@@ -132,15 +132,15 @@ def _to_number(value: Any, where: str) -> float | None:
     return float(plain)
 
 
-def score_built_in(name: str, reply: str, answer: Any) -> float | None:
-    """Judge a reply by a built-in reward; None for 'python-tests', which a sandbox judges.
+def score_built_in(name: str, reply: str, answer: Any) -> float:
+    """Judge a reply by one of `BUILT_IN`.
 
     Judged is what stands behind the last closed thinking block.
     """
     text = text_after_thinking(reply)
     if text is None:
         return 0.0
-    return float(_BUILT_IN[name](text, answer))
+    return float(BUILT_IN[name](text, answer))
 
 
 def _contains(text: str, answer: Any) -> bool:
@@ -186,7 +186,7 @@ def read_schema(answer: Any) -> Any:
 
 
 _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
-_BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
+BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
     "exact": lambda text, answer: _plain(text) == _plain(show_answer(answer)),
     "contains": _contains,
     "math": _is_equal_math,

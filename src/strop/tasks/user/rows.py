@@ -37,15 +37,23 @@ from strop.tasks.prompt import pose, pose_messages
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
-from strop.tasks.user.rewards import GIVEN, Parts, UserReward, read_schema, score_built_in, show_answer
+from strop.tasks.user.rewards import (
+    BUILT_IN,
+    FULL_MARKS_SLACK,
+    GIVEN,
+    Parts,
+    UserReward,
+    read_schema,
+    score_built_in,
+    show_answer,
+)
 from strop.user_code import CodeRef, is_code
 
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "rows-1"
-BUILT_IN_REWARDS = ("exact", "contains", "math", "json-schema", "python-tests")
 _SANDBOXED = "python-tests"
+BUILT_IN_REWARDS = (*BUILT_IN, _SANDBOXED)
 _ROLES = ("system", "user", "assistant")
-_FULL_MARKS_SLACK = 1e-9
 
 
 class RowsSpec(CodeTaskSection, TrainingRows):
@@ -190,7 +198,7 @@ class Rows(RowTask):
     def __init__(self, spec: RowsSpec) -> None:
         self._functions = {name: UserReward(name) for name in spec.reward if name not in BUILT_IN_REWARDS}
         self._weights = dict(zip(spec.reward, spec.reward_weights or [1.0] * len(spec.reward), strict=True))
-        self._full_marks = spec.max_reward - _FULL_MARKS_SLACK
+        self._full_marks = spec.max_reward - FULL_MARKS_SLACK
         self._reader = _Reader(spec, self._functions)
         reading = RowReading(
             layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
@@ -199,9 +207,8 @@ class Rows(RowTask):
             why_left_out=self._reader.why_left_out,
             split_key=self._reader.split_key,
         )
-        is_sandboxed = _SANDBOXED in spec.reward
         user_s = spec.reward_limit_s if self._functions else 0.0
-        sandbox_s = WALL_S + SPARE_VERIFY_S if is_sandboxed else 0.0
+        sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else 0.0
         limits = TaskLimits(
             # The rows are the user's, and so is what a full solution needs.
             max_reply_tokens=spec.max_reply_tokens or _MAX_REPLY_TOKENS,
@@ -209,7 +216,7 @@ class Rows(RowTask):
             min_reward=spec.min_reward,
             max_goldless_frac=1.0,
             verify_limit_s=(user_s + sandbox_s) or None,
-            verify_keeps_time=is_sandboxed and not self._functions,
+            verify_keeps_time=spec.runs_programs and not self._functions,
         )
         judges = [
             f"{self._functions[name].ref} {self._functions[name].digest}" if name in self._functions else name
@@ -389,7 +396,9 @@ class _Reader:
         """Return what a row asks: a text, or the messages of a chat. Raises: DataError naming the row."""
         spec = self._spec
         if self._names:
-            asked: Any = fill(spec.prompt, {name: _as_text(row.values[name]) for name in self._names})
+            asked: Any = fill(
+                spec.prompt, {name: show_answer(_to_json(row.values[name])) for name in self._names}
+            )
         else:
             asked = row.values[spec.prompt]
         if isinstance(asked, str) and asked.strip():
@@ -429,10 +438,6 @@ _READABLE = {
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.get("role") in _ROLES and isinstance(value.get("content"), str)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else show_answer(_to_json(value))
 
 
 def _to_json(value: Any) -> Any:

@@ -179,12 +179,8 @@ def _describe_raised(error: BaseException) -> dict[str, Any]:
     return {"raised": names, "text": text}
 
 
-def _call(target: Any, *arguments: Any, **keywords: Any) -> Any:
-    return target(*arguments, **keywords)
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
+    "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
     "get": getattr,
     "set": setattr,
     "iterate": iter,
