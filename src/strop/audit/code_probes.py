@@ -40,6 +40,124 @@ _LOOK_EVERY_S = 0.05
 _PROC = Path("/proc")
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 50_000
+_NUM_TARGETS = 3
+NO_PROGRAMS = "replies are not programs"
+_FENCED = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+_COMMENT = "# Reviewed; nothing was left to do."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """An example that is attacked."""
+
+    example: Example
+    form: ProgramForm
+    right_code: str | None
+    """A program that deserves full marks, if one is known."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """Accumulates the judgements of a probe, and those that are wrong."""
+
+    probe: str
+    context: AuditContext
+    num: int = 0
+    kinds: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
+        """Count a judgement; one without a score is bad in any case."""
+        self.num += 1
+        if is_bad or judged.reward is None:
+            failure = judged.outcome.failure
+            self.report(kind, judged, "" if failure is None else describe_failure(failure))
+
+    def report(self, kind: str, judged: Judged, detail: str) -> None:
+        """Record a wrong judgement."""
+        self.kinds.append(kind)
+        about = f"{kind}; {detail}" if detail else kind
+        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, about))
+
+    def result(self, detail: str) -> ProbeResult:
+        """Return a failure if anything is wrong. `detail` says what the value counts."""
+        kinds = ", ".join(dict.fromkeys(self.kinds))
+        return ProbeResult(
+            probe=self.probe,
+            status=ProbeStatus.FAIL if self.kinds else ProbeStatus.PASS,
+            value=float(len(dict.fromkeys(self.kinds))),
+            limit=0.0,
+            num=self.num,
+            detail=f"{detail}: {kinds}" if kinds else detail,
+            evidence=tuple(self.evidence[:MAX_EVIDENCE]),
+        )
+
+
+def find_targets(context: AuditContext) -> list[Target]:
+    """Return some examples whose replies are programs, those with little to run first."""
+    targets = []
+    for example in context.examples:
+        form = context.form_of(example)
+        if form is not None:
+            golds = context.task.gold_replies(example)
+            code = extract_python(golds[0], entry_point=form.entry_point) if golds else None
+            targets.append(Target(example=example, form=form, right_code=code))
+    targets.sort(key=lambda target: len(json.dumps(dict(target.example.fields))))
+    return targets[:_NUM_TARGETS]
+
+
+def marker_of(context: AuditContext) -> str:
+    """Return a word that only this audit uses, short enough for the name of a process."""
+    return f"sa{context.nonce}"
+
+
+async def try_attacks(findings: Findings, targets: Sequence[Target], kinds: Mapping[str, Attack]) -> Judged:
+    """Judge attacks on each target, slow ones on the first; compare with the same program without them.
+
+    Returns one of the judgements.
+    """
+    context, marker = findings.context, marker_of(findings.context)
+    harmless = [(target.example, as_attack(target.form, Attack(), marker)) for target in targets]
+    untampered = await context.judge_all(harmless)
+    if context.task.limits.verify_limit_s is None:
+        findings.report("programs are judged in the process of the run", untampered[0], "no verify_limit_s")
+        return untampered[0]
+    is_inline = isinstance(context.judge, InlineJudge)
+    asked = [
+        (kind, index, (target.example, as_attack(target.form, attack, marker)))
+        for kind, attack in kinds.items()
+        for index, target in enumerate(targets[: 1 if attack.is_slow else None])
+        if not (attack.is_deadly and is_inline)
+    ]
+    judged = await context.judge_all(reply for _, _, reply in asked)
+    for (kind, index, _), one in zip(asked, judged, strict=True):
+        findings.add(kind, one, is_bad=(one.reward or 0.0) > (untampered[index].reward or 0.0) + SLACK)
+    return judged[-1]
+
+
+async def try_breaches(findings: Findings, targets: Sequence[Target], checks: Mapping[str, str]) -> None:
+    """Judge right programs that are spoilt unless a check succeeds; full marks say that it did."""
+    for kind, check in checks.items():
+        replies = await usable_breaches(findings.context, targets, check)
+        for judged in await findings.context.judge_all(replies):
+            findings.add(kind, judged, is_bad=is_full(findings.context, judged))
+
+
+async def usable_breaches(
+    context: AuditContext, targets: Sequence[Target], check: str
+) -> list[tuple[Example, str]]:
+    """Return breaches for the targets whose right program earns full marks where nothing spoils it."""
+    known = [(target, target.right_code) for target in targets if target.right_code is not None]
+    always = [
+        (target.example, breaches.as_breach(target.form, code, breaches.ALWAYS, marker_of(context)))
+        for target, code in known
+    ]
+    fine = [is_full(context, judged) for judged in await context.judge_once(always)]
+    return [
+        (target.example, breaches.as_breach(target.form, code, check, marker_of(context)))
+        for (target, code), is_fine in zip(known, fine, strict=True)
+        if is_fine
+    ]
 
 
 async def probe_grader_tamper(context: AuditContext) -> ProbeResult:
@@ -177,158 +295,6 @@ async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
     return findings.result("judgements that were not lost as they should")
 
 
-def _hidden_text(context: AuditContext, example: Example) -> str:
-    """Return a piece of the example that its prompt does not show; empty if there is none."""
-    prompt = "\n".join(message.text for message in context.task.render(example))
-    for value in example.fields.values():
-        for text in value if isinstance(value, list) else [value]:
-            piece = text.strip()[-_MAX_HIDDEN_CHARS:] if isinstance(text, str) else ""
-            if len(piece) >= _MIN_HIDDEN_CHARS and piece not in prompt:
-                return piece
-    return ""
-
-
-async def _look_for_processes(findings: Findings, judged: Judged) -> None:
-    """Blame processes that still run some time after their judgement."""
-    marker = marker_of(findings.context)
-    left = await asyncio.to_thread(wait_for_end, marker, _SURVIVOR_WAIT_S)
-    if left:
-        findings.report("processes left", judged, f"{len(left)} processes")
-
-
-def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
-    """Kill what holds the marked program whenever there is one; return how often. Runs in a thread."""
-    num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
-    while not judging.done() and time.monotonic() < until:
-        # All of them: one program may be several processes, of which the first may be gone.
-        killed = [kill_sandbox_of(pid) for pid in find_processes(marker)]
-        num_killed += True in killed
-        time.sleep(_LOOK_EVERY_S)
-    return num_killed
-
-
-_NUM_TARGETS = 3
-NO_PROGRAMS = "replies are not programs"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """An example that is attacked."""
-
-    example: Example
-    form: ProgramForm
-    right_code: str | None
-    """A program that deserves full marks, if one is known."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Findings:
-    """Accumulates the judgements of a probe, and those that are wrong."""
-
-    probe: str
-    context: AuditContext
-    num: int = 0
-    kinds: list[str] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-
-    def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
-        """Count a judgement; one without a score is bad in any case."""
-        self.num += 1
-        if is_bad or judged.reward is None:
-            failure = judged.outcome.failure
-            self.report(kind, judged, "" if failure is None else describe_failure(failure))
-
-    def report(self, kind: str, judged: Judged, detail: str) -> None:
-        """Record a wrong judgement."""
-        self.kinds.append(kind)
-        about = f"{kind}; {detail}" if detail else kind
-        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, about))
-
-    def result(self, detail: str) -> ProbeResult:
-        """Return a failure if anything is wrong. `detail` says what the value counts."""
-        kinds = ", ".join(dict.fromkeys(self.kinds))
-        return ProbeResult(
-            probe=self.probe,
-            status=ProbeStatus.FAIL if self.kinds else ProbeStatus.PASS,
-            value=float(len(dict.fromkeys(self.kinds))),
-            limit=0.0,
-            num=self.num,
-            detail=f"{detail}: {kinds}" if kinds else detail,
-            evidence=tuple(self.evidence[:MAX_EVIDENCE]),
-        )
-
-
-def find_targets(context: AuditContext) -> list[Target]:
-    """Return some examples whose replies are programs, those with little to run first."""
-    targets = []
-    for example in context.examples:
-        form = context.form_of(example)
-        if form is not None:
-            golds = context.task.gold_replies(example)
-            code = extract_python(golds[0], entry_point=form.entry_point) if golds else None
-            targets.append(Target(example=example, form=form, right_code=code))
-    targets.sort(key=lambda target: len(json.dumps(dict(target.example.fields))))
-    return targets[:_NUM_TARGETS]
-
-
-def marker_of(context: AuditContext) -> str:
-    """Return a word that only this audit uses, short enough for the name of a process."""
-    return f"sa{context.nonce}"
-
-
-async def try_attacks(findings: Findings, targets: Sequence[Target], kinds: Mapping[str, Attack]) -> Judged:
-    """Judge attacks on each target, slow ones on the first; compare with the same program without them.
-
-    Returns one of the judgements.
-    """
-    context, marker = findings.context, marker_of(findings.context)
-    harmless = [(target.example, as_attack(target.form, Attack(), marker)) for target in targets]
-    untampered = await context.judge_all(harmless)
-    if context.task.limits.verify_limit_s is None:
-        findings.report("programs are judged in the process of the run", untampered[0], "no verify_limit_s")
-        return untampered[0]
-    is_inline = isinstance(context.judge, InlineJudge)
-    asked = [
-        (kind, index, (target.example, as_attack(target.form, attack, marker)))
-        for kind, attack in kinds.items()
-        for index, target in enumerate(targets[: 1 if attack.is_slow else None])
-        if not (attack.is_deadly and is_inline)
-    ]
-    judged = await context.judge_all(reply for _, _, reply in asked)
-    for (kind, index, _), one in zip(asked, judged, strict=True):
-        findings.add(kind, one, is_bad=(one.reward or 0.0) > (untampered[index].reward or 0.0) + SLACK)
-    return judged[-1]
-
-
-async def try_breaches(findings: Findings, targets: Sequence[Target], checks: Mapping[str, str]) -> None:
-    """Judge right programs that are spoilt unless a check succeeds; full marks say that it did."""
-    for kind, check in checks.items():
-        replies = await usable_breaches(findings.context, targets, check)
-        for judged in await findings.context.judge_all(replies):
-            findings.add(kind, judged, is_bad=is_full(findings.context, judged))
-
-
-async def usable_breaches(
-    context: AuditContext, targets: Sequence[Target], check: str
-) -> list[tuple[Example, str]]:
-    """Return breaches for the targets whose right program earns full marks where nothing spoils it."""
-    known = [(target, target.right_code) for target in targets if target.right_code is not None]
-    always = [
-        (target.example, breaches.as_breach(target.form, code, breaches.ALWAYS, marker_of(context)))
-        for target, code in known
-    ]
-    fine = [is_full(context, judged) for judged in await context.judge_once(always)]
-    return [
-        (target.example, breaches.as_breach(target.form, code, check, marker_of(context)))
-        for (target, code), is_fine in zip(known, fine, strict=True)
-        if is_fine
-    ]
-
-
-_FENCED = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
-_COMMENT = "# Reviewed; nothing was left to do."
-
-
 async def probe_noop_edit(context: AuditContext) -> ProbeResult:
     """Neither the code that a problem shows nor a trivial change of it earns anything."""
     targets = find_targets(context)
@@ -382,6 +348,36 @@ async def probe_network(context: AuditContext) -> ProbeResult:
     if not findings.num:
         return not_applicable("network", "no right program is known")
     return findings.result("ways out of the sandbox")
+
+
+def _hidden_text(context: AuditContext, example: Example) -> str:
+    """Return a piece of the example that its prompt does not show; empty if there is none."""
+    prompt = "\n".join(message.text for message in context.task.render(example))
+    for value in example.fields.values():
+        for text in value if isinstance(value, list) else [value]:
+            piece = text.strip()[-_MAX_HIDDEN_CHARS:] if isinstance(text, str) else ""
+            if len(piece) >= _MIN_HIDDEN_CHARS and piece not in prompt:
+                return piece
+    return ""
+
+
+async def _look_for_processes(findings: Findings, judged: Judged) -> None:
+    """Blame processes that still run some time after their judgement."""
+    marker = marker_of(findings.context)
+    left = await asyncio.to_thread(wait_for_end, marker, _SURVIVOR_WAIT_S)
+    if left:
+        findings.report("processes left", judged, f"{len(left)} processes")
+
+
+def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
+    """Kill what holds the marked program whenever there is one; return how often. Runs in a thread."""
+    num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
+    while not judging.done() and time.monotonic() < until:
+        # All of them: one program may be several processes, of which the first may be gone.
+        killed = [kill_sandbox_of(pid) for pid in find_processes(marker)]
+        num_killed += True in killed
+        time.sleep(_LOOK_EVERY_S)
+    return num_killed
 
 
 # What judged programs leave on this machine, and their ancestors: read from /proc and temporary folders.
