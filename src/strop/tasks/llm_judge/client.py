@@ -223,7 +223,11 @@ class CallLimiter:
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
-        self._file = _open_unnamed()
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("strop-judge")
+        else:
+            self._file, path = tempfile.mkstemp()
+            os.unlink(path)
         weakref.finalize(self, os.close, self._file)
         os.pwrite(self._file, _STATE.pack(0, 0.0), 0)
 
@@ -281,15 +285,6 @@ def _locked(file: int) -> Iterator[None]:
         yield
     finally:
         fcntl.lockf(file, fcntl.LOCK_UN, 1, 0)
-
-
-def _open_unnamed() -> int:
-    """Return the descriptor of an unnamed file, in memory where the system can."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("strop-judge")
-    file, path = tempfile.mkstemp()
-    os.unlink(path)
-    return file
 
 
 def endpoint_name(model: str) -> str:
