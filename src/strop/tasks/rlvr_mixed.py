@@ -18,8 +18,8 @@ from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.task import SOURCE_HELP, TrainingRows
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task, TaskLimits
-from strop.tasks.instructions import InstructionTask
 from strop.tasks.instructions.tasks import (
+    InstructionTask,
     RlvrIfevalSpec,
     make_instruction_example,
     read_function,

@@ -151,7 +151,7 @@ def test_what_another_process_drew_is_judged(
 def test_a_cache_file_that_is_cut_is_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
     # The first process says what the others would: each takes seconds to import the package.
-    draw, drawn = subprocess.run, []
+    draw, drawn = subprocess.run, list[Any]()
 
     def draw_once(*words: Any, **options: Any) -> Any:
         drawn.append(drawn[0] if drawn else draw(*words, **options))

@@ -1,13 +1,13 @@
 """lm-eval's own command line, with what it lacks: replies that outlive a kill, and parts that share the work.
 
-Run by an interpreter that has lm-eval's engine, so it imports nothing of strop. The variable STROP_LM_EVAL
-says: `paths`, folders of packages that come last; `shots`, how many examples must be shown, or null;
-`replies`, a folder; `part` and `num_parts`. Replies are kept by lm-eval's own cache, a piece at a time. Every
-part builds all requests and asks its share; part 0 waits for the others, and lets lm-eval judge what all of
-them brought.
+It runs in an interpreter that has lm-eval's engine, so it imports nothing of strop. The variable
+STROP_LM_EVAL holds its options: `paths`, folders of packages that come last; `shots`, how many examples must
+be shown, or null; `replies`, a folder; `part` and `num_parts`. lm-eval's own cache keeps the replies, a piece
+at a time. Every part builds all requests and asks its share; part 0 waits for the others, and lets lm-eval
+judge all replies.
 
-Of a running server it is required that what it says is an answer: lm-eval would take a likelihood that it was
-not given for certain, and no text for an empty one.
+The answers of a running server are checked: lm-eval would take a missing likelihood for certainty, and a
+missing text for an empty one.
 
 Not covered: replies that are drawn (do_sample=true), which lm-eval never keeps: part 0 asks them alone.
 """
@@ -70,8 +70,8 @@ def main() -> None:
         _require_shots(task_dict, given["shots"])
         _set_greedy(task_dict)
         if engine == "local-completions":
-            _begin_as_others(lm)
-        return evaluate(lm=_Kept(lm, given), task_dict=task_dict, **options)
+            _add_bos_token(lm)
+        return evaluate(lm=_CachedModel(lm, given), task_dict=task_dict, **options)
 
     def end(_: Any) -> None:
         # All is asked; part 0 judges.
@@ -194,8 +194,8 @@ def _list_choices(outputs: Any) -> list[dict[str, Any]]:
     return [choice for one in answers for choice in sorted(one["choices"], key=lambda each: each["index"])]
 
 
-def _begin_as_others(lm: Any) -> None:
-    """Have prompts begin as those of lm-eval's other engines: with a token that the tokenizer puts there."""
+def _add_bos_token(lm: Any) -> None:
+    """Begin prompts with the token that the tokenizer puts there, as lm-eval's other engines do."""
     lm = getattr(lm, "lm", lm)
     if "add_bos_token" in json.loads(sys.argv[sys.argv.index("--model_args") + 1]):
         return
@@ -233,8 +233,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-class _Kept:
-    """A model whose replies are kept, and which leaves the shares of other parts to them."""
+class _CachedModel:
+    """A model that caches its replies, and asks only this part's share of the requests."""
 
     def __init__(self, lm: Any, given: dict[str, Any]) -> None:
         self._lm = lm
@@ -247,7 +247,7 @@ class _Kept:
 
     def _answer(self, kind: str, requests: list[Any]) -> list[Any]:
         ask = getattr(self._lm, kind)
-        # Of a life before this one, with another number of parts perhaps.
+        # Of an earlier start, perhaps with another number of parts.
         for path in self._folder.glob("part-*_rank0.db"):
             if path.name != f"part-{self._part}_rank0.db":
                 with contextlib.suppress(sqlite3.OperationalError):

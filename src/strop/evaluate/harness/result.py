@@ -17,7 +17,6 @@ from strop.evaluate.harness.engine import LM_EVAL
 from strop.evaluate.harness.jobs import FreeJob, HarnessJob
 from strop.evaluate.result import SUSPECT_TRUNCATED_FRAC, Record
 from strop.rollout import Split
-from strop.spec.harness import HarnessSpec
 from strop.tokenizer import Tokenizer
 
 DEFAULT_REPLY_TOKENS = 256
@@ -189,18 +188,18 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
     if not said or (wanted is not None and shots != {wanted}):
         raise _unexpected(f"it showed {sorted(shots)} examples, and {wanted} were asked for")
     tokenizer = Tokenizer.load(job.model_path)
-    budgets = {one.name: one.max_reply_tokens for one in said}
-    num_generated, num_cut, num_cut_prompts = 0, 0, 0
-    for one in said:
-        budget = budgets[one.name]
-        for row in one.rows.values() if budget is not None else ():
-            num_generated += 1
-            num_cut += len(tokenizer.encode(str(row["resps"][0][0]))) >= (budget or 0)
-    room = {one.name: job.max_positions - (one.max_reply_tokens or 0) for one in said}
+    # Of likelihoods there is no budget, and nothing is cut.
+    replies = [
+        (str(row["resps"][0][0]), one.max_reply_tokens)
+        for one in said
+        if one.max_reply_tokens is not None
+        for row in one.rows.values()
+    ]
+    num_cut = sum(len(tokenizer.encode(reply)) >= budget for reply, budget in replies)
+    budget = max((one.max_reply_tokens for one in said if one.max_reply_tokens is not None), default=None)
     lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
     # lm-eval's own hash of each row, in no order.
     hashes = [sorted(str(row.get("doc_hash")) for row in one.rows.values()) for one in said]
-    num_cut_prompts = sum(length > min(room.values()) for length in lengths)
     result = HarnessResult(
         harness=LM_EVAL.name,
         task=job.name,
@@ -212,15 +211,15 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         num_examples=len(rows),
         data_digest=hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
         num_fewshot=max(shots),
-        max_reply_tokens=max((one for one in budgets.values() if one is not None), default=None),
+        max_reply_tokens=budget,
         stops=said[0].stops,
         seed=job.settings.seed,
         engine=job.engine.kind,
         arguments=job.arguments,
         metrics=_read_metrics(whole) if len(said) > 1 else dict(said[0].part.metrics),
         parts={one.name: one.part for one in said} if len(said) > 1 else {},
-        truncated_frac=num_cut / max(num_generated, 1),
-        num_cut_prompts=num_cut_prompts,
+        truncated_frac=num_cut / max(len(replies), 1),
+        num_cut_prompts=sum(length > job.max_positions - (budget or 0) for length in lengths),
     )
     return HarnessOutput(
         result=result,
@@ -274,7 +273,7 @@ def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str
 
     Raises: CorruptRecord.
     """
-    settings: HarnessSpec = job.settings
+    settings = job.settings
     budget = None if job.protocol.chooses else job.protocol.max_reply_tokens
     pinned = (job.protocol.num_fewshot, budget, job.settings.seed)
     for one in said:

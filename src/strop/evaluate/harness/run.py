@@ -37,7 +37,6 @@ from strop.evaluate.harness.result import (
 from strop.hardware.process import spawn, terminate
 from strop.io import write_bytes_atomically
 from strop.rollout import Example, Split
-from strop.spec.harness import HarnessSpec
 from strop.store.policy import is_offline
 from strop.store.python_environment import KEEP_BYTECODE
 from strop.tasks.mmlu import Mmlu
@@ -176,7 +175,7 @@ def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
         dtype=job.dtype,
         max_positions=job.max_positions,
     )
-    settings: HarnessSpec = job.settings
+    settings = job.settings
     generation = parse_pairs(settings.gen_kwargs or "", "harness.gen_kwargs", _BUDGETS)
     if isinstance(job, HarnessJob):
         protocol = job.protocol
@@ -292,7 +291,7 @@ def run_harness(
         found = read_kept_result(_beside(stem, ".json"))
         if found is not None and found.plan != digest:
             if not is_shared:
-                raise _another(job, _beside(stem, ".json"), found)
+                raise _belongs_to_another(job, _beside(stem, ".json"), found)
             stem = _beside(stem, f"-{digest[:8]}")
             found = read_kept_result(_beside(stem, ".json"))
         if found is not None:
@@ -335,9 +334,9 @@ def read_kept_result(path: Path) -> HarnessResult | None:
         return None
 
 
-def _another(job: HarnessJob | FreeJob, path: Path, found: HarnessResult) -> CheckRefused:
+def _belongs_to_another(job: HarnessJob | FreeJob, path: Path, found: HarnessResult) -> CheckRefused:
     """Return the refusal to write over the result of another evaluation."""
-    settings: HarnessSpec = job.settings
+    settings = job.settings
     wanted: dict[str, object] = {
         "model_digest": job.model_digest,
         "dtype": job.dtype,
@@ -383,7 +382,7 @@ def _run(
     child = spawn(words, log_path, variables, cwd=work_dir)
     try:
         told = ""
-        # It has a log of its own: who follows a job, or ends one that is silent, sees here that it goes on.
+        # It writes a log of its own. Without these lines a job would look silent, and may be ended for that.
         while (exit_code := child.wait(_TELL_EVERY_S)) is None:
             line = "".join(filter(str.isprintable, child.tail(1))).strip()
             if line not in {"", told}:

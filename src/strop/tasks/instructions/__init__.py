@@ -4,7 +4,3 @@ Four data sets share the checkers: IFEval and IFBench for evaluation, RLVR-IFeva
 sets for training. A checker is one small function per instruction id; an id or argument that cannot be
 judged is refused when the row is read. Nothing is downloaded. Not here: judging what a reply says.
 """
-
-from strop.tasks.instructions.tasks import InstructionTask
-
-__all__ = ["InstructionTask"]
