@@ -1,4 +1,4 @@
-"""Small HTTP/1.1 answers over a connection that somebody else has accepted.
+"""Small HTTP/1.1 answers over a connection that somebody else has accepted, and the forms in requests.
 
 A sandbox's address belongs to a relay, which decides for each connection who serves it; a web framework
 wants the listening socket for itself. Heads are read by h11, answers are written in one piece, keep-alive
@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 _CHUNK_BYTES = 1 << 18
 _IDLE_LIMIT_S = 120.0
 _BODY_LIMIT_S = 300.0
+_PART_NAME = re.compile(r'[; ]name="((?:[^"\\]|\\.)*)"|[; ]name=([^;\s"]+)')
 _log = logging.getLogger("strop.runtime.http_server")
 
 
@@ -148,8 +150,6 @@ async def _switch(
 async def _ask(handler: Handler, request: Request) -> Answer | Upgrade:
     try:
         return await handler(request)
-    except HttpError as error:
-        return json_answer({"detail": error.detail}, error.status)
     except ValidationError as error:
         return json_answer({"detail": str(error)}, 422)
     except (ConnectionError, TimeoutError, OSError) as error:
@@ -224,3 +224,40 @@ async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         async with asyncio.timeout(2.0):
             while await reader.read(_CHUNK_BYTES):
                 pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One field of a form."""
+
+    name: str
+    data: bytes
+
+
+def read_form(content_type: str, body: bytes) -> list[Part]:
+    """Return the parts of a form (RFC 7578) in their order. Raises: HttpError 422 if it is none."""
+    kind, _, rest = content_type.partition(";")
+    found = re.search(r'boundary="?([^";]+)"?', rest)
+    if kind.strip().lower() != "multipart/form-data" or found is None:
+        raise HttpError(422, f"a form is expected, and this is {content_type or 'nothing'}")
+    fence = b"--" + found[1].strip().encode("latin-1")
+    # The first fence may stand at the very begin; each other one follows the end of a line.
+    pieces = (b"\r\n" + body).split(b"\r\n" + fence)
+    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
+        raise HttpError(422, "the form has no end")
+    parts = []
+    for piece in pieces[1:-1]:
+        head, gap, data = piece.partition(b"\r\n\r\n")
+        named = _PART_NAME.search(head.decode("utf-8", errors="replace"))
+        if not gap or named is None:
+            raise HttpError(422, "a part of the form has no name")
+        parts.append(Part(name=named[1] if named[1] is not None else named[2], data=data))
+    return parts
+
+
+def one_part(parts: list[Part], name: str) -> bytes:
+    """Return the data of the part of a name. Raises: HttpError 422 if there is none."""
+    for part in parts:
+        if part.name == name:
+            return part.data
+    raise HttpError(422, f"the form has no part {name!r}")

@@ -20,8 +20,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from strop.io.atomic import explain_write_failure
-from strop.runtime.http_server import HttpError
-from strop.runtime.multipart import one_part, read_form
+from strop.runtime.http_server import HttpError, one_part, read_form
 from strop.runtime.web import read_body
 from strop.runtime.wire import Refusal
 

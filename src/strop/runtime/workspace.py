@@ -21,8 +21,7 @@ from pydantic import BaseModel, Field
 
 from strop.errors import SandboxError, SandboxLost, given_of
 from strop.runtime.commands import MAX_PAGE, Command, Commands, join_outputs
-from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer
-from strop.runtime.multipart import one_part, read_form
+from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, one_part, read_form
 from strop.runtime.repository import Repository
 from strop.sandbox.contract import MIB, ExecKind, Sandbox
 from strop.sandbox.wire import SANDBOX_KEY_HEADER
