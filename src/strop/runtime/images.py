@@ -22,7 +22,6 @@ from starlette.requests import Request
 from strop.io.atomic import explain_write_failure
 from strop.runtime.http_server import HttpError, one_part, read_form
 from strop.runtime.web import read_body
-from strop.runtime.wire import Refusal
 
 MAX_CONTEXT_BYTES = 128 << 20
 """Of the form, base64 and all. It is held in memory while it is read."""
@@ -52,7 +51,7 @@ class BuildRequest:
 async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildRequest]:
     """Give what a client wants built; its archive is kept in `folder` until the end of the block.
 
-    Raises: Refusal: 408, 413, 422 for what cannot be built from; StoreError if it cannot be kept.
+    Raises: HttpError: 408, 413, 422 for what cannot be built from; StoreError if it cannot be kept.
     """
     body = await read_body(request, max_bytes=MAX_CONTEXT_BYTES, limit_s=UPLOAD_LIMIT_S)
     content_type = request.headers.get("content-type", "")
@@ -71,7 +70,7 @@ async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildReque
 def check_archive(path: Path) -> None:
     """Refuse an archive that cannot be unpacked without harm.
 
-    Raises: Refusal: 422 for a broken one, members or links that lead outside, and devices; 413 for too much.
+    Raises: HttpError 422 for a broken one, members or links that lead outside, and devices; 413 for too much.
     """
     num_members = num_bytes = 0
     try:
@@ -80,23 +79,23 @@ def check_archive(path: Path) -> None:
                 num_members += 1
                 num_bytes += member.size
                 if num_members > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
-                    raise Refusal(413, f"the archive has more than {MAX_MEMBERS} files or too many bytes")
+                    raise HttpError(413, f"the archive has more than {MAX_MEMBERS} files or too many bytes")
                 _check_member(member, path.parent)
     except (tarfile.TarError, OSError, EOFError, binascii.Error, ValueError) as error:
-        raise Refusal(422, f"the context is not a gzip tar that can be unpacked ({error})") from error
+        raise HttpError(422, f"the context is not a gzip tar that can be unpacked ({error})") from error
 
 
 def _check_member(member: tarfile.TarInfo, folder: Path) -> None:
     if os.path.isabs(member.name) or ".." in Path(member.name).parts:
-        raise Refusal(422, f"member {member.name!r} of the archive leads outside of it")
+        raise HttpError(422, f"member {member.name!r} of the archive leads outside of it")
     try:
         tarfile.data_filter(member, str(folder / "unpacked"))
     except tarfile.FilterError as error:
-        raise Refusal(422, f"member {member.name!r} of the archive is refused: {error}") from error
+        raise HttpError(422, f"member {member.name!r} of the archive is refused: {error}") from error
 
 
 def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
-    """Write the archive of a form into a file. Raises: Refusal with 422; OSError."""
+    """Write the archive of a form into a file. Raises: HttpError with 422; OSError."""
     try:
         parts = read_form(content_type, body)
         text = one_part(parts, "context")
@@ -104,12 +103,10 @@ def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
         tags = tuple(part.data.decode() for part in parts if part.name == "tags" and part.data)
         # As a text it may be cut into lines.
         data = base64.b64decode(text.translate(None, b"\r\n \t"), validate=True)
-    except HttpError as error:
-        raise Refusal(422, error.detail) from error
     except (binascii.Error, UnicodeDecodeError) as error:
-        raise Refusal(422, f"the context is not the base64 text of an archive ({error})") from error
+        raise HttpError(422, f"the context is not the base64 text of an archive ({error})") from error
     if not target:
-        raise Refusal(422, "target_image is empty")
+        raise HttpError(422, "target_image is empty")
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tar.gz")
     with os.fdopen(descriptor, "wb") as file:

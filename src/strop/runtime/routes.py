@@ -13,13 +13,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from strop.runtime.contract import NodeReport
+from strop.runtime.http_server import HttpError
 from strop.runtime.images import open_build
 from strop.runtime.metrics import CONTENT_TYPE, render_metrics
 from strop.runtime.nodes import Node, NodeFailed
 from strop.runtime.session import Session
 from strop.runtime.sessions import Sessions
 from strop.runtime.web import read_body
-from strop.runtime.wire import Refusal, make_record, read_runtime_id, read_start
+from strop.runtime.wire import make_record, read_runtime_id, read_start
 
 MAX_REPORT_BYTES = 64 << 20
 """Of a node with thousands of sandboxes, the last lines of each."""
@@ -93,7 +94,7 @@ class Routes:
         for session_id in dict.fromkeys(request.query_params.getlist("ids")):
             try:
                 found.append(self.sessions.find(_owner(request), session_id))
-            except Refusal:
+            except HttpError:
                 continue
         return JSONResponse([self._record(one) for one in found])
 
@@ -102,7 +103,7 @@ class Routes:
         try:
             asked = LeaseCall.model_validate_json(await read_body(request))
         except ValidationError as error:
-            raise Refusal(422, str(error)) from error
+            raise HttpError(422, str(error)) from error
         found = self.sessions.renew(_owner(request), asked.runtime_ids, asked.lease_s)
         renewed = [one.runtime_id for one in found]
         unknown = sorted(set(asked.runtime_ids or ()) - set(renewed))
@@ -120,7 +121,7 @@ class Routes:
         """Ask the nodes, one after the other, whether they have an image."""
         image = request.query_params.get("image", "")
         if not image:
-            raise Refusal(422, "image is missing")
+            raise HttpError(422, "image is missing")
         failures = []
         for node in self._nodes():
             try:
@@ -131,21 +132,21 @@ class Routes:
             if found.get("exists"):
                 return JSONResponse(found)
         if failures:
-            raise Refusal(503, failures[0])
+            raise HttpError(503, failures[0])
         return JSONResponse({"exists": False})
 
     async def build(self, request: Request) -> Response:
         """Hand a build to a node."""
         nodes = self._nodes()
         if self.num_uploads >= MAX_UPLOADS:
-            raise Refusal(429, f"{MAX_UPLOADS} build contexts are on their way; send it again later")
+            raise HttpError(429, f"{MAX_UPLOADS} build contexts are on their way; send it again later")
         self.num_uploads += 1
         try:
             async with open_build(request, self.upload_dir) as asked:
                 client, node = self.sessions.placement.client, nodes[0]
                 answer = await client.build(node.report.url, asked.target, asked.tags, asked.read())
         except NodeFailed as error:
-            raise Refusal(429 if error.status == 429 else 503, str(error)) from error
+            raise HttpError(429 if error.status == 429 else 503, str(error)) from error
         finally:
             self.num_uploads -= 1
         return JSONResponse({"build_id": f"{node.report.node_id}{_OF_BUILD}{answer.get('build_id', '')}"})
@@ -156,14 +157,14 @@ class Routes:
         node_id, _, own_id = build_id.partition(_OF_BUILD)
         node = self.sessions.placement.nodes.get(node_id)
         if not own_id:
-            raise Refusal(404, f"no build {build_id}")
+            raise HttpError(404, f"no build {build_id}")
         lost = {"status": "INTERNAL_ERROR", "image": "", "error": f"node {node_id}, which built it, is gone"}
         if node is None:
             return JSONResponse(lost)
         try:
             return JSONResponse(await self.sessions.placement.client.build_status(node.report.url, own_id))
         except NodeFailed as error:
-            raise Refusal(404 if error.status == 404 else 503, str(error)) from error
+            raise HttpError(404 if error.status == 404 else 503, str(error)) from error
 
     async def metrics(self, _request: Request) -> Response:
         """Tell what is counted."""
@@ -193,27 +194,27 @@ class Routes:
         try:
             report = NodeReport.model_validate_json(body)
         except ValidationError as error:
-            raise Refusal(422, str(error)) from error
+            raise HttpError(422, str(error)) from error
         if report.node_id != request.path_params["node_id"]:
-            raise Refusal(422, f"the report is of node {report.node_id}")
+            raise HttpError(422, f"the report is of node {report.node_id}")
         return JSONResponse(self.sessions.placement.report(report).model_dump(mode="json"))
 
     async def drain(self, request: Request) -> Response:
         """Let a node take nothing new."""
         node_id = request.path_params["node_id"]
         if not self.sessions.placement.drain(node_id):
-            raise Refusal(404, f"no node {node_id}")
+            raise HttpError(404, f"no node {node_id}")
         return JSONResponse({"node_id": node_id, "should_drain": True})
 
     def _nodes(self) -> list[Node]:
-        """Return the nodes, those with the most room first. Raises: Refusal with 503 if there is none."""
+        """Return the nodes, those with the most room first. Raises: HttpError with 503 if there is none."""
         placement = self.sessions.placement
         nodes = sorted(
             placement.nodes.items(),
             key=lambda one: (not one[1].is_open, -placement.admission.rooms[one[0]].free_share()),
         )
         if not nodes:
-            raise Refusal(503, "no node has registered yet")
+            raise HttpError(503, "no node has registered yet")
         return [node for _, node in nodes]
 
     def _answer(self, session: Session) -> Response:

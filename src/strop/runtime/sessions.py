@@ -1,4 +1,4 @@
-"""What clients ask of sandboxes, and what time does to them. No HTTP here.
+"""What clients ask of sandboxes, and what time does to them. Of HTTP it knows the statuses of errors alone.
 
 `/start` is answered as soon as an address is held for the sandbox, whatever still has to be done for it.
 Where a slot is free and its node answers at once, the address is the node's own; else the controller holds a
@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from strop.runtime.contract import LOST_AFTER_S, FailureKind, SandboxReport, Slot, StartRequest, State
+from strop.runtime.http_server import HttpError
 from strop.runtime.keys import new_key
 from strop.runtime.nodes import NodeFailed
 from strop.runtime.placement import Placement
 from strop.runtime.registry import Registry
 from strop.runtime.session import Session
-from strop.runtime.wire import Refusal
 
 OPERATION_WAIT_S = 10.0
 """Clients give up after 15 s at the earliest; what was begun goes on, and may be asked for again."""
@@ -69,17 +69,17 @@ class Sessions:
     async def start(self, owner: str, request: StartRequest) -> Session:
         """Return the sandbox of a session id: the one that lives, or a new one. Its address is final.
 
-        Raises: Refusal; StoreError and CheckRefused if nothing could be begun.
+        Raises: HttpError; StoreError and CheckRefused if nothing could be begun.
         """
         found = self.registry.by_name.get((owner, request.session_id))
         if found is not None and found.is_alive:
             if found.request.image != request.image:
-                raise Refusal(409, f"session {request.session_id} has image {found.request.image}")
+                raise HttpError(409, f"session {request.session_id} has image {found.request.image}")
             if not (found.state is State.PAUSED and found.has_failed_to_resume):
                 return await self._start_again(found)
             self.registry.end(found, State.STOPPED, cause="it could not be resumed and was started anew")
         if len(self.registry.alive) >= self.policy.max_alive:
-            raise Refusal(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
+            raise HttpError(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
         session = Session(
             runtime_id=uuid.uuid4().hex,
             session_id=request.session_id,
@@ -110,18 +110,18 @@ class Sessions:
         return plain.times(request.resource_factor) if terms is None else terms.slot(plain)
 
     def find(self, owner: str, session_id: str) -> Session:
-        """Return the newest sandbox of a session id. Raises: Refusal with 404."""
+        """Return the newest sandbox of a session id. Raises: HttpError with 404."""
         session = self.registry.by_name.get((owner, session_id))
         if session is None or not session.url:
-            raise Refusal(404, f"no session {session_id}")
+            raise HttpError(404, f"no session {session_id}")
         session.asked = time.monotonic()
         return session
 
     def find_runtime(self, owner: str, runtime_id: str) -> Session:
-        """Return a sandbox by its own id. Raises: Refusal with 404, for another owner's too."""
+        """Return a sandbox by its own id. Raises: HttpError with 404, for another owner's too."""
         session = self.registry.by_runtime.get(runtime_id)
         if session is None or session.owner != owner:
-            raise Refusal(404, f"no runtime {runtime_id}")
+            raise HttpError(404, f"no runtime {runtime_id}")
         session.asked = time.monotonic()
         return session
 
@@ -142,7 +142,7 @@ class Sessions:
     async def stop(self, owner: str, runtime_id: str) -> Session:
         """End a sandbox; what its node has of it is gone then, or within seconds.
 
-        Raises: Refusal with 404; StoreError.
+        Raises: HttpError with 404; StoreError.
         """
         session = self.find_runtime(owner, runtime_id)
         if session.is_alive:
@@ -156,13 +156,13 @@ class Sessions:
         return session
 
     async def pause(self, owner: str, runtime_id: str) -> Session:
-        """Let a sandbox use no processor. Raises: Refusal: 404, 409 unless it is ready, 503."""
+        """Let a sandbox use no processor. Raises: HttpError: 404, 409 unless it is ready, 503."""
         session = self._find_alive(owner, runtime_id)
         await self._finish(self._pause(session), is_waited_for=True)
         return session
 
     async def resume(self, owner: str, runtime_id: str) -> Session:
-        """Let it go on, with the same address and key. Raises: Refusal: 404, 503."""
+        """Let it go on, with the same address and key. Raises: HttpError: 404, 503."""
         session = self._find_alive(owner, runtime_id)
         await self._finish(self._resume(session), is_waited_for=False)
         return session
@@ -217,7 +217,7 @@ class Sessions:
         session.asked = time.monotonic()
         await session.announced.wait()
         if not session.url:
-            raise Refusal(503, session.cause)
+            raise HttpError(503, session.cause)
         if session.state is State.PAUSED:
             self.registry.spawn(self._resume_beside(session))
         return session
@@ -237,7 +237,7 @@ class Sessions:
     def _find_alive(self, owner: str, runtime_id: str) -> Session:
         session = self.find_runtime(owner, runtime_id)
         if not session.is_alive:
-            raise Refusal(404, f"runtime {runtime_id} has ended: {session.cause or session.state.value}")
+            raise HttpError(404, f"runtime {runtime_id} has ended: {session.cause or session.state.value}")
         return session
 
     async def _finish(self, work: Coroutine[None, None, None], *, is_waited_for: bool) -> None:
@@ -249,14 +249,14 @@ class Sessions:
             return
         self.registry.follow(asyncio.create_task(_outlast(task)))
         if is_waited_for:
-            raise Refusal(503, f"it takes longer than {OPERATION_WAIT_S:g} s; ask again")
+            raise HttpError(503, f"it takes longer than {OPERATION_WAIT_S:g} s; ask again")
 
     async def _pause(self, session: Session) -> None:
         async with session.operating:
             if session.state is State.PAUSED:
                 return
             if session.state is not State.READY:
-                raise Refusal(409, f"it is {session.state.value}; only what is ready can be paused")
+                raise HttpError(409, f"it is {session.state.value}; only what is ready can be paused")
             report = await self._operate(session, "pause")
             self._take(session, report, State.PAUSED)
             session.has_failed_to_resume = False
@@ -270,7 +270,7 @@ class Sessions:
             self.registry.enter(session, State.RESUMING)
             try:
                 report = await self._operate(session, "resume")
-            except Refusal:
+            except HttpError:
                 session.has_failed_to_resume = True
                 if session.is_alive:
                     self.registry.enter(session, State.PAUSED)
@@ -280,7 +280,7 @@ class Sessions:
             self.registry.counts["resumes"] += 1
 
     async def _resume_beside(self, session: Session) -> None:
-        with suppress(Refusal):
+        with suppress(HttpError):
             await self._resume(session)
 
     async def _operate(self, session: Session, verb: str) -> SandboxReport:
@@ -288,16 +288,16 @@ class Sessions:
             node = await self.placement.node_of(session)
             return await self.placement.client.operate(node.report.url, session.runtime_id, verb)
         except NodeFailed as error:
-            raise Refusal(503, f"its node could not {verb} it: {error}") from error
+            raise HttpError(503, f"its node could not {verb} it: {error}") from error
 
     def _take(self, session: Session, report: SandboxReport, state: State) -> None:
         if not session.is_alive:
-            raise Refusal(404, f"it ended meanwhile: {session.cause}")
+            raise HttpError(404, f"it ended meanwhile: {session.cause}")
         session.take(report)
         if report.state is State.FAILED:
             kind = report.failure_kind or FailureKind.AGENT_ERROR
             self.registry.end(session, State.FAILED, kind, report.cause, is_gone=True)
-            raise Refusal(404, f"it failed: {report.cause}")
+            raise HttpError(404, f"it failed: {report.cause}")
         self.registry.enter(session, state)
 
     def _why_over(self, session: Session, now: float) -> _Ending | None:
@@ -331,5 +331,5 @@ class Sessions:
 
 async def _outlast(task: asyncio.Task[None]) -> None:
     """Wait for an operation whose client waits no more; that it was refused concerns nobody."""
-    with suppress(Refusal):
+    with suppress(HttpError):
         await task

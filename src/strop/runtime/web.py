@@ -20,8 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from strop.errors import CheckRefused, StoreError, describe_error
 from strop.runtime.contract import NODE_KEY_HEADER
+from strop.runtime.http_server import HttpError
 from strop.runtime.keys import ANYONE, KeyRing
-from strop.runtime.wire import Refusal
 from strop.sandbox.wire import SERVICE_KEY_HEADER
 
 OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
@@ -55,7 +55,7 @@ class Guard:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             scope["owner"] = self._owner_of(scope)
             if scope["owner"] is None:
-                answer = make_refusal(Refusal(401, "Unauthorized"), scope)
+                answer = make_answer(HttpError(401, "Unauthorized"), scope)
                 await answer(scope, receive, send)
                 return
         has_begun = False
@@ -71,7 +71,7 @@ class Guard:
             # The controller ends. What was asked for may have been done: it may be asked for again.
             if has_begun or scope["type"] != "http":
                 raise
-            await make_refusal(Refusal(503, "the controller ends; ask again"), scope)(scope, receive, send)
+            await make_answer(HttpError(503, "the controller ends; ask again"), scope)(scope, receive, send)
 
     def _owner_of(self, scope: Scope) -> str | None:
         headers = dict(scope["headers"])
@@ -125,10 +125,10 @@ def close_idle(connections: Iterable[Any]) -> None:
 async def read_body(
     request: Request, *, max_bytes: int = MAX_BODY_BYTES, limit_s: float = BODY_LIMIT_S
 ) -> bytes:
-    """Return the body of a request. Raises: Refusal: 413 if it is too large, 408 if it comes too slowly."""
+    """Return the body of a request. Raises: HttpError: 413 if it is too large, 408 if it comes too slowly."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise Refusal(413, f"the body has {declared} bytes; at most {max_bytes} are taken")
+        raise HttpError(413, f"the body has {declared} bytes; at most {max_bytes} are taken")
     parts: list[bytes] = []
     size = 0
     try:
@@ -136,16 +136,16 @@ async def read_body(
             async for part in request.stream():
                 size += len(part)
                 if size > max_bytes:
-                    raise Refusal(413, f"the body has more than {max_bytes} bytes")
+                    raise HttpError(413, f"the body has more than {max_bytes} bytes")
                 parts.append(part)
     except TimeoutError as error:
-        raise Refusal(408, f"the body did not come within {limit_s:g} s") from error
+        raise HttpError(408, f"the body did not come within {limit_s:g} s") from error
     return b"".join(parts)
 
 
 def add_error_answers(app: Starlette) -> None:
     """Let an application answer whatever its routes raise, and what no route takes, in the one form."""
-    app.add_exception_handler(Refusal, _answer_refusal)
+    app.add_exception_handler(HttpError, _answer_error)
     app.add_exception_handler(StoreError, _answer_failure)
     app.add_exception_handler(CheckRefused, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
@@ -153,29 +153,29 @@ def add_error_answers(app: Starlette) -> None:
     app.add_exception_handler(Exception, _answer_bug)
 
 
-def make_refusal(refusal: Refusal, scope: Scope) -> JSONResponse:
-    """Return the answer of a refusal."""
+def make_answer(error: HttpError, scope: Scope) -> JSONResponse:
+    """Return how a client is told of an error."""
     headers = dict(scope["headers"])
     declared = headers.get(b"content-length", b"0")
     is_short = declared.isdigit() and int(declared) <= MAX_BODY_BYTES and b"transfer-encoding" not in headers
     # The rest of a short body is read and dropped. A long one ends with the connection.
-    closing = {} if is_short and refusal.status != 408 else {"connection": "close"}
-    return JSONResponse({"detail": refusal.detail}, status_code=refusal.status, headers=closing)
+    closing = {} if is_short and error.status != 408 else {"connection": "close"}
+    return JSONResponse({"detail": error.detail}, status_code=error.status, headers=closing)
 
 
-async def _answer_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return make_refusal(error, request.scope)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return make_answer(error, request.scope)
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:
     _log.error("%s %s: %s", request.method, request.url.path, error)
-    return make_refusal(Refusal(503, str(error)), request.scope)
+    return make_answer(HttpError(503, str(error)), request.scope)
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    return make_refusal(Refusal(status, f"no {request.method} {request.url.path} here"), request.scope)
+    return make_answer(HttpError(status, f"no {request.method} {request.url.path} here"), request.scope)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
@@ -185,7 +185,7 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s: %s", request.method, request.url.path, describe_error(error))
-    return make_refusal(Refusal(500, "a mistake in the service; its log says more"), request.scope)
+    return make_answer(HttpError(500, "a mistake in the service; its log says more"), request.scope)
 
 
 def _text(value: bytes) -> str:

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from pydantic import ValidationError
 
 from strop.runtime.contract import FailureKind, StartRequest, State
+from strop.runtime.http_server import HttpError
 from strop.runtime.session import Session
 
 MAX_ID_CHARS = 256
@@ -44,15 +45,6 @@ WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
 _STOPPED = ("stopped", "not found")
 
 
-class Refusal(Exception):
-    """An answer that is not a success. The HTTP side makes it one; nobody else meets it."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-
-
 def words_of(state: State, failure_kind: FailureKind | None) -> tuple[str, str]:
     """Return `status` and `pod_status`."""
     if state is State.STOPPED:
@@ -61,18 +53,18 @@ def words_of(state: State, failure_kind: FailureKind | None) -> tuple[str, str]:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises: Refusal."""
+    """Return the JSON object of a body. Raises: HttpError."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON ({error})") from error
+        raise HttpError(400, f"the body is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise Refusal(422, "the body is not a JSON object")
+        raise HttpError(422, "the body is not a JSON object")
     return content
 
 
 def read_start(body: bytes) -> StartRequest:
-    """Return what a client asks to have started. Raises: Refusal with 400 or 422."""
+    """Return what a client asks to have started. Raises: HttpError with 400 or 422."""
     content = read_object(body)
     check_session_id(content.get("session_id"))
     given = {name: value for name, value in content.items() if not (value is None and name in _DEFAULTED)}
@@ -81,38 +73,42 @@ def read_start(body: bytes) -> StartRequest:
         given["environment"] = _read_environment(given["environment"])
     try:
         request = StartRequest(**given)
-    except (ValidationError, TypeError) as error:
-        raise Refusal(422, _say_invalid(error)) from error
+    except TypeError as error:
+        raise HttpError(422, str(error)) from error
+    except ValidationError as error:
+        faults = (
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)
+        )
+        raise HttpError(422, "; ".join(faults)) from error
     if not (math.isfinite(request.resource_factor) and 0 < request.resource_factor <= MAX_FACTOR):
-        raise Refusal(
+        raise HttpError(
             422, f"resource_factor {request.resource_factor} is not above 0, at most {MAX_FACTOR:g}"
         )
     if not request.image.strip() or "\0" in request.image:
-        raise Refusal(422, "image is empty")
+        raise HttpError(422, "image is empty")
     if not request.working_dir.startswith("/") or "\0" in request.working_dir:
-        raise Refusal(422, "working_dir is not an absolute path")
+        raise HttpError(422, "working_dir is not an absolute path")
     return request
 
 
-def check_session_id(value: object) -> str:
-    """Return an id that a client can ask for again. Raises: Refusal with 400, or 422 where it is no text."""
+def check_session_id(value: object) -> None:
+    """Refuse an id that a client could not ask for again. Raises: HttpError 400; 422 where it is no text."""
     if not isinstance(value, str):
-        raise Refusal(422, "session_id is not a text")
+        raise HttpError(422, "session_id is not a text")
     is_plain = not any(letter in value for letter in _UNSPEAKABLE) and unquote(value) == value
     if not value or not is_plain or value in _RESERVED or len(value) > MAX_ID_CHARS:
-        raise Refusal(
+        raise HttpError(
             400,
             f"session_id has to have 1 to {MAX_ID_CHARS} characters, none of / ? # \\ or NUL, no % before two"
             f" hexadecimal digits, and not to be {', '.join(sorted(_RESERVED))}",
         )
-    return value
 
 
 def read_runtime_id(body: bytes) -> str:
-    """Return the sandbox that a body names. Raises: Refusal."""
+    """Return the sandbox that a body names. Raises: HttpError."""
     value = read_object(body).get("runtime_id")
     if not isinstance(value, str) or not value:
-        raise Refusal(422, "runtime_id is not a text")
+        raise HttpError(422, "runtime_id is not a text")
     return value
 
 
@@ -168,33 +164,26 @@ def _read_command(value: object) -> list[str]:
         try:
             words = shlex.split(value)
         except ValueError as error:
-            raise Refusal(422, f"command cannot be split as a shell would ({error})") from error
+            raise HttpError(422, f"command cannot be split as a shell would ({error})") from error
     elif isinstance(value, list) and all(isinstance(word, str) for word in value):
         words = list(value)
     else:
-        raise Refusal(422, "command is neither a text nor a list of texts")
+        raise HttpError(422, "command is neither a text nor a list of texts")
     if not words or not words[0] or any("\0" in word for word in words):
-        raise Refusal(422, "command names no program")
+        raise HttpError(422, "command names no program")
     return words
 
 
 def _read_environment(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Refusal(422, "environment is not an object")
+        raise HttpError(422, "environment is not an object")
     found = {}
     for name, given in value.items():
         if isinstance(given, bool):
             given = "true" if given else "false"
         if not isinstance(given, str | int | float) or "\0" in str(given):
-            raise Refusal(422, f"environment variable {name!r} is not a text")
+            raise HttpError(422, f"environment variable {name!r} is not a text")
         if not name or "=" in name or "\0" in name:
-            raise Refusal(422, f"{name!r} cannot be the name of an environment variable")
+            raise HttpError(422, f"{name!r} cannot be the name of an environment variable")
         found[name] = str(given)
     return found
-
-
-def _say_invalid(error: ValidationError | TypeError) -> str:
-    if isinstance(error, TypeError):
-        return str(error)
-    parts = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)]
-    return "; ".join(parts)
