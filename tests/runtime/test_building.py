@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from strop.hardware.identity import identify, read_boot_id
-from strop.runtime.building import Builds, BuildSettings, take_lock
+from strop.runtime.building import Builds, take_lock
 from strop.runtime.contract import BuildStatus
 from strop.runtime.pulling import engine_of
 from tests.fixtures.sandboxes import needs_podman
@@ -46,8 +46,7 @@ async def finish(builds: Builds, build_id: str) -> BuildStatus:
 @needs_podman
 def test_one_content_is_built_once_and_found_by_another_node(tmp_path: Path) -> None:
     async def main(base: str) -> None:
-        settings = BuildSettings(folder=tmp_path / "builds")
-        builds, other = Builds(settings), Builds(settings)
+        builds, other = Builds(tmp_path / "builds"), Builds(tmp_path / "builds")
         good = context_of(f"FROM {base}\nCOPY word /word\n", word=tmp_path.name)
         try:
             names = [f"{base.partition(':')[0]}:{number}" for number in range(2, 5)]
@@ -82,7 +81,7 @@ def test_docker_builds_nothing_offline(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("STROP_OFFLINE", "1")
 
     async def main() -> BuildStatus:
-        builds = Builds(BuildSettings(folder=tmp_path), "docker")
+        builds = Builds(tmp_path, "docker")
         return await finish(builds, builds.start(context_of("FROM scratch\n"), "localhost/any:1", []))
 
     failed = asyncio.run(main())
@@ -105,8 +104,8 @@ def test_the_images_of_a_node_are_in_the_store_of_its_first_engine() -> None:
 
 def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    assert take_lock(path, 60.0)
-    assert not take_lock(path, 60.0)
+    assert take_lock(path)
+    assert not take_lock(path)
     mine = json.loads(path.read_text())
     assert mine["pid"] == os.getpid()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -116,12 +115,12 @@ def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert dead is not None
     fields = {name: getattr(dead, name) for name in ("pid", "start_ticks", "boot_id", "pid_namespace")}
     path.write_text(json.dumps({**mine, **fields}))
-    assert take_lock(path, 60.0)
+    assert take_lock(path)
     # Of another host only its silence tells.
     assert mine["boot_id"] == read_boot_id()
     for text in (json.dumps({**mine, "host": "elsewhere"}), "half-writ"):
         path.write_text(text)
-        assert not take_lock(path, 60.0)
+        assert not take_lock(path)
         os.utime(path, (time.time() - 61.0,) * 2)
-        assert take_lock(path, 60.0)
+        assert take_lock(path)
     assert [one.name for one in tmp_path.iterdir()] == ["lock"]

@@ -13,8 +13,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.prebuild import list_images, prebuild, shard_of
-from strop.runtime.pulling import Images, PullSettings, is_put_off
+from strop.runtime.pulling import Images, is_put_off, list_images, prebuild, shard_of
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ class ScriptedImages(Images):
     """Fetches what it has."""
 
     def __init__(self) -> None:
-        super().__init__(PullSettings())
+        super().__init__()
         self.asked: list[str] = []
         self.missing = {"c:1"}
 

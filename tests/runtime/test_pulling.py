@@ -14,8 +14,7 @@ import pytest
 
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.prebuild import shard_of
-from strop.runtime.pulling import Images, PullSettings
+from strop.runtime.pulling import Images, shard_of
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Ended, Run, run
 from tests.fixtures.containers import own_storage
@@ -72,7 +71,7 @@ def test_an_image_is_pulled_once_as_its_policy_says(
 ) -> None:
     remove_images(pushed)
     ask_plainly(pushed)
-    images = Images(PullSettings())
+    images = Images()
     for policy, offline, message in (
         ("Never", "0", "its policy is Never"),
         ("Always", "1", "offline mode forbids to pull it"),
@@ -106,7 +105,7 @@ def test_what_a_registry_does_not_have_is_asked_for_once(
     pushed: str, ask_plainly: Callable[..., None]
 ) -> None:
     ask_plainly(pushed)
-    images = Images(PullSettings())
+    images = Images()
     missing = pushed.replace("small", "none")
     for _ in range(3):
         with pytest.raises(SandboxFailed, match=r"none:1 (cannot be pulled|was refused lately)") as caught:
@@ -118,7 +117,7 @@ def test_what_a_registry_does_not_have_is_asked_for_once(
 
 @pytest.mark.parametrize("registry_name", ["127.0.0.1:9", "registry.invalid"])
 def test_a_registry_that_is_not_reached_is_nobodys_image_error(registry_name: str) -> None:
-    nobody = Images(PullSettings(max_tries=1))
+    nobody = Images(max_tries=1)
     with pytest.raises(SandboxFailed, match="cannot be pulled, 1 times") as caught:
         fetch(nobody, f"{registry_name}/x/y:1")
     assert caught.value.kind is FailureKind.INFRA_LOST
@@ -129,7 +128,7 @@ def test_a_full_disk_of_the_node_is_not_the_images_error(
 ) -> None:
     ask_plainly(pushed)
     with own_storage() as folder, tiny_disk(folder / "graph", size_bytes=2 << 20):
-        images = Images(PullSettings())
+        images = Images()
         try:
             for num_pulls in (1, 2):
                 with pytest.raises(SandboxFailed, match="no space left on device") as caught:
@@ -150,7 +149,7 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(
         image = f"{busy.address}/{rest}"
         ask_plainly(image)
         try:
-            assert fetch(Images(PullSettings(max_tries=12, first_pause_s=0.05)), image, said=said)
+            assert fetch(Images(max_tries=12, first_pause_s=0.05), image, said=said)
         finally:
             remove_images(image)
     assert any("the registry puts" in line for line in said)
@@ -158,7 +157,7 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(
 
 def test_an_image_for_another_processor_is_refused(tree: Path) -> None:
     with imported(tree, "--arch", "s390x") as name, pytest.raises(SandboxFailed, match="is made for s390x"):
-        fetch(Images(PullSettings()), name, "Never")
+        fetch(Images(), name, "Never")
 
 
 def test_the_images_of_a_data_set_are_fetched(

@@ -220,15 +220,14 @@ def fetch_images(
     import asyncio
     import shutil
 
-    from strop.runtime.prebuild import list_images, prebuild, shard_of
-    from strop.runtime.pulling import Images, PullSettings, engine_of
+    from strop.runtime.pulling import Images, engine_of, list_images, prebuild, shard_of
     from strop.sandbox.engine import ENGINES
 
     output: Output = context.obj
     engine = engine_of([name for name in ENGINES if shutil.which(name)])
     images = shard_of(list_images(dataset, field), shard)
     results.mkdir(parents=True, exist_ok=True)
-    work = prebuild(images, Images(PullSettings(), engine), results, num_at_once=at_once, say=output.say)
+    work = prebuild(images, Images(engine), results, num_at_once=at_once, say=output.say)
     num_failed = asyncio.run(work)
     output.give(f"{len(images)} images, {num_failed} failed; results in {results}")
     if num_failed:

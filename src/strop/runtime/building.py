@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +32,20 @@ from strop.store.policy import is_offline
 
 _TOUCH_S = 5.0
 _SHOWN_CHARACTERS = 2000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildSettings:
-    """Where and how images are built."""
-
-    folder: Path
-    """Results, archives and locks. Nodes that share it build each context once."""
-    network: str = "none"
-    """Of the build's own commands: 'none' or 'host'."""
-    limit_s: float = 1800.0
-    failed_for_s: float = 600.0
-    """How long a build that failed is not tried again."""
-    stale_after_s: float = 60.0
-    """A lock of another host that was not touched for this long is taken over."""
+_BUILD_LIMIT_S = 1800.0
+_FAILED_FOR_S = 600.0
+"""How long a build that failed is not tried again."""
+_STALE_AFTER_S = 60.0
+"""A lock of another host that was not touched for this long is taken over."""
 
 
 class Builds:
     """The builds of one node, one at a time, by one engine."""
 
-    def __init__(self, settings: BuildSettings, engine: str = ENGINES[0]) -> None:
+    def __init__(self, folder: Path, engine: str = ENGINES[0]) -> None:
+        """`folder` has results, archives and locks. Nodes that share it build each context once."""
         # What one of them saves the other may not load, and calls otherwise.
-        own = settings.folder if engine == ENGINES[0] else settings.folder / engine
-        self._settings = replace(settings, folder=own)
+        self._folder = folder if engine == ENGINES[0] else folder / engine
         self._engine = engine
         self._status: dict[str, BuildStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,7 +94,7 @@ class Builds:
         Raises: SandboxFailed if the build fails, or has failed lately; OSError for a folder that cannot be
             written; TarError for a context that is no archive.
         """
-        folder = self._settings.folder
+        folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             result = _read(folder / f"{key}.json")
@@ -113,7 +102,7 @@ class Builds:
                 return await self._load(key, str(result["image_id"]))
             if result.get("error") and time.time() < result["until"]:
                 raise _failed(f"this build has failed lately: {result['error']}")
-            if take_lock(folder / f"{key}.lock", self._settings.stale_after_s):
+            if take_lock(folder / f"{key}.lock"):
                 break
             await asyncio.sleep(0.2)
         touching = asyncio.create_task(_touch_for_ever(folder / f"{key}.lock"))
@@ -127,7 +116,7 @@ class Builds:
         if self._engine == "docker" and is_offline():
             # It has no word for it, and pulls what a recipe begins with.
             raise _failed("docker may ask a registry in a build, which offline mode forbids")
-        settings, place = self._settings, self._settings.folder / f"{key}.json"
+        place = self._folder / f"{key}.json"
         self.num_built += 1
         name = f"localhost/strop-build:{key[:32]}"
         with tempfile.TemporaryDirectory() as folder:
@@ -135,20 +124,20 @@ class Builds:
                 # Nothing outside of the folder, no devices.
                 archive.extractall(folder, filter="data")
             never = ("--pull=never",) if self._engine == "podman" else ()
-            words = ("build", "--network", settings.network, *never, "--tag", name, folder)
-            code, said = await run_engine(self._engine, *words, limit_s=settings.limit_s)
-        (settings.folder / f"{key}.log").write_text(said)
+            words = ("build", "--network", "none", *never, "--tag", name, folder)
+            code, said = await run_engine(self._engine, *words, limit_s=_BUILD_LIMIT_S)
+        (self._folder / f"{key}.log").write_text(said)
         if code:
             error = said.strip()[-_SHOWN_CHARACTERS:]
-            _write(place, {"error": error, "until": time.time() + settings.failed_for_s})
+            _write(place, {"error": error, "until": time.time() + _FAILED_FOR_S})
             raise _failed(error)
         image_id = (await self._run("image", "inspect", "--format", "{{.Id}}", name)).strip()
-        partial = settings.folder / f"{key}.{os.getpid()}.partial"
+        partial = self._folder / f"{key}.{os.getpid()}.partial"
         try:
             # docker has one form, and is quiet.
             form = ("--quiet", "--format", "oci-archive") if self._engine == "podman" else ()
             await self._run("save", *form, "--output", str(partial), name)
-            partial.replace(settings.folder / f"{key}.oci")
+            partial.replace(self._folder / f"{key}.oci")
         finally:
             partial.unlink(missing_ok=True)
         _write(place, {"image_id": image_id, "image": name, "built_at": time.time()})
@@ -158,7 +147,7 @@ class Builds:
         """Take an image from the folder unless it is here already."""
         code, _ = await run_engine(self._engine, "image", "inspect", image_id)
         if code:
-            await self._run("load", "--quiet", "--input", str(self._settings.folder / f"{key}.oci"))
+            await self._run("load", "--quiet", "--input", str(self._folder / f"{key}.oci"))
         return image_id
 
     async def _run(self, *words: str) -> str:
@@ -168,7 +157,7 @@ class Builds:
         return said
 
 
-def take_lock(path: Path, stale_after_s: float) -> bool:
+def take_lock(path: Path) -> bool:
     """Write a lock file that names this process; take over one whose process is gone.
 
     Returns: whether this process has it now. Raises: OSError.
@@ -185,7 +174,7 @@ def take_lock(path: Path, stale_after_s: float) -> bool:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            if not _is_abandoned(path, stale_after_s):
+            if not _is_abandoned(path):
                 return False
             # Moved, not removed: of two that see this, one moves it.
             aside = path.with_name(f"{path.name}.{os.getpid()}.stale")
@@ -199,21 +188,21 @@ def take_lock(path: Path, stale_after_s: float) -> bool:
     return False
 
 
-def _is_abandoned(path: Path, stale_after_s: float) -> bool:
+def _is_abandoned(path: Path) -> bool:
     content = _read(path)
     try:
         age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return False
     if content.get("host") != platform.node():
-        return age_s > stale_after_s
+        return age_s > _STALE_AFTER_S
     fields = ("pid", "start_ticks", "boot_id", "pid_namespace")
     if any(name not in content for name in fields):
         # Half-written, by one that is just writing it or has ended meanwhile.
-        return age_s > stale_after_s
+        return age_s > _STALE_AFTER_S
     holder = ProcessIdentity(**{name: content[name] for name in fields})
     return (
-        not holder.is_alive() if holder.is_seen_here or not holder.is_of_this_boot else age_s > stale_after_s
+        not holder.is_alive() if holder.is_seen_here or not holder.is_of_this_boot else age_s > _STALE_AFTER_S
     )
 
 

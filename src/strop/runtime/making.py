@@ -37,7 +37,6 @@ class MakeSettings:
     backends: tuple[str, ...]
     """Those that may be used, the first that fits an image first."""
     network: str = "none"
-    min_level: IsolationLevel = IsolationLevel.RLIMIT
     warm: Mapping[str, int] = field(default_factory=dict)
     """How many sandboxes of an image are kept ready, from its first start on."""
 
@@ -95,7 +94,7 @@ class Maker:
             is_user_hint=True,
             has_workspace=names[0] != "process",
             network=self._settings.network,
-            min_level=self._settings.min_level,
+            min_level=IsolationLevel.RLIMIT,
             mounts=tuple(mounts),
         )
         if terms is None:

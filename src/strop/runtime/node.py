@@ -28,7 +28,7 @@ from typing import Any
 from strop.errors import SandboxError, given_of
 from strop.hardware.identity import read_boot_id
 from strop.io.variables import user_cache_dir
-from strop.runtime.building import Builds, BuildSettings
+from strop.runtime.building import Builds
 from strop.runtime.capacity import find_end, measure_capacity
 from strop.runtime.contract import (
     HEARTBEAT_S,
@@ -54,7 +54,7 @@ from strop.runtime.http_server import (
 from strop.runtime.making import MakeSettings
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
-from strop.runtime.pulling import Images, PullSettings, engine_of
+from strop.runtime.pulling import Images, engine_of
 from strop.runtime.snapshots import KeptSnapshots
 from strop.runtime.starting import NodeMaking
 from strop.sandbox.janitor import clear_abandoned
@@ -80,9 +80,6 @@ class NodeSettings:
     key: str = field(repr=False)
     make: MakeSettings
     data_plane: DataPlane = DataPlane.AUTO
-    pull: PullSettings = field(default_factory=PullSettings)
-    build: BuildSettings | None = None
-    """None: in the user's cache."""
     host: str = "127.0.0.1"
     """The one address of this machine on which the agent and all sandboxes listen."""
     port: int = 0
@@ -102,9 +99,8 @@ class Node:
         self._settings = settings
         self._capacity = settings.capacity or measure_capacity()
         engine = engine_of(settings.make.backends)
-        self._images = Images(settings.pull, engine)
-        build = settings.build or BuildSettings(folder=user_cache_dir() / "runtime" / "builds")
-        self._builds = Builds(build, engine)
+        self._images = Images(engine)
+        self._builds = Builds(user_cache_dir() / "runtime" / "builds", engine)
         self._news = asyncio.Event()
         self._snapshots = KeptSnapshots(self.node_id, self._count_free_disk, self._news.set)
         self._making = NodeMaking(settings.make, settings.data_plane, self._images, self._snapshots)

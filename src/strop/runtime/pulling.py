@@ -3,21 +3,27 @@
 A pull that a registry puts off (429), or that fails on the way, is tried again with growing pauses; one that
 is refused is remembered for a while, so that many sandboxes of one missing image do not all ask for it.
 Mirrors, and registries without TLS, are settings of podman's or of docker's daemon.
+
+The images of a data set can be fetched before a run needs them: in shards, one result file for each image.
+One that has a result of success is left alone, so the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from strop.errors import ConfigError
+from strop.io.atomic import write_bytes_atomically
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
 from strop.sandbox.engine import ENGINES
@@ -32,26 +38,19 @@ _PUT_OFF: tuple[str, ...] = (
 )
 _FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PullSettings:
-    """How images are pulled."""
-
-    max_tries: int = 6
-    first_pause_s: float = 1.0
-    """Doubled each time."""
-    limit_s: float = 1800.0
-    refused_for_s: float = 60.0
-    """How long a pull that was refused is not tried again."""
+_PULL_LIMIT_S = 1800.0
+_REFUSED_FOR_S = 60.0
+"""How long a pull that was refused is not tried again."""
 
 
 class Images:
     """The images of this node, in the store of one engine."""
 
-    def __init__(self, settings: PullSettings, engine: str = ENGINES[0]) -> None:
-        self._settings = settings
+    def __init__(self, engine: str = ENGINES[0], *, max_tries: int = 6, first_pause_s: float = 1.0) -> None:
+        """A pull that is put off is tried `max_tries` times; the pause between two is doubled each time."""
         self._engine = engine
+        self._max_tries = max_tries
+        self._first_pause_s = first_pause_s
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[float, str]] = {}
         self.num_pulls = 0
@@ -64,7 +63,7 @@ class Images:
         """
         found = await self.find(image)
         if found is None or policy == "Always":
-            if found is not None and (is_offline()):
+            if found is not None and is_offline():
                 say(f"offline: {image} is used as it is here")
             else:
                 self._refuse_pull(image, policy)
@@ -108,27 +107,25 @@ class Images:
         await asyncio.shield(task)
 
     async def _pull(self, image: str, say: Callable[[str], None]) -> None:
-        settings = self._settings
-        pause_s = settings.first_pause_s
-        for number in range(settings.max_tries):
+        pause_s = self._first_pause_s
+        for number in range(self._max_tries):
             say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
             self.num_pulls += 1
-            words = ("pull", "--quiet", image)
-            code, said = await run_engine(self._engine, *words, limit_s=settings.limit_s)
+            code, said = await run_engine(self._engine, "pull", "--quiet", image, limit_s=_PULL_LIMIT_S)
             if code == 0:
                 return
             why = said.strip()[-_SHOWN_CHARACTERS:]
             if _FULL_DISK in said.lower():
                 raise _failed(f"image {image} cannot be pulled: {why}", FailureKind.INFRA_LOST)
             if not is_put_off(said):
-                self._refused[image] = (time.monotonic() + settings.refused_for_s, why)
+                self._refused[image] = (time.monotonic() + _REFUSED_FOR_S, why)
                 raise _failed(f"image {image} cannot be pulled: {why}")
-            if number + 1 < settings.max_tries:
+            if number + 1 < self._max_tries:
                 say(f"the registry puts {image} off; next try in {pause_s:.1f} s")
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
         # Who has asked for it is not to blame, nor is the image: the next node may have it.
-        cause = f"image {image} cannot be pulled, {settings.max_tries} times: {why}"
+        cause = f"image {image} cannot be pulled, {self._max_tries} times: {why}"
         raise _failed(cause, FailureKind.INFRA_LOST)
 
     async def describe(self, image: str) -> dict[str, Any]:
@@ -186,3 +183,90 @@ async def run_engine(engine: str, *words: str, limit_s: float = 600.0) -> tuple[
 
 def _failed(cause: str, kind: FailureKind = FailureKind.IMAGE_ERROR) -> SandboxFailed:
     return SandboxFailed(kind, cause)
+
+
+def list_images(dataset: Path, field: str) -> list[str]:
+    """Return the images that rows of a JSONL or Parquet file name, each once, in the order of the file.
+
+    Raises: ConfigError if the file cannot be read, or a row does not name an image.
+    """
+    found: dict[str, None] = {}
+    try:
+        for number, row in enumerate(_read_rows(dataset), start=1):
+            image = row.get(field) if isinstance(row, dict) else None
+            if not isinstance(image, str) or not image:
+                raise _bad_dataset(dataset, f"has no image in field {field!r} of row {number}")
+            found[image] = None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _bad_dataset(dataset, f"cannot be read ({error})") from error
+    return list(found)
+
+
+def shard_of(images: Sequence[str], shard: str) -> list[str]:
+    """Return a part of images, such as '2/8': the second of eight. Raises: ConfigError if it is none."""
+    first, _, second = shard.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+        raise ConfigError(f"shard {shard!r}", allowed="I/N with 1 <= I <= N", next_step="give it so, as 1/1")
+    # By the name and not by the place: a file that grows moves no image to another shard.
+    number, count = int(first) - 1, int(second)
+    return [one for one in images if int(_key_of(one), 16) % count == number]
+
+
+async def prebuild(
+    images: Sequence[str], store: Images, results: Path, *, num_at_once: int, say: Callable[[str], None]
+) -> int:
+    """Fetch images that have no result of success in a folder, which exists; return how many failed now."""
+    turn = asyncio.Semaphore(num_at_once)
+    ends = await asyncio.gather(*(_fetch(one, store, results, turn, say) for one in images))
+    return ends.count(False)
+
+
+async def _fetch(
+    image: str, store: Images, results: Path, turn: asyncio.Semaphore, say: Callable[[str], None]
+) -> bool:
+    place = results / f"{_key_of(image)}.json"
+    try:
+        has_succeeded = bool(json.loads(place.read_bytes()).get("image_id"))
+    except (OSError, ValueError, AttributeError):
+        has_succeeded = False
+    if has_succeeded:
+        say(f"{image}: done before")
+        return True
+    async with turn:
+        began = time.monotonic()
+        result: dict[str, Any] = {"image": image, "at": time.time()}
+        try:
+            result["image_id"] = await store.fetch(image, "IfNotPresent", lambda line: None)
+        except SandboxFailed as failure:
+            result |= {"error": failure.cause, "failure_kind": failure.kind.value}
+        result["seconds"] = time.monotonic() - began
+    write_bytes_atomically(place, json.dumps(result).encode())
+    say(f"{image}: {result.get('error', 'done')}")
+    return "error" not in result
+
+
+def _key_of(image: str) -> str:
+    return hashlib.sha256(image.encode()).hexdigest()[:16]
+
+
+def _read_rows(dataset: Path) -> Iterator[Any]:
+    if dataset.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(dataset).iter_batches():
+            yield from batch.to_pylist()
+        return
+    with dataset.open() as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _bad_dataset(dataset: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"data set {dataset} {what}",
+        allowed="a JSONL or Parquet file whose rows name an image",
+        next_step="name its field by --field",
+    )
