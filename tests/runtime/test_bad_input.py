@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from strop.errors import SandboxRefused
-from strop.runtime import node_options
+from strop.runtime import node as node_agent
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.held import as_failure
 from strop.runtime.planes import DataPlane
@@ -140,15 +140,15 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
     monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
-    monkeypatch.setattr(node_options, "BACKENDS", ("podman", "process"))
+    monkeypatch.setattr(node_agent, "BACKENDS", ("podman", "process"))
     said: list[str] = []
-    assert asyncio.run(node_options.find_backends((), said.append)) == ("process",)
+    assert asyncio.run(node_agent.find_backends((), said.append)) == ("process",)
     (line,) = said
     assert "no sandboxes by podman" in line
     assert "on a disk that machines share" in line
     assert f"nfs4, over the network, mounted at {tmp_path}" in line
     with pytest.raises(SandboxRefused) as caught:
-        asyncio.run(node_options.find_backends(("podman",), said.append))
+        asyncio.run(node_agent.find_backends(("podman",), said.append))
     assert caught.value.kind == "graph_root"
 
 

@@ -28,14 +28,14 @@ def ask(method: str, path: str, body: object = None, /, **query: str) -> Request
 
 def test_no_command_of_a_lost_sandbox_has_a_result() -> None:
     async def work(sandbox: ServedSandbox) -> None:
-        workspace = Workspace(sandbox, key="k", env={}, working_dir="/")
+        assert isinstance(sandbox, LocalSandbox)
+        workspace = Workspace(sandbox, key="k", env={}, working_dir="/", note_use=lambda: None)
         body = {"command": "echo on; sleep 60", "timeout": 60}
         begun = json.loads((await workspace.answer(ask("POST", "/api/bash/start_bash_command", body))).body)
         waiting = asyncio.create_task(workspace.answer(ask("POST", "/api/bash/execute_bash_command", body)))
         search = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"])
         while b"on" not in (await workspace.answer(search)).body:
             pass
-        assert isinstance(sandbox, LocalSandbox)
         os.kill(sandbox.supervisor_pid, signal.SIGKILL)
         after = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"], order__gt="0")
         asked = [
@@ -54,6 +54,6 @@ def test_no_command_of_a_lost_sandbox_has_a_result() -> None:
                 await one
             assert refused.value.status == 503
             assert "infra" in refused.value.detail
-        await workspace.commands.close()
+        await workspace.close("")
 
     in_sandbox("process", work)

@@ -12,8 +12,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind, NodeReply, State
 from strop.runtime.making import Maker, MakeSettings
-from strop.runtime.node import Node, NodeSettings
-from strop.runtime.node_options import NodeOptions, serve_node
+from strop.runtime.node import Node, NodeOptions, NodeSettings, serve_node
 from strop.runtime.planes import DataPlane
 from tests.fixtures.nodes import CAPACITY, Orders, on_node, order_of, workspace_at
 from tests.fixtures.sandboxes import needs_bubblewrap

@@ -168,7 +168,7 @@ def run_node(context: typer.Context, args: NodeArguments) -> None:
     import asyncio
     import os
 
-    from strop.runtime.node_options import NodeOptions, serve_node
+    from strop.runtime.node import NodeOptions, serve_node
     from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
 
     output: Output = context.obj

@@ -6,51 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import asdict
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
 from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
-from strop.runtime.planes import (
-    Plane,
-    SandboxFailed,
-    is_agent_server,
-    lost_as_failure,
-    probe_address,
-    wait_answering,
-)
+from strop.runtime.making import Made, NodeMaking
+from strop.runtime.planes import Plane, SandboxFailed, is_agent_server, lost_as_failure
 from strop.runtime.ports import PortRelay, Serve, Stream
 from strop.sandbox.local import LocalSandbox
 
 _log = logging.getLogger("strop.runtime.held")
 _LOG_CHARACTERS = 4000
 _COUNT_LIMIT_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """A sandbox and what serves its address."""
-
-    sandbox: LocalSandbox
-    plane: Plane
-
-
-class Making(Protocol):
-    """What a node does for a sandbox."""
-
-    async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
-        """Have the image here. Raises: SandboxFailed."""
-        ...
-
-    async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
-        """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
-        ...
+_PROBE_LIMIT_S = 5.0
 
 
 class HeldSandbox:
     """A sandbox and its address. `start` it once; `stop` gives everything back."""
 
-    def __init__(self, order: NodeOrder, making: Making, changed: Callable[[], None]) -> None:
+    def __init__(self, order: NodeOrder, making: NodeMaking, changed: Callable[[], None]) -> None:
         self.order = order
         self.state = State.IMAGE
         self._making = making
@@ -204,12 +178,28 @@ class HeldSandbox:
         self._set(State.READY)
 
     async def _prove(self, limit_s: float) -> None:
-        """Return when its address answers as clients will ask."""
-        relay = self._relay
-        assert relay is not None
+        """Return when its address answers as clients will ask. Raises: SandboxFailed if it takes too long."""
+        assert self._relay is not None
+        deadline = time.monotonic() + limit_s
+        wait_s = 0.02
+        told = "nothing"
         # Clients of other servers ask for /alive alone.
-        paths = ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",)
-        await wait_answering(lambda path: probe_address(relay.host, relay.port, path), paths, limit_s=limit_s)
+        for path in ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",):
+            while True:
+                try:
+                    status = await _probe(self._relay.host, self._relay.port, path)
+                    if 200 <= status < 300:
+                        break
+                    told = f"{status}"
+                except OSError as error:
+                    told = str(error) or type(error).__name__
+                if time.monotonic() > deadline:
+                    raise SandboxFailed(
+                        FailureKind.AGENT_ERROR,
+                        f"its server did not answer GET {path} in {limit_s:.0f} s; last: {told}",
+                    )
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.5)
 
     async def _end(self, state: State, *, failure: SandboxFailed | None = None, cause: str = "") -> None:
         if self.is_over:
@@ -252,6 +242,22 @@ class HeldSandbox:
     def _note_change(self) -> None:
         self._version += 1
         self._changed()
+
+
+async def _probe(host: str, port: int, path: str) -> int:
+    """Return the status that an address answers a GET with. Raises: OSError."""
+    try:
+        async with asyncio.timeout(_PROBE_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                head = f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n"
+                writer.write(head.encode())
+                line = await reader.readline()
+            finally:
+                writer.close()
+            return int(line.split()[1])
+    except (IndexError, ValueError) as error:
+        raise ConnectionError(f"no HTTP answer to GET {path}") from error
 
 
 async def _count_usage(sandbox: LocalSandbox) -> dict[str, float]:

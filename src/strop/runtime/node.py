@@ -16,16 +16,18 @@ import asyncio
 import logging
 import os
 import platform
+import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from strop.errors import SandboxError, given_of
+from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused, given_of
 from strop.hardware.identity import read_boot_id
 from strop.io.variables import user_cache_dir
 from strop.runtime.building import Builds
@@ -51,12 +53,15 @@ from strop.runtime.http_server import (
     json_answer,
     serve_connection,
 )
-from strop.runtime.making import MakeSettings
+from strop.runtime.making import MakeSettings, NodeMaking
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, engine_of
+from strop.runtime.service_dir import read_key
 from strop.runtime.snapshots import KeptSnapshots
-from strop.runtime.starting import NodeMaking
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+from strop.sandbox.allowlist import ALLOWED, parse_network
+from strop.sandbox.choose import BACKENDS
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.wire import SNAPSHOT_PATH
 
@@ -69,6 +74,7 @@ _SETTLE_S = 0.02
 """Changes that come together are told together."""
 _DRAIN_BEFORE_END_S = 120.0
 _STOPS_AT_ONCE = 32
+_NUM_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +173,12 @@ class Node:
         await self._builds.close()
         await self._making.close()
         await asyncio.to_thread(clear_abandoned)
-        with suppress(OSError):
-            await self._tell_last()
+        # How everything ended, if somebody listens.
+        self._is_draining = True
+        self._tell_all_at = 0.0
+        async with aclosing(HttpClient(max_connections=1)) as client:
+            with suppress(RequestFailed, ValueError, OSError):
+                await self._report(client, limit_s=1.0)
 
     # The controller.
 
@@ -230,7 +240,9 @@ class Node:
                 del self._held[told.runtime_id]
         for runtime_id in reply.to_stop:
             if (held := self._held.get(runtime_id)) is not None and not held.is_over:
-                self._stop_in_background(held, "the controller does not want it any more")
+                task = asyncio.create_task(self._stop(held, "the controller does not want it any more"))
+                self._stopping.add(task)
+                task.add_done_callback(self._stopping.discard)
         if reply.should_drain:
             self._is_draining = True
 
@@ -254,14 +266,6 @@ class Node:
                 **self._making.metrics(),
             },
         )
-
-    async def _tell_last(self) -> None:
-        """Tell how everything ended, if somebody listens."""
-        self._is_draining = True
-        self._tell_all_at = 0.0
-        async with aclosing(HttpClient(max_connections=1)) as client:
-            with suppress(RequestFailed, ValueError):
-                await self._report(client, limit_s=1.0)
 
     # Orders.
 
@@ -345,12 +349,109 @@ class Node:
             raise HttpError(404, f"there is no sandbox {runtime_id!r} here")
         return held
 
-    def _stop_in_background(self, held: HeldSandbox, cause: str) -> None:
-        task = asyncio.create_task(self._stop(held, cause))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
-
     async def _stop(self, held: HeldSandbox, cause: str) -> None:
         async with self._stop_turn:
             await held.stop(cause)
         self._counts["node_stops_total"] += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeOptions:
+    """Options of `strop runtime node`, as they are typed."""
+
+    controller: str
+    key_file: Path
+    host: str = "127.0.0.1"
+    backends: tuple[str, ...] = ()
+    """Empty: all that can make a sandbox here."""
+    data_plane: str = "auto"
+    network: str = "none"
+    warm: tuple[str, ...] = ()
+
+
+async def serve_node(options: NodeOptions, *, say: Callable[[str], None]) -> None:
+    """Run a node agent until SIGTERM or SIGINT, or until its controller is gone.
+
+    Raises: ConfigError for options that cannot be; SandboxRefused if no backend works here; CheckRefused if
+        the address cannot be listened on.
+    """
+    settings = await _read_options(options, say)
+    node = Node(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.end)
+    say(f"node {node.node_id} makes sandboxes by {', '.join(settings.make.backends)}")
+    await node.run()
+
+
+async def _read_options(options: NodeOptions, say: Callable[[str], None]) -> NodeSettings:
+    if options.data_plane not in list(DataPlane):
+        raise ConfigError(
+            f"data plane {options.data_plane!r}", allowed=", ".join(DataPlane), next_step="name one of them"
+        )
+    try:
+        parse_network(options.network)
+    except ValueError as error:
+        raise ConfigError(
+            f"network {options.network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
+        ) from error
+    if not options.controller.startswith("http://"):
+        raise ConfigError(
+            f"controller {options.controller!r}",
+            allowed="a URL as the controller says it, http://HOST:PORT",
+            next_step="give it with http:// and its port",
+        )
+    make = MakeSettings(
+        backends=await find_backends(options.backends, say),
+        network=options.network,
+        warm=_parse_warm(options.warm),
+    )
+    return NodeSettings(
+        controller=options.controller.rstrip("/"),
+        key=read_key(options.key_file),
+        make=make,
+        data_plane=DataPlane(options.data_plane),
+        host=options.host,
+    )
+
+
+async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the backends that make a sandbox here, those that have images first.
+
+    Each is tried by one real start.
+    Raises: SandboxRefused if a wanted one does not, or none at all; ConfigError for a name that there is not.
+    """
+    found, refusals = [], []
+    for name in wanted or BACKENDS:
+        try:
+            await _try_backend(name)
+            found.append(name)
+        except SandboxRefused as refusal:
+            if wanted:
+                raise
+            refusals.append(refusal)
+            say(f"no sandboxes by {name}: {given_of(refusal)}")
+    if not found:
+        raise refusals[0]
+    return tuple(found)
+
+
+async def _try_backend(name: str) -> None:
+    for num_left in reversed(range(_NUM_TRIES)):
+        try:
+            async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
+                return
+        except SandboxLost:
+            # Killed from outside, which says nothing of the backend.
+            if not num_left:
+                raise
+
+
+def _parse_warm(words: tuple[str, ...]) -> Mapping[str, int]:
+    warm = {}
+    for word in words:
+        image, _, number = word.rpartition("=")
+        if not image or not number.isdecimal():
+            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
+        warm[image] = int(number)
+    return warm

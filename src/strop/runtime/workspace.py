@@ -10,9 +10,11 @@ tools, settings, skills and sockets, for which the image's own agent server is n
 
 from __future__ import annotations
 
+import asyncio
+import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -21,16 +23,30 @@ from pydantic import BaseModel, Field
 
 from strop.errors import SandboxError, SandboxLost, given_of
 from strop.runtime.commands import MAX_PAGE, Command, Commands, join_outputs
-from strop.runtime.http_server import Answer, HttpError, Request, has_key, json_answer, one_part, read_form
-from strop.runtime.repository import Repository
-from strop.sandbox.contract import MIB, ExecKind, Sandbox
+from strop.runtime.http_server import (
+    Answer,
+    HttpError,
+    Request,
+    has_key,
+    json_answer,
+    one_part,
+    read_form,
+    serve_connection,
+)
+from strop.runtime.planes import SandboxFailed, lost_as_failure
+from strop.runtime.ports import Serve, Stream
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, Sandbox
+from strop.sandbox.local import LocalSandbox
 from strop.sandbox.wire import SANDBOX_KEY_HEADER
 
 SERVES_VERSION = "1.58.0"
 """The agent server whose routes these are."""
 MAX_FILE_BYTES = 256 * MIB
 """Largest file that is taken or given in one request: both sides hold it in memory."""
+_FORM_BYTES = 1 << 16
+"""What a form adds to the file in it."""
 _MAX_TIMEOUT_S = 24 * 3600
+_ID = re.compile(r"[0-9a-fA-F]{32}")
 _OPEN_PATHS = ("/", "/health", "/alive", "/ready", "/server_info")
 _STATUS = {
     "missing": 404,
@@ -40,6 +56,22 @@ _STATUS = {
     "too_large": 413,
     "no_space": 507,
 }
+
+_GIT_LIMIT_S = 120.0
+_MAX_DIFF_BYTES = MIB
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+_CHANGES = {"M": "UPDATED", "A": "ADDED", "D": "DELETED", "U": "UPDATED", "T": "UPDATED"}
+_DEFAULT_EXCLUDES = ("node_modules/", ".venv/", "venv/", "__pycache__/", "*.pyc", ".cache/", ".git/")
+# Prints the commit to compare with.
+_FIND_BASE = """
+git rev-parse --git-dir >/dev/null 2>&1 || exit 3
+git rev-parse --verify -q HEAD >/dev/null || { echo EMPTY; exit 0; }
+head=$(git rev-parse HEAD)
+for name in origin/HEAD origin/main origin/master; do
+  base=$(git merge-base HEAD "$name" 2>/dev/null) && [ "$base" != "$head" ] && { echo "$base"; exit 0; }
+done
+echo "$head"
+"""
 
 
 class _Order(BaseModel):
@@ -51,9 +83,19 @@ class _Order(BaseModel):
 class Workspace:
     """Answers the requests of one sandbox's clients."""
 
-    def __init__(self, sandbox: Sandbox, *, key: str, env: Mapping[str, str], working_dir: str) -> None:
-        self.commands = Commands(sandbox, env, working_dir)
+    def __init__(
+        self,
+        sandbox: LocalSandbox,
+        *,
+        key: str,
+        env: Mapping[str, str],
+        working_dir: str,
+        note_use: Callable[[], None],
+    ) -> None:
+        """`env` and `working_dir` are of its commands; `note_use` is called with each request."""
+        self._commands = Commands(sandbox, env, working_dir)
         self._sandbox = sandbox
+        self._note_use = note_use
         self._repository = Repository(sandbox)
         self._key = key
         self._began_at = time.monotonic()
@@ -71,13 +113,44 @@ class Workspace:
             ("GET", "/api/git/diff"): self._diff,
         }
 
-    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+    async def dial(self) -> Stream | Serve:
+        """Serve it here."""
+        return self._serve
+
+    async def wait_ended(self) -> SandboxFailed:
+        """Return when the sandbox is lost."""
+        return lost_as_failure(await self._sandbox.wait_lost())
+
+    def log_tail(self) -> str:
+        """Return nothing: no server runs inside."""
+        return ""
+
+    @property
+    def num_commands(self) -> int:
+        """Commands so far."""
+        return self._commands.num_started
+
+    @property
+    def first_command_at(self) -> float | None:
+        """Unix time of the first one."""
+        return self._commands.first_at
+
+    async def close(self, why: str) -> None:
+        """Stop waiting for commands."""
+        await self._commands.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        limit = MAX_FILE_BYTES + _FORM_BYTES
+        await serve_connection(reader, writer, self.answer, admit=self._admit, max_body_bytes=limit)
+
+    def _admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Refuse what comes without the key, before anything of its body is read. Raises: HttpError."""
         if path.startswith("/api/") and not has_key(headers, SANDBOX_KEY_HEADER, self._key):
             raise HttpError(401, "Unauthorized")
 
     async def answer(self, request: Request) -> Answer:
         """Answer one request. Raises: HttpError."""
+        self._note_use()
         if request.path in _OPEN_PATHS:
             if request.method != "GET":
                 raise HttpError(405, "Method Not Allowed")
@@ -133,7 +206,7 @@ class Workspace:
 
     def _begin(self, request: Request) -> Command:
         order = _Order.model_validate_json(request.body)
-        return self.commands.start(order.command, order.timeout, order.cwd)
+        return self._commands.start(order.command, order.timeout, order.cwd)
 
     async def _search(self, request: Request) -> Answer:
         command_id = request.one("command_id__eq").replace("-", "")
@@ -142,11 +215,11 @@ class Workspace:
         is_newest_first = request.one("sort_order") == "TIMESTAMP_DESC"
         if not 0 < limit <= MAX_PAGE:
             raise HttpError(422, f"limit={limit}, and a page has 1 to {MAX_PAGE} events")
-        command = self.commands.find(command_id)
+        command = self._commands.find(command_id)
         if command is not None and not is_newest_first:
-            await self.commands.wait_for_news(command, after_order)
+            await self._commands.wait_for_news(command, after_order)
             _require_result(command)
-        chosen = self.commands.list() if not command_id else [command] if command else []
+        chosen = self._commands.list() if not command_id else [command] if command else []
         kind = request.one("kind__eq")
         events = [event for one in chosen for event in ([] if command_id else [one.record]) + one.outputs]
         events = [
@@ -163,22 +236,22 @@ class Workspace:
         return json_answer({"items": rest[:limit], "next_page_id": next_page})
 
     async def _clear(self, request: Request) -> Answer:
-        return json_answer({"cleared_count": self.commands.clear()})
+        return json_answer({"cleared_count": self._commands.clear()})
 
     async def _answer_about_command(self, request: Request) -> Answer:
         """Answer `bash_commands/{id}/stop` and `bash_events/{id}`."""
         words = request.path.removeprefix("/api/bash/").split("/")
         match request.method, words:
             case "POST", ["bash_commands", command_id, "stop"]:
-                if not _is_id(command_id):
+                if not _ID.fullmatch(command_id.replace("-", "")):
                     raise HttpError(422, f"{command_id!r} is no id of a command")
-                command = self.commands.find(command_id.replace("-", ""))
+                command = self._commands.find(command_id.replace("-", ""))
                 if command is None:
                     raise HttpError(404, "Not Found")
-                await self.commands.stop(command)
+                await self._commands.stop(command)
                 return json_answer({"success": True})
             case "GET", ["bash_events", event_id]:
-                for one in self.commands.list():
+                for one in self._commands.list():
                     for event in (one.record, *one.outputs):
                         if event["id"] == event_id.replace("-", ""):
                             return json_answer(event)
@@ -271,6 +344,129 @@ def _absolute(request: Request) -> str:
     return path
 
 
-def _is_id(text: str) -> bool:
-    digits = text.replace("-", "")
-    return len(digits) == 32 and all(one in "0123456789abcdefABCDEF" for one in digits)
+class Repository:
+    """Asks git in one sandbox what a repository there has changed.
+
+    A change is one against the commit at which the current branch left the remote's default branch; without a
+    remote against the last commit, and without any commit against nothing, so that all is added.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def list_changes(self, path: str, ref: str = "") -> list[dict[str, str]]:
+        """Return what differs below a directory, by paths relative to it; nothing without a repository.
+
+        Raises: HttpError 400 for a reference that there is not.
+        """
+        base = await self._find_base(path, ref)
+        if base is None:
+            return []
+        told = await self._git(path, "diff", "--name-status", "--no-renames", "--relative", "-z", base)
+        words = told.stdout.decode(errors="surrogateescape").split("\0")[:-1]
+        changes = [
+            {"status": _CHANGES.get(status[:1], "UPDATED"), "path": name}
+            for status, name in zip(words[::2], words[1::2], strict=False)
+        ]
+        new = await self._git(path, "ls-files", "--others", "--exclude-standard", "-z")
+        names = new.stdout.decode(errors="surrogateescape").split("\0")[:-1]
+        changes += [{"status": "ADDED", "path": name} for name in names]
+        return sorted(changes, key=lambda one: one["path"])
+
+    async def diff(self, path: str, ref: str = "", commit: str = "") -> dict[str, str | None]:
+        """Return a file before and after, whole. Raises: HttpError 400 if it is too large or in neither."""
+        folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
+        base = await self._find_base(folder, f"{commit}^" if commit else ref)
+        if base is None:
+            return {"modified": None, "original": None}
+        original = await self._show(folder, f"{base}:./{name}")
+        if commit:
+            modified = await self._show(folder, f"{commit}:./{name}")
+        else:
+            told = await self._sandbox.exec(["cat", "--", path], wall_limit_s=_GIT_LIMIT_S)
+            modified = None if told.exit_code else _text_of(told)
+        if original is None and modified is None:
+            raise HttpError(400, f"File does not exist: {path}")
+        return {"modified": modified or "", "original": original or ""}
+
+    async def archive(
+        self, path: str, *, is_delta: bool, base_ref: str, excludes: Sequence[str], use_default_excludes: bool
+    ) -> tuple[bytes, dict[str, str]]:
+        """Return a directory as a patch or a gzip tar, and the headers that describe it.
+
+        Raises: HttpError 400 without a repository or with an unknown base; 413 if it is too large.
+        """
+        left_out = (*(_DEFAULT_EXCLUDES if use_default_excludes else ()), *excludes)
+        base = await self._find_base(path, base_ref) if is_delta or base_ref else None
+        if is_delta and base is None:
+            raise HttpError(400, f"{path} is in no git repository")
+        facts = {}
+        for header, words in (
+            ("X-Archive-Head-Commit", ("rev-parse", "--verify", "-q", "HEAD")),
+            ("X-Archive-Branch", ("rev-parse", "--abbrev-ref", "HEAD")),
+            ("X-Archive-Repo-Root", ("rev-parse", "--show-toplevel")),
+        ):
+            told = await self._run(["git", "-C", path, *words])
+            if told.exit_code == 0:
+                facts[header] = told.stdout.decode(errors="replace").strip()
+        if not is_delta:
+            flags = [f"--exclude={one.rstrip('/')}" for one in left_out]
+            made = await self._run(["tar", "-C", path, "-czf", "-", *flags, "."])
+        else:
+            assert base is not None
+            facts["X-Archive-Base-Ref"] = base_ref or "auto"
+            if base != _EMPTY_TREE:
+                facts["X-Archive-Base-Commit"] = base
+            pathspecs = [f":(exclude,glob)**/{one.rstrip('/')}" for one in left_out if not one.endswith("/")]
+            pathspecs += [f":(exclude,glob)**/{one}**" for one in left_out if one.endswith("/")]
+            script = (
+                "export GIT_INDEX_FILE=$(mktemp); trap 'rm -f \"$GIT_INDEX_FILE\"' EXIT; base=$1; shift;"
+                ' git read-tree "$base" && git add -A -- . "$@" >&2'
+                ' && git diff --binary --cached "$base" -- . "$@"'
+            )
+            made = await self._run(["/bin/sh", "-c", script, "sh", base, *pathspecs], cwd=path)
+        _require_exit(made)
+        if made.truncated:
+            raise HttpError(413, f"an archive of {made.stdout_total} bytes is more than one answer holds")
+        return made.stdout, facts
+
+    async def _find_base(self, folder: str, ref: str) -> str | None:
+        if ref:
+            told = await self._run(["git", "-C", folder, "rev-parse", "--git-dir"])
+            if told.exit_code:
+                return None
+            told = await self._run(["git", "-C", folder, "rev-parse", "--verify", "-q", f"{ref}^{{commit}}"])
+            if told.exit_code and (ref == "HEAD" or ref.endswith("^")):
+                return _EMPTY_TREE
+            if told.exit_code:
+                raise HttpError(400, f"{ref!r} is no commit of this repository")
+            return told.stdout.decode().strip()
+        told = await self._run(["/bin/sh", "-c", _FIND_BASE], cwd=folder)
+        if told.kind is not ExecKind.EXITED or told.exit_code:
+            return None
+        word = told.stdout.decode().strip()
+        return _EMPTY_TREE if word == "EMPTY" else word
+
+    async def _show(self, folder: str, name: str) -> str | None:
+        told = await self._run(["git", "-C", folder, "show", name])
+        return None if told.exit_code else _text_of(told)
+
+    async def _git(self, folder: str, *words: str) -> ExecResult:
+        return _require_exit(await self._run(["git", "-C", folder, "--no-pager", *words]))
+
+    async def _run(self, argv: Sequence[str], cwd: str | None = None) -> ExecResult:
+        # A directory that another user made is as good as one's own: there is one user here.
+        env = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+        return await self._sandbox.exec(argv, wall_limit_s=_GIT_LIMIT_S, env=env, cwd=cwd)
+
+
+def _require_exit(told: ExecResult) -> ExecResult:
+    if told.kind is not ExecKind.EXITED or told.exit_code:
+        raise HttpError(400, told.stderr.decode(errors="replace").strip() or f"git ended as {told.kind}")
+    return told
+
+
+def _text_of(told: ExecResult) -> str:
+    if told.stdout_total > _MAX_DIFF_BYTES:
+        raise HttpError(400, f"File too large for git diff: more than {_MAX_DIFF_BYTES} bytes")
+    return "\n".join(told.stdout.decode(errors="replace").splitlines())
