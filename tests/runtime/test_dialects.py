@@ -88,9 +88,9 @@ def test_b_lives_and_is_ready_only_once_alive_answers(tmp_path: Path) -> None:
 
 def test_b_builds_an_image_and_finds_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with service(tmp_path, registry_prefix="reg") as it:
+        async with service(tmp_path) as it:
             node = await it.add_node()
-            assert (await it.client.get("/registry_prefix")).json() == {"registry_prefix": "reg"}
+            assert (await it.client.get("/registry_prefix")).json() == {"registry_prefix": ""}
             there = {"image": "reg/runtime:latest"}
             assert (await it.client.get("/image_exists", params=there)).json() == {"exists": False}
             archive = archive_of(member("code/link", tarfile.SYMTYPE, "../Dockerfile"))
@@ -143,9 +143,9 @@ def test_a_build_context_that_would_do_harm_reaches_no_node(
             assert (await post_build(it.client, good, target_image="")).status_code == 422
             assert (await it.client.post("/build", data={"target_image": "a"})).status_code == 422
             assert (await it.client.post("/build", content=good)).status_code == 422
-            monkeypatch.setattr("strop.runtime.images.MAX_UNPACKED_BYTES", 3)
+            monkeypatch.setattr("strop.runtime.routes.MAX_UNPACKED_BYTES", 3)
             assert (await post_build(it.client, good)).status_code == 413
-            monkeypatch.setattr("strop.runtime.images.MAX_CONTEXT_BYTES", 10)
+            monkeypatch.setattr("strop.runtime.routes.MAX_CONTEXT_BYTES", 10)
             assert (await post_build(it.client, good)).status_code == 413
             monkeypatch.setattr("strop.runtime.routes.MAX_UPLOADS", 0)
             assert (await post_build(it.client, good)).status_code == 429
@@ -157,10 +157,9 @@ def test_a_build_context_that_would_do_harm_reaches_no_node(
 
 def test_c_lives_and_reads_lists_and_batches(tmp_path: Path) -> None:
     async def main() -> None:
-        warm = ({"name": "w", "image": "img:1", "command": ["a"], "environment": {}, "working_dir": "/"},)
-        async with service(tmp_path, warm_configs=warm) as it:
+        async with service(tmp_path) as it:
             await it.add_node()
-            assert (await it.client.get("/api/warm-runtime-configs")).json() == {"configs": list(warm)}
+            assert (await it.client.get("/api/warm-runtime-configs")).json() == {"configs": []}
             assert (await it.client.get("/list")).json() == {"runtimes": []}
             names = [start_body("c")["session_id"], "3mJr7AoUXx2Wqd0Zb1K9Tz"]
             for name in names:

@@ -71,10 +71,6 @@ class ControllerOptions:
     disable_auth: bool = False
     is_forced: bool = False
     """Whether to do without keys on an address that others can reach."""
-    registry_prefix: str = ""
-    """What clients put before the names of images that they build."""
-    warm_configs: tuple[dict[str, Any], ...] = ()
-    """Told at `/api/warm-runtime-configs`."""
     policy: Policy = field(default_factory=Policy)
 
 
@@ -160,12 +156,7 @@ async def _run(server: uvicorn.Server, listener: socket.socket, until: asyncio.E
 def _configure(
     sessions: Sessions, options: ControllerOptions, keys: KeyRing | None, node_keys: KeyRing
 ) -> uvicorn.Config:
-    routes = Routes(
-        sessions=sessions,
-        registry_prefix=options.registry_prefix,
-        warm_configs=options.warm_configs,
-        upload_dir=options.state_dir / "uploads",
-    )
+    routes = Routes(sessions=sessions, upload_dir=options.state_dir / "uploads")
     app = Starlette(routes=build_routes(routes))
     app.router.redirect_slashes = False
     add_error_answers(app)

@@ -29,7 +29,7 @@ class Registry:
         self.alive: dict[str, Session] = {}
         """By runtime id: those that have not ended."""
         self.counts: defaultdict[str, float] = defaultdict(float)
-        """Of what happened, by the names in `metrics`."""
+        """Of what happened; `routes` has the names."""
         self.on_end: Callable[[Session, bool], None] = lambda _session, _is_gone: None
         """Called once for each sandbox that ends, with whether its node has nothing of it any more."""
         self._tell = tell

@@ -1,8 +1,23 @@
-"""The controller's routes. Each reads a request, asks `Sessions`, and answers with records."""
+"""The controller's routes. Each reads a request, asks `Sessions`, and answers with records.
+
+Build contexts come as RemoteRuntime uploads them: base64 text of a gzip tar, in one part of a form. The
+archive is checked before a node gets it: a member that would land outside of where it is unpacked, or link
+there, is refused, and so is an archive that unpacks to far more than it is. Metrics are told in Prometheus'
+text format 0.0.4.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import base64
+import binascii
+import os
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +27,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from strop.runtime.contract import NodeReport
-from strop.runtime.http_server import HttpError
-from strop.runtime.images import open_build
-from strop.runtime.metrics import CONTENT_TYPE, render_metrics
+from strop.io.atomic import explain_write_failure
+from strop.runtime.contract import FailureKind, NodeReport, State
+from strop.runtime.http_server import HttpError, one_part, read_form
 from strop.runtime.nodes import Node, NodeFailed
+from strop.runtime.queue import RESOURCES
 from strop.runtime.session import Session
 from strop.runtime.sessions import Sessions
 from strop.runtime.web import read_body
@@ -25,9 +40,51 @@ from strop.runtime.wire import make_record, read_runtime_id, read_start
 MAX_REPORT_BYTES = 64 << 20
 """Of a node with thousands of sandboxes, the last lines of each."""
 MAX_UPLOADS = 2
+MAX_CONTEXT_BYTES = 128 << 20
+"""Of the form of a build, base64 and all. It is held in memory while it is read."""
+MAX_UNPACKED_BYTES = 16 << 30
+MAX_MEMBERS = 500_000
+UPLOAD_LIMIT_S = 120.0
 MAX_LEASE_S = 7 * 24 * 3600.0
 _OF_BUILD = "~"
 """Between a node's id and its own id of a build: both are in the id that clients have."""
+_CHUNK_BYTES = 1 << 20
+_PREFIX = "strop_runtime"
+_METRICS = {
+    "sandboxes": ("gauge", "Sandboxes that live, by state and node."),
+    "queue_length": ("gauge", "Sandboxes that wait for a slot."),
+    "queue_age_seconds": ("gauge", "Age of the one that has waited longest."),
+    "nodes": ("gauge", "Nodes that report, by whether they take new sandboxes."),
+    "node_capacity": ("gauge", "What a node has, by resource; processors times the promised factor."),
+    "node_used": ("gauge", "What of it is given out."),
+    "starts_total": ("counter", "Sandboxes that were asked for."),
+    "ready_total": ("counter", "Times that a sandbox became ready."),
+    "ready_after_seconds_sum": ("counter", "Seconds from request to first readiness, over all."),
+    "stops_total": ("counter", "Sandboxes that were stopped, by clients and limits."),
+    "expired_total": ("counter", "Those of them that a limit ended."),
+    "failures_total": ("counter", "Sandboxes that failed, by kind."),
+    "pauses_total": ("counter", "Sandboxes that were paused."),
+    "resumes_total": ("counter", "Sandboxes that were resumed."),
+    "orders_failed_total": ("counter", "Orders that a node did not take."),
+    "nodes_lost_total": ("counter", "Nodes that fell silent."),
+    "journal_syncs_total": ("counter", "Times that the journal was synced to its disk."),
+    "journal_lines_total": ("counter", "Lines that were written to it."),
+    "journal_errors_total": ("counter", "Lines that could not be written."),
+    "bugs_total": ("counter", "Mistakes of this program that its log has."),
+}
+_COUNTS = {
+    "starts_total": "starts",
+    "ready_total": f"entered_{State.READY}",
+    "ready_after_seconds_sum": "ready_after_s",
+    "stops_total": f"entered_{State.STOPPED}",
+    "expired_total": "expired",
+    "pauses_total": "pauses",
+    "resumes_total": "resumes",
+    "orders_failed_total": "orders_failed",
+    "nodes_lost_total": "nodes_lost",
+    "journal_errors_total": "journal_errors",
+    "bugs_total": "bugs",
+}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -45,8 +102,6 @@ class Routes:
     """All routes of one controller."""
 
     sessions: Sessions
-    registry_prefix: str
-    warm_configs: Sequence[dict[str, Any]]
     upload_dir: Path
     num_uploads: int = 0
 
@@ -110,12 +165,12 @@ class Routes:
         return JSONResponse({"renewed": renewed, "unknown": unknown})
 
     async def tell_registry_prefix(self, _request: Request) -> Response:
-        """Tell what to put before the names of images that are built."""
-        return JSONResponse({"registry_prefix": self.registry_prefix})
+        """Tell what to put before the names of images that are built: nothing, they stay at their node."""
+        return JSONResponse({"registry_prefix": ""})
 
     async def tell_warm_configs(self, _request: Request) -> Response:
-        """Tell which sandboxes start at once."""
-        return JSONResponse({"configs": list(self.warm_configs)})
+        """Tell of no kind of sandbox that it starts at once: which ones do, each node knows."""
+        return JSONResponse({"configs": []})
 
     async def image_exists(self, request: Request) -> Response:
         """Ask the nodes, one after the other, whether they have an image."""
@@ -168,7 +223,7 @@ class Routes:
 
     async def metrics(self, _request: Request) -> Response:
         """Tell what is counted."""
-        return Response(render_metrics(self.sessions), media_type=CONTENT_TYPE)
+        return Response(render_metrics(self.sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_nodes(self, _request: Request) -> Response:
         """Tell of the nodes."""
@@ -264,3 +319,134 @@ def _owner(request: Request) -> str:
 
 async def _runtime_id(request: Request) -> str:
     return read_runtime_id(await read_body(request))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildRequest:
+    """`POST /build`, understood."""
+
+    target: str
+    tags: tuple[str, ...]
+    archive: Path
+    """The gzip tar; there while the request is open."""
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield the archive."""
+        with self.archive.open("rb") as file:
+            while part := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+                yield part
+
+
+@asynccontextmanager
+async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildRequest]:
+    """Give what a client wants built; its archive is kept in `folder` until the end of the block.
+
+    Raises: HttpError: 408, 413, 422 for what cannot be built from; StoreError if it cannot be kept.
+    """
+    body = await read_body(request, max_bytes=MAX_CONTEXT_BYTES, limit_s=UPLOAD_LIMIT_S)
+    content_type = request.headers.get("content-type", "")
+    try:
+        build = await asyncio.to_thread(_keep_archive, folder, content_type, body)
+    except OSError as error:
+        raise explain_write_failure(error, folder) from error
+    del body
+    try:
+        await asyncio.to_thread(check_archive, build.archive)
+        yield build
+    finally:
+        build.archive.unlink(missing_ok=True)
+
+
+def check_archive(path: Path) -> None:
+    """Refuse an archive that cannot be unpacked without harm.
+
+    Raises: HttpError 422 for a broken one, members or links that lead outside, and devices; 413 for too much.
+    """
+    num_members = num_bytes = 0
+    try:
+        with tarfile.open(path, "r|gz") as archive:
+            for member in archive:
+                num_members += 1
+                num_bytes += member.size
+                if num_members > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
+                    raise HttpError(413, f"the archive has more than {MAX_MEMBERS} files or too many bytes")
+                _check_member(member, path.parent)
+    except (tarfile.TarError, OSError, EOFError, binascii.Error, ValueError) as error:
+        raise HttpError(422, f"the context is not a gzip tar that can be unpacked ({error})") from error
+
+
+def _check_member(member: tarfile.TarInfo, folder: Path) -> None:
+    if os.path.isabs(member.name) or ".." in Path(member.name).parts:
+        raise HttpError(422, f"member {member.name!r} of the archive leads outside of it")
+    try:
+        tarfile.data_filter(member, str(folder / "unpacked"))
+    except tarfile.FilterError as error:
+        raise HttpError(422, f"member {member.name!r} of the archive is refused: {error}") from error
+
+
+def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
+    """Write the archive of a form into a file. Raises: HttpError with 422; OSError."""
+    try:
+        parts = read_form(content_type, body)
+        text = one_part(parts, "context")
+        target = one_part(parts, "target_image").decode()
+        tags = tuple(part.data.decode() for part in parts if part.name == "tags" and part.data)
+        # As a text it may be cut into lines.
+        data = base64.b64decode(text.translate(None, b"\r\n \t"), validate=True)
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise HttpError(422, f"the context is not the base64 text of an archive ({error})") from error
+    if not target:
+        raise HttpError(422, "target_image is empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tar.gz")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    return BuildRequest(target=target, tags=tags, archive=Path(name))
+
+
+def render_metrics(sessions: Sessions) -> str:
+    """Return all metrics, those that nodes reported behind the controller's own."""
+    registry, placement = sessions.registry, sessions.placement
+    by_state = Counter((one.state.value, one.node_id) for one in registry.alive.values())
+    waiting = [one.begun for one in placement.admission]
+    age = time.monotonic() - min(waiting) if waiting else 0.0
+    is_open = Counter(str(node.is_open).lower() for node in placement.nodes.values())
+    rooms = placement.admission.rooms.values()
+    samples: dict[str, list[tuple[str, float]]] = {
+        "sandboxes": [(_labels(state=state, node=node), n) for (state, node), n in sorted(by_state.items())],
+        "queue_length": [("", len(placement.admission))],
+        "queue_age_seconds": [("", age)],
+        "nodes": [(_labels(open=word), is_open[word]) for word in ("true", "false")],
+        "node_capacity": [
+            (_labels(node=room.node_id, resource=name), room.has[name])
+            for room in rooms
+            for name in RESOURCES
+        ],
+        "node_used": [
+            (_labels(node=room.node_id, resource=name), room.used[name])
+            for room in rooms
+            for name in RESOURCES
+        ],
+        "failures_total": [
+            (_labels(kind=kind.value), registry.counts[f"failed_{kind.value}"]) for kind in FailureKind
+        ],
+        "journal_syncs_total": [("", registry.journal.num_syncs)],
+        "journal_lines_total": [("", registry.journal.num_written)],
+        **{name: [("", registry.counts[key])] for name, key in _COUNTS.items()},
+    }
+    lines = []
+    for name, (kind, text) in _METRICS.items():
+        lines += [f"# HELP {_PREFIX}_{name} {text}", f"# TYPE {_PREFIX}_{name} {kind}"]
+        lines += [f"{_PREFIX}_{name}{labels} {value:.10g}" for labels, value in samples[name]]
+    reported: dict[str, float] = {}
+    for node in placement.nodes.values():
+        reported.update(node.report.metrics)
+    lines += [f"{name} {value:.10g}" for name, value in sorted(reported.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(**values: str) -> str:
+    def escape(value: str) -> str:
+        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    return "{" + ",".join(f'{name}="{escape(value)}"' for name, value in values.items()) + "}"
