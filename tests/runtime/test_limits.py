@@ -198,26 +198,6 @@ def test_a_controller_that_stood_still_does_not_take_its_nodes_for_silent(tmp_pa
     asyncio.run(main())
 
 
-def test_a_node_agent_that_replaces_another_keeps_its_sandboxes(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with sessions_of(tmp_path) as sessions:
-            session = await begin(sessions)
-            make_ready(sessions, session)
-            old = sessions.placement.nodes["n"].report
-            told = old.sandboxes[0].model_copy(update={"version": 7})
-            sessions.placement.report(old.model_copy(update={"sandboxes": (told,)}))
-            # The new agent counts its changes anew.
-            kept = told.model_copy(update={"url": "http://127.0.0.1:10", "version": 1})
-            fresh = old.model_copy(update={"node_id": "m", "replaces": ("n",), "sandboxes": (kept,)})
-            assert sessions.placement.report(fresh).to_stop == ()
-            assert (session.node_id, session.state) == ("m", State.READY)
-            assert session.node_url == "http://127.0.0.1:10"
-            assert set(sessions.placement.nodes) == {"m"}
-            assert set(sessions.placement.admission.rooms["m"].taken) == {session.runtime_id}
-
-    asyncio.run(main())
-
-
 def test_a_report_of_what_changed_says_nothing_of_the_others(tmp_path: Path) -> None:
     async def main() -> None:
         async with sessions_of(tmp_path) as sessions:

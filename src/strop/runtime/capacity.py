@@ -27,8 +27,11 @@ def measure_capacity(environ: Mapping[str, str] | None = None) -> Slot:
 
     Raises: ConfigError if nothing is left of its memory.
     """
+    import psutil
+
     variables = os.environ if environ is None else environ
-    memory_bytes = _least(_read_total_memory(), read_cgroup_memory()[0], _read_job_memory(variables))
+    total_bytes = float(psutil.virtual_memory().total)
+    memory_bytes = _least(total_bytes, read_cgroup_memory()[0], _read_job_memory(variables))
     cpus = _least(
         float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read(variables, "SLURM_CPUS_ON_NODE")
     )
@@ -55,12 +58,6 @@ def find_end(environ: Mapping[str, str] | None = None) -> float | None:
     """Return the seconds until this job's time is up, None where nothing ends it."""
     end_at = _read(os.environ if environ is None else environ, "SLURM_JOB_END_TIME")
     return None if end_at is None else max(0.0, end_at - time.time())
-
-
-def _read_total_memory() -> float:
-    import psutil
-
-    return float(psutil.virtual_memory().total)
 
 
 def _read_job_memory(environ: Mapping[str, str]) -> float | None:

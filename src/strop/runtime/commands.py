@@ -237,7 +237,9 @@ class Commands:
                 result = end.result()
                 command.add(result.stdout, result.stderr, (result.stdout_omitted, result.stderr_omitted))
             else:
-                await _follow(command, job)
+                while (output := await job.read()) is not None:
+                    command.add(output.stdout, output.stderr, (output.stdout_omitted, output.stderr_omitted))
+                    command.has_news.set()
                 result = await end
                 if result.kind is ExecKind.NOT_STARTED:
                     # Why it was not is in no stream.
@@ -275,13 +277,6 @@ def join_outputs(command: Command) -> dict[str, Any]:
     stdout = "".join(one["stdout"] or "" for one in command.outputs)
     stderr = "".join(one["stderr"] or "" for one in command.outputs)
     return {**command.outputs[-1], "stdout": stdout or None, "stderr": stderr or None}
-
-
-async def _follow(command: Command, job: Job) -> None:
-    """Take a command's output as it comes."""
-    while (output := await job.read()) is not None:
-        command.add(output.stdout, output.stderr, (output.stdout_omitted, output.stderr_omitted))
-        command.has_news.set()
 
 
 def _explain(command: Command, result: ExecResult) -> str:

@@ -220,8 +220,7 @@ class SandboxReport(_Flow):
     version: int = 0
     """Grows with each change of its state at this node: by it, a report that was overtaken is known."""
     url: str = ""
-    """Its address at the node, where it has one: of sandboxes that a node has taken back it may be new to
-    the controller."""
+    """Its address at the node, where it has one: new to a controller that got no answer to its order."""
 
 
 class NodeReport(_Flow):
@@ -240,8 +239,6 @@ class NodeReport(_Flow):
     pid: int
     job_id: str = ""
     """The scheduler's, where the node agent runs in a job."""
-    replaces: tuple[str, ...] = ()
-    """Node ids of earlier starts whose sandboxes this one has taken back. They are gone from now on."""
     capacity: Slot
     snapshot_bytes: int = 0
     """What snapshots take of its disk beside its sandboxes."""

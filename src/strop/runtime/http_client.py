@@ -100,10 +100,6 @@ class HttpClient:
             for stream, _ in list(self._idle[place]):
                 self._expire(place, stream)
 
-    def _keep(self, place: _Place, stream: Stream) -> None:
-        timer = asyncio.get_running_loop().call_later(_MAX_IDLE_S, self._expire, place, stream)
-        self._idle[place].append((stream, timer))
-
     def _take_idle(self, place: _Place) -> Stream | None:
         while self._idle[place]:
             stream, timer = self._idle[place].pop()
@@ -144,7 +140,8 @@ class HttpClient:
             raise ConnectionError(f"no HTTP: {error}") from error
         finally:
             if is_kept and len(self._idle[place]) < _MAX_IDLE:
-                self._keep(place, stream)
+                timer = asyncio.get_running_loop().call_later(_MAX_IDLE_S, self._expire, place, stream)
+                self._idle[place].append((stream, timer))
             else:
                 stream[1].close()
         return reply

@@ -66,9 +66,13 @@ class Journal:
 
     async def put(self, key: str, content: dict[str, Any]) -> None:
         """Write what `key` is from now on; it is on disk when this returns. Raises: StoreError."""
-        line = _encode({"id": key, "content": content})
+        line = json.dumps({"id": key, "content": content}, separators=(",", ":")).encode() + b"\n"
         self._lines[key] = line
-        await self._append(line)
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((line, done))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush())
+        await done
 
     def forget(self, key: str) -> None:
         """Leave a key out when the file is next written anew. Until then a restart would find it again."""
@@ -80,13 +84,6 @@ class Journal:
             await self._flushing
         os.close(self._file)
         self._lock.release()
-
-    async def _append(self, line: bytes) -> None:
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((line, done))
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush())
-        await done
 
     async def _flush(self) -> None:
         # One turn of the loop, so that changes of one moment come into one write.
@@ -146,10 +143,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while left:
         left = left[os.write(descriptor, left) :]
     os.fsync(descriptor)
-
-
-def _encode(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
 def _replay(path: Path) -> tuple[dict[str, bytes], int]:

@@ -148,8 +148,6 @@ class Placement:
             for session in self._registry.alive.values():
                 if session.node_id == node_id:
                     self.admission.assign(session, node_id)
-        for old in report.replaces:
-            self._move(old, node_id)
         to_stop = [one.runtime_id for one in report.sandboxes if not self._take(one, node_id)]
         if report.has_all:
             there = {one.runtime_id for one in report.sandboxes if one.state not in ENDED}
@@ -210,27 +208,20 @@ class Placement:
             self._registry.tell_of(session, "order_failed", why=str(error))
             self._registry.counts["orders_failed"] += 1
             if session.is_alive and session.node_id == node_id and not session.node_url:
-                self._suspect(node_id)
-                self._wait_again(session)
+                if (node := self.nodes.get(node_id)) is not None:
+                    node.is_suspect = True
+                    self.admission.rooms[node_id].is_open = False
+                self.admission.release(session)
+                session.node_id = ""
+                self._registry.enter(session, State.QUEUED)
+                self.admission.add(session)
+                self.dispatch()
             return
         finally:
             self._placing.pop(session.runtime_id, None)
         session.node_url = answer.url
         if session.url:
             self._registry.keep(session)
-
-    def _suspect(self, node_id: str) -> None:
-        node = self.nodes.get(node_id)
-        if node is not None:
-            node.is_suspect = True
-            self.admission.rooms[node_id].is_open = False
-
-    def _wait_again(self, session: Session) -> None:
-        self.admission.release(session)
-        session.node_id = ""
-        self._registry.enter(session, State.QUEUED)
-        self.admission.add(session)
-        self.dispatch()
 
     def _leave(self, session: Session, is_gone: bool) -> None:
         """Follow the end of a sandbox: its port, its place in the queue, its slot."""
@@ -262,20 +253,6 @@ class Placement:
             return
         self.admission.release(session)
         self.dispatch()
-
-    def _move(self, old_id: str, new_id: str) -> None:
-        """Let a node agent take the place of an earlier one that it has the sandboxes of."""
-        for session in self._registry.alive.values():
-            if session.node_id == old_id:
-                session.node_id = new_id
-                # This one counts anew.
-                session.version = 0
-                self._registry.keep(session)
-        for session in self.admission.drop_room(old_id):
-            if session.is_alive:
-                self.admission.assign(session, new_id)
-        if self.nodes.pop(old_id, None) is not None:
-            self._registry.tell("node_replaced", node=old_id, by=new_id)
 
     def _take(self, one: SandboxReport, node_id: str) -> bool:
         """Take what a node says of one sandbox; return whether it may keep that."""

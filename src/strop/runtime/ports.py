@@ -72,11 +72,6 @@ class PortRelay:
         """`http://host:port`, without a path."""
         return f"http://{self.host}:{self.port}"
 
-    @property
-    def num_connections(self) -> int:
-        """Connections of clients that are open now."""
-        return len(self._tasks)
-
     def disconnect(self) -> None:
         """End all connections and keep the port. Who connects again is answered by `dial`."""
         for writer in self._open:

@@ -117,11 +117,8 @@ class Registry:
         self._tell({"at": time.time(), "event": event, **facts})
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something beside; what goes wrong with it is logged."""
-        return self.follow(asyncio.create_task(work))
-
-    def follow(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-        """Have a task end with this, and what goes wrong with it logged."""
+        """Do something in the background, until `close` at the latest; what goes wrong with it is logged."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
         return task

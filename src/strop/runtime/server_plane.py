@@ -18,7 +18,7 @@ from strop.runtime.contract import INSIDE_PORT, FailureKind, NodeOrder, StartReq
 from strop.runtime.openhands import OPENHANDS
 from strop.runtime.planes import SandboxFailed, lost_as_failure
 from strop.runtime.ports import CHUNK_BYTES, Serve, Stream
-from strop.sandbox.contract import ExecKind, ExecResult, Mount
+from strop.sandbox.contract import ExecKind, Mount
 from strop.sandbox.following import Job
 from strop.sandbox.local import LocalSandbox
 
@@ -49,7 +49,9 @@ class ServerPlane:
         port = INSIDE_PORT
         if sandbox.isolation.network == "host":
             # It shares the node's ports with all others.
-            port = _find_free_port()
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
             argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
         full = {**server_environment(order, sandbox.scratch), **env}
         cwd = await find_working_dir(sandbox, order.request)
@@ -72,7 +74,15 @@ class ServerPlane:
             return lost_as_failure(lost.kind)
         with suppress(SandboxLost):
             await self._reading
-        return _as_failure(result, self.log_tail())
+        if result.kind is ExecKind.OOM:
+            kind, cause = FailureKind.TASK_OOM, "its server was killed for memory"
+        elif result.kind is ExecKind.NOT_STARTED:
+            kind = FailureKind.IMAGE_ERROR
+            cause = f"its command cannot be started: {result.stderr.decode(errors='replace').strip()}"
+        else:
+            how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
+            kind, cause = FailureKind.AGENT_ERROR, f"its server ended with {how} ({result.kind.value})"
+        return SandboxFailed(kind, cause, exit_code=result.exit_code, log_tail=self.log_tail())
 
     def log_tail(self) -> str:
         """Return its last lines, both streams as they came."""
@@ -162,21 +172,3 @@ def injected_argv(request: StartRequest, where: Callable[[str], str]) -> tuple[l
 def _base_of(python: Path) -> Path:
     """Return the installation that a virtual environment's interpreter is of."""
     return python.resolve().parent.parent
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _as_failure(result: ExecResult, log_tail: str) -> SandboxFailed:
-    if result.kind is ExecKind.OOM:
-        kind, cause = FailureKind.TASK_OOM, "its server was killed for memory"
-    elif result.kind is ExecKind.NOT_STARTED:
-        kind = FailureKind.IMAGE_ERROR
-        cause = f"its command cannot be started: {result.stderr.decode(errors='replace').strip()}"
-    else:
-        how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
-        kind, cause = FailureKind.AGENT_ERROR, f"its server ended with {how} ({result.kind.value})"
-    return SandboxFailed(kind, cause, exit_code=result.exit_code, log_tail=log_tail)

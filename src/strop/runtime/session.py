@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from strop.hardware.identity import read_boot_id
@@ -19,11 +18,6 @@ _JOURNALED = (
     *("runtime_id", "session_id", "owner", "key", "started_at", "url", "port", "node_id", "node_url"),
     *("cause", "exit_code", "log_tail", "events", "isolation", "timeline", "usage", "lease_s"),
 )
-
-
-@cache
-def _own_boot_id() -> str:
-    return read_boot_id()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -131,7 +125,7 @@ class Session:
             "request": self.request.model_dump(mode="json", exclude_defaults=True),
             "slot": self.slot.model_dump(),
             "begun": self.begun,
-            "boot_id": _own_boot_id(),
+            "boot_id": read_boot_id(),
         }
 
     @classmethod
@@ -144,7 +138,7 @@ class Session:
         """
         now = time.monotonic()
         kind = line["failure_kind"]
-        is_same_boot = line.get("boot_id") and line["boot_id"] == _own_boot_id()
+        is_same_boot = line.get("boot_id") and line["boot_id"] == read_boot_id()
         age_s = now - line["begun"] if is_same_boot else time.time() - line["started_at"]
         session = cls(
             **{name: line[name] for name in _JOURNALED},

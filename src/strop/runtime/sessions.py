@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -80,13 +80,14 @@ class Sessions:
             self.registry.end(found, State.STOPPED, cause="it could not be resumed and was started anew")
         if len(self.registry.alive) >= self.policy.max_alive:
             raise HttpError(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
+        plain, terms = self.policy.slot, request.sandbox
         session = Session(
             runtime_id=uuid.uuid4().hex,
             session_id=request.session_id,
             owner=owner,
             key=new_key(),
             request=request,
-            slot=self._slot_of(request),
+            slot=plain.times(request.resource_factor) if terms is None else terms.slot(plain),
             timeline={"queued": time.time()},
         )
         self.registry.add(session)
@@ -103,11 +104,6 @@ class Sessions:
                 self.registry.end(session, State.FAILED, FailureKind.INFRA_LOST, "no address could be held")
                 session.announced.set()
         return session
-
-    def _slot_of(self, request: StartRequest) -> Slot:
-        plain = self.policy.slot
-        terms = request.sandbox
-        return plain.times(request.resource_factor) if terms is None else terms.slot(plain)
 
     def find(self, owner: str, session_id: str) -> Session:
         """Return the newest sandbox of a session id. Raises: HttpError with 404."""
@@ -219,7 +215,7 @@ class Sessions:
         if not session.url:
             raise HttpError(503, session.cause)
         if session.state is State.PAUSED:
-            self.registry.spawn(self._resume_beside(session))
+            self.registry.spawn(_ignore_refusal(self._resume(session)))
         return session
 
     def _find_never(self, session: Session) -> _Ending | None:
@@ -247,7 +243,7 @@ class Sessions:
         if done:
             task.result()
             return
-        self.registry.follow(asyncio.create_task(_outlast(task)))
+        self.registry.spawn(_ignore_refusal(task))
         if is_waited_for:
             raise HttpError(503, f"it takes longer than {OPERATION_WAIT_S:g} s; ask again")
 
@@ -278,10 +274,6 @@ class Sessions:
             session.has_failed_to_resume = False
             self._take(session, report, report.state)
             self.registry.counts["resumes"] += 1
-
-    async def _resume_beside(self, session: Session) -> None:
-        with suppress(HttpError):
-            await self._resume(session)
 
     async def _operate(self, session: Session, verb: str) -> SandboxReport:
         try:
@@ -329,7 +321,7 @@ class Sessions:
         return ""
 
 
-async def _outlast(task: asyncio.Task[None]) -> None:
-    """Wait for an operation whose client waits no more; that it was refused concerns nobody."""
+async def _ignore_refusal(work: Awaitable[None]) -> None:
+    """Do what no client waits for; that it is refused concerns nobody."""
     with suppress(HttpError):
-        await task
+        await work

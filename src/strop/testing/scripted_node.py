@@ -88,7 +88,6 @@ class ScriptedNode:
     capacity: Slot
     script: Script = field(default_factory=Script)
     node_id: str = field(default_factory=lambda: f"scripted-{uuid.uuid4().hex[:8]}")
-    replaces: tuple[str, ...] = ()
     sandboxes: dict[str, Scripted] = field(default_factory=dict)
     builds: dict[str, tuple[str, tuple[str, ...], bytes]] = field(default_factory=dict)
     """By id: target, tags and archive."""
@@ -176,7 +175,6 @@ class ScriptedNode:
             url=self.url,
             boot_id="scripted",
             pid=os.getpid(),
-            replaces=self.replaces,
             capacity=self.capacity,
             backends=("scripted",),
             is_draining=self.script.is_draining,

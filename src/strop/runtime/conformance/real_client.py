@@ -65,7 +65,10 @@ class Watch:
             yield told
         finally:
             with self._lock, contextlib.suppress(ValueError):
-                self.calls.append((*_words_of(name), told["status"], time.monotonic() - began))
+                method, path = name.split(" ", 1)
+                known = ("/sessions", "/api/bash", "/api/file", "/api/git")
+                path = next((one for one in known if path.startswith(one)), path)
+                self.calls.append((method, path, told["status"], time.monotonic() - began))
                 found = json.loads(told["content"] or b"null")
                 if isinstance(found, dict) and "runtime_id" in found:
                     self.records.append(found)
@@ -77,12 +80,6 @@ class Watch:
             if found[-1:] != [f"{method} {path}"]:
                 found.append(f"{method} {path}")
         return found
-
-
-def _words_of(name: str) -> tuple[str, str]:
-    method, path = name.split(" ", 1)
-    known = ("/sessions", "/api/bash", "/api/file", "/api/git")
-    return method, next((one for one in known if path.startswith(one)), path)
 
 
 _watches = [Watch()]
