@@ -1,4 +1,4 @@
-"""Who serves sandboxes to many: a controller that clients ask, and an agent on each node that has them.
+"""Sandboxes as a service: a controller that clients ask, and an agent on each node that makes them.
 
 Clients are OpenHands' own, unchanged. The controller answers from memory and writes a journal; a node holds
 each sandbox's address, relays to what listens inside, and cleans up. It runs on one machine, as a job or as a

@@ -1,4 +1,4 @@
-"""Builds of images from contexts that clients send: one for each content, whoever asks, on whichever node.
+"""Builds of images from contexts that clients send: one for each content, for all clients and nodes.
 
 The key is a hash of the context. What was built lies as an archive in a folder that nodes may share, beside
 its result; a node that lacks the image loads it from there. While one builds, it holds a lock file that names

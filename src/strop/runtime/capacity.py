@@ -1,7 +1,7 @@
-"""What a node has to give: the limits of its allocation, less what the node agent needs itself.
+"""The capacity of a node: the limits of its allocation, less what the node agent needs itself.
 
-The tightest of the machine, this process's control groups and what Slurm says of the job counts. Disk is what
-sandboxes keep their files in: memory (their writable layers are file systems in memory), so it counts once.
+The tightest limit counts: of the machine, of this process's control groups, and of the job, as Slurm has it.
+Disk is memory too, because the writable layers of sandboxes are file systems in memory; it counts once.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Commands:
             if command.is_stopped:
                 await job.stop()
             end = asyncio.ensure_future(job.wait())
-            # Read by nobody if the sandbox ends first.
+            # Not read if the sandbox ends first; asyncio must not log it.
             end.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait({end}, timeout=_QUICK_S)
             if end.done():

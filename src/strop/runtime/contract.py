@@ -53,7 +53,7 @@ class State(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Why a sandbox failed, for whoever decides about its reward. None of these is a reward of 0."""
+    """Why a sandbox failed, for the code that decides about its reward. None of these is a reward of 0."""
 
     IMAGE_ERROR = "image_error"
     """Missing, denied, of another architecture, or nothing in it can be started."""

@@ -135,7 +135,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to whoever runs it."""
+    """A server that leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -219,13 +219,13 @@ class EventLog(RotatingFileHandler):
         self._lines.append(json.dumps(facts))
 
     def write_out(self) -> None:
-        """Write what was told."""
+        """Write the lines that wait."""
         if self._lines:
             self.emit(logging.makeLogRecord({"msg": "\n".join(self._lines)}))
             self._lines.clear()
 
     def close(self) -> None:
-        """Write what was told, and close the file."""
+        """Write the lines that wait, and close the file."""
         self.write_out()
         super().close()
 
@@ -295,7 +295,7 @@ async def _serve_until_signal(options: ControllerOptions, place: ServiceDir | No
             key = "" if options.disable_auth else read_key(place.keys_path)
             place.announce(Endpoint(url=serving.url, key=key), node_key=read_key(place.node_keys_path))
 
-    # What was imported never becomes garbage, and many starts at once make much that is not either.
+    # Imported modules never become garbage, and many starts at once allocate much that lives on.
     gc.freeze()
     gc.set_threshold(50_000)
     await serve(options, tell, until)

@@ -1,4 +1,4 @@
-"""Small HTTP/1.1 answers over a connection that somebody else has accepted, and the forms in requests.
+"""A small HTTP/1.1 server for a connection that is accepted elsewhere, and a reader of forms.
 
 A sandbox's address belongs to a relay, which decides for each connection who serves it; a web framework
 wants the listening socket for itself. Heads are read by h11, answers are written in one piece, keep-alive

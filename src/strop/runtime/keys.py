@@ -52,7 +52,7 @@ class KeyRing:
 
     @property
     def newest(self) -> str:
-        """The key of the last line, for who sends it."""
+        """The key of the last line, to send."""
         return self._keys[-1].key
 
     def owner_of(self, given: str) -> str | None:

@@ -54,7 +54,7 @@ class MakeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What two sandboxes have in common if one can be had for the other."""
+    """What is equal in two sandboxes that can be exchanged for each other."""
 
     backend: str
     image: str | None
@@ -181,7 +181,7 @@ class Maker:
 
     @property
     def num_spare(self) -> int:
-        """Sandboxes that wait for somebody."""
+        """Sandboxes that are ready and not yet given out."""
         return sum(map(len, self._spare.values()))
 
     async def _fill(self, kind: Kind, wanted: int) -> None:
@@ -224,7 +224,7 @@ class Made:
 
 
 class NodeMaking:
-    """What a node does to start a sandbox: the image, the sandbox, and who serves its address."""
+    """Starts sandboxes on a node: fetches the image, makes the sandbox, and has its address served."""
 
     def __init__(
         self, settings: MakeSettings, policy: DataPlane, images: Images, snapshots: KeptSnapshots

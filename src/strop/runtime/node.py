@@ -71,7 +71,7 @@ _MAX_ORDER_BYTES = 512 << 20
 _BACKLOG = 256
 _REPORT_LIMIT_S = 5.0
 _SETTLE_S = 0.02
-"""Changes that come together are told together."""
+"""Changes within this time share a report."""
 _DRAIN_BEFORE_END_S = 120.0
 _STOPS_AT_ONCE = 32
 _NUM_TRIES = 3
@@ -216,7 +216,7 @@ class Node:
         has_all = sent >= tell_all_at
         report = self._describe(self._held if has_all else self._changed, has_all=has_all)
         self._changed = set()
-        # Whether a report that is not answered was read nobody knows.
+        # A report without an answer may or may not have been read.
         self._tell_all_at = 0.0
         answer = await client.ask(
             "POST",
@@ -235,7 +235,7 @@ class Node:
         self._tell_all_at = sent + HEARTBEAT_S if has_all else tell_all_at
         for told in report.sandboxes:
             held = self._held.get(told.runtime_id)
-            # Told and answered: nobody needs to hear of it again.
+            # Reported and answered: its end need not be reported again.
             if held is not None and told.state == held.state and held.is_over:
                 del self._held[told.runtime_id]
         for runtime_id in reply.to_stop:

@@ -154,7 +154,7 @@ class OwnerPlane:
                         await self._sandbox.stop()
                         return
                     self._take(header, body)
-                # Who does not read its answers is not heard either.
+                # An owner that does not read its answers is not read from either.
                 await writer.drain()
         except CorruptRecord as error:
             _log.warning("an owner is cut off: %s", error)
@@ -258,7 +258,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    # Infinity is one; what is no number is not.
+    # Infinity is allowed; NaN is not.
     return type(value) in (int, float) and value >= 0
 
 

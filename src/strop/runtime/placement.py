@@ -272,7 +272,7 @@ class Placement:
         session.take(one)
         session.used = max(session.used, time.monotonic() - one.last_used_s)
         if has_ended:
-            # Nobody here asked for its end, so a stop was the node's own: its time was over.
+            # The controller did not ask for its end, so a stop was the node's own: its time was over.
             own = FailureKind.AGENT_ERROR if one.state is State.FAILED else FailureKind.INFRA_LOST
             self._registry.end(session, State.FAILED, one.failure_kind or own, one.cause, is_gone=True)
             return True

@@ -29,7 +29,7 @@ class DataPlane(StrEnum):
 
 
 class SandboxFailed(Exception):
-    """A sandbox will not serve, or serves no more, and whose fault that is."""
+    """A sandbox does not start, or has ended by itself; `kind` says whose fault that is."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Plane(Protocol):
     """Serves the address of one sandbox."""
 
     async def dial(self) -> Stream | Serve:
-        """Say who serves the next connection. Raises: OSError if nobody does now."""
+        """Return what serves the next connection. Raises: OSError if nothing does now."""
         ...
 
     async def wait_ended(self) -> SandboxFailed:
@@ -74,7 +74,7 @@ class Plane(Protocol):
         ...
 
     async def close(self, why: str) -> None:
-        """Stop serving; whoever is connected may be told why."""
+        """Stop serving; connected clients may be told why."""
         ...
 
 

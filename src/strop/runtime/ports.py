@@ -17,7 +17,7 @@ from contextlib import suppress
 from strop.errors import CheckRefused
 
 CHUNK_BYTES = 64 << 10
-"""Held of one direction of one connection; who writes more waits."""
+"""Buffered per direction of a connection; beyond it, the writer waits."""
 _DIAL_LIMIT_S = 10.0
 _REFUSE_LIMIT_S = 5.0
 _BACKLOG = 256
@@ -73,7 +73,7 @@ class PortRelay:
         return f"http://{self.host}:{self.port}"
 
     def disconnect(self) -> None:
-        """End all connections and keep the port. Who connects again is answered by `dial`."""
+        """End all connections and keep the port; new ones go where `dial` says."""
         for writer in self._open:
             writer.transport.abort()
 

@@ -103,7 +103,7 @@ class Images:
             task.add_done_callback(lambda _: self._pulls.pop(image, None))
         else:
             say(f"waits for the pull of {image}")
-        # Who stops waiting does not stop it for the others.
+        # A caller that is cancelled must not end the pull for the others.
         await asyncio.shield(task)
 
     async def _pull(self, image: str, say: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ class Images:
                 say(f"the registry puts {image} off; next try in {pause_s:.1f} s")
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
-        # Who has asked for it is not to blame, nor is the image: the next node may have it.
+        # Neither the client nor the image is to blame: the next node may have it.
         cause = f"image {image} cannot be pulled, {self._max_tries} times: {why}"
         raise _failed(cause, FailureKind.INFRA_LOST)
 

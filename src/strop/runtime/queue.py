@@ -1,11 +1,11 @@
-"""Who gets the next slot, and on which node.
+"""The scheduler: which request gets the next slot, and on which node (fair shares, best fit).
 
-A node has room for so much of each thing; processors alone may be promised more than once, by a stated
-factor. The owner who has the smallest share of all that there is comes next, with the request that it made
-first. A request that fits nowhere now lets others pass, but not for longer than `PATIENCE_S`: then one node
-is kept for it. Among nodes with room, the one that is left with the least takes a request; before them, those
-that end too soon are left out, if there is another. A request that begins with a snapshot fits on the
-node that has it alone, and lets its owner's others pass.
+A node has room for so much of each resource; only processors are overcommitted, by a stated factor. The owner
+with the smallest dominant share comes next, with its oldest request. A request that fits nowhere now lets
+others pass, but not for longer than `PATIENCE_S`: then one node is kept free for it. Of the nodes with room,
+the one that is left with the least takes a request; nodes that end too soon are left out while there is
+another. A request that begins with a snapshot fits only on the node that has the snapshot, and lets its
+owner's other requests pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Room:
         return all(wanted[name] <= self.has[name] - self.used[name] + _ROUNDING for name in RESOURCES)
 
     def could_fit(self, wanted: Amounts) -> bool:
-        """Whether that much would be free if nobody were here."""
+        """Whether that much would be free on the empty node."""
         return all(wanted[name] <= self.has[name] + _ROUNDING for name in RESOURCES)
 
     def free_share(self, wanted: Amounts | None = None) -> float:

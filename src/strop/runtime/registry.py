@@ -1,4 +1,4 @@
-"""All sandboxes that the controller knows, and each change of one: journaled, counted and told."""
+"""All sandboxes that the controller knows. Each change of one is journaled, counted and logged."""
 
 from __future__ import annotations
 

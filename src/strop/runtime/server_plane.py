@@ -37,7 +37,7 @@ class ServerPlane:
         self._port = port
         self._log = b""
         self._end = asyncio.create_task(job.wait())
-        # Asked for by whoever waits for the end, or by nobody.
+        # The error is raised where the end is waited for; if it is not, asyncio must not log it.
         self._end.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._reading = asyncio.create_task(self._read_log(job))
 

@@ -99,7 +99,7 @@ class Sessions:
             if never is not None:
                 self.registry.end(session, *never)
         finally:
-            # Where that failed, nobody was told an address; whoever waits for it is told the failure.
+            # Where that failed, no client has an address, and those that wait for one get the failure.
             if not session.announced.is_set():
                 self.registry.end(session, State.FAILED, FailureKind.INFRA_LOST, "no address could be held")
                 session.announced.set()
@@ -189,7 +189,7 @@ class Sessions:
         return min(age_left, session.renewed + session.lease_s - now)
 
     def tick(self) -> None:
-        """End what is over, lose what is silent, forget what ended long ago. Called every second."""
+        """End sandboxes at their limits, give up silent nodes, forget old ends. Called every second."""
         self.placement.lose_silent()
         now = time.monotonic()
         for session in list(self.registry.alive.values()):
@@ -322,6 +322,6 @@ class Sessions:
 
 
 async def _ignore_refusal(work: Awaitable[None]) -> None:
-    """Do what no client waits for; that it is refused concerns nobody."""
+    """Do what no client waits for, and ignore that it is refused."""
     with suppress(HttpError):
         await work

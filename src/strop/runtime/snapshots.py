@@ -22,7 +22,7 @@ from strop.sandbox.local_snapshot import LocalSnapshot
 from strop.sandbox.wire import PROTOCOL, SANDBOX_KEY_HEADER, keep_alive
 
 MAX_SNAPSHOTS = 256
-"""Open at once on one node, whoever has them."""
+"""Open at once on one node, of all owners."""
 _OWNER_LIMIT_S = 60.0
 """For the owner to come, once its snapshot is there."""
 

@@ -150,7 +150,7 @@ def ask(method: str, path: str, body: Any = None) -> httpx.Response:
 
 
 def require_gone(url: str) -> None:
-    """Wait until nobody listens at a stopped sandbox's address."""
+    """Wait until nothing listens at a stopped sandbox's address."""
     for _ in range(100):
         try:
             httpx.get(f"{url}/health", timeout=2.0)
