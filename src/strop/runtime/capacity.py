@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from strop.errors import ConfigError
@@ -22,19 +21,16 @@ RESERVED_FRAC = 0.1
 RESERVED_PROCESSES = 512
 
 
-def measure_capacity(environ: Mapping[str, str] | None = None) -> Slot:
+def measure_capacity() -> Slot:
     """Return what sandboxes on this machine may use together.
 
     Raises: ConfigError if nothing is left of its memory.
     """
     import psutil
 
-    variables = os.environ if environ is None else environ
     total_bytes = float(psutil.virtual_memory().total)
-    memory_bytes = _least(total_bytes, read_cgroup_memory()[0], _read_job_memory(variables))
-    cpus = _least(
-        float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read(variables, "SLURM_CPUS_ON_NODE")
-    )
+    memory_bytes = _least(total_bytes, read_cgroup_memory()[0], _read_job_memory())
+    cpus = _least(float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read("SLURM_CPUS_ON_NODE"))
     processes = _least(_read_file("/proc/sys/kernel/pid_max"), _read_file("/proc/sys/kernel/threads-max"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() and soft != resource.RLIM_INFINITY:
@@ -54,24 +50,24 @@ def measure_capacity(environ: Mapping[str, str] | None = None) -> Slot:
     )
 
 
-def find_end(environ: Mapping[str, str] | None = None) -> float | None:
+def find_end() -> float | None:
     """Return the seconds until this job's time is up, None where nothing ends it."""
-    end_at = _read(os.environ if environ is None else environ, "SLURM_JOB_END_TIME")
+    end_at = _read("SLURM_JOB_END_TIME")
     return None if end_at is None else max(0.0, end_at - time.time())
 
 
-def _read_job_memory(environ: Mapping[str, str]) -> float | None:
+def _read_job_memory() -> float | None:
     """Return the bytes of this job on this node; Slurm counts in MiB, and 0 is all."""
-    whole = _read(environ, "SLURM_MEM_PER_NODE")
+    whole = _read("SLURM_MEM_PER_NODE")
     if whole:
         return whole * (1 << 20)
-    each, cpus = _read(environ, "SLURM_MEM_PER_CPU"), _read(environ, "SLURM_CPUS_ON_NODE")
+    each, cpus = _read("SLURM_MEM_PER_CPU"), _read("SLURM_CPUS_ON_NODE")
     return each * cpus * (1 << 20) if each and cpus else None
 
 
-def _read(environ: Mapping[str, str], name: str) -> float | None:
+def _read(name: str) -> float | None:
     try:
-        return float(environ.get(name, ""))
+        return float(os.environ.get(name, ""))
     except ValueError:
         return None
 

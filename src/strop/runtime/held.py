@@ -19,6 +19,9 @@ _log = logging.getLogger("strop.runtime.held")
 _LOG_CHARACTERS = 4000
 _COUNT_LIMIT_S = 2.0
 _PROBE_LIMIT_S = 5.0
+_START_LIMIT_S = 300.0
+"""For a server inside to answer. OpenHands' own needs 10 s of processor time; 120 s were too few beside
+twenty other processes on two cores."""
 
 
 class HeldSandbox:
@@ -42,10 +45,10 @@ class HeldSandbox:
         self._version = 0
         self._turn = asyncio.Lock()
 
-    async def start(self, host: str, *, start_limit_s: float) -> None:
+    async def start(self, host: str) -> None:
         """Hold the address, and begin. Raises: CheckRefused if the address cannot be listened on."""
         self._relay = await PortRelay.listen(self._dial, host=host)
-        self._life = asyncio.create_task(self._live(start_limit_s))
+        self._life = asyncio.create_task(self._live())
 
     @property
     def url(self) -> str:
@@ -114,7 +117,7 @@ class HeldSandbox:
                 self._set(State.READY)
                 raise
 
-    async def resume(self, *, start_limit_s: float) -> None:
+    async def resume(self) -> None:
         """Let it go on. No-op if it runs. Raises: SandboxError if it is neither paused nor runs."""
         async with self._turn:
             if self.state in (State.READY, State.RESUMING, State.STARTING):
@@ -125,7 +128,7 @@ class HeldSandbox:
             self._set(State.RESUMING)
             await self._made.sandbox.resume()
             try:
-                await self._prove(start_limit_s)
+                await self._prove()
             except SandboxFailed as failure:
                 await self._end(State.FAILED, failure=failure)
                 raise SandboxError(failure.cause, kind="infra") from failure
@@ -141,9 +144,9 @@ class HeldSandbox:
 
     # Its life.
 
-    async def _live(self, start_limit_s: float) -> None:
+    async def _live(self) -> None:
         try:
-            await self._begin(start_limit_s)
+            await self._begin()
             assert self._made is not None
             failure = await self._made.plane.wait_ended()
         except SandboxFailed as error:
@@ -152,7 +155,7 @@ class HeldSandbox:
             failure = as_failure(error)
         await self._end(State.FAILED, failure=failure)
 
-    async def _begin(self, start_limit_s: float) -> None:
+    async def _begin(self) -> None:
         self._say("image")
         await self._making.fetch_image(self.order, self._say)
         self._timeline["image"] = time.time()
@@ -161,7 +164,7 @@ class HeldSandbox:
         self._isolation = asdict(self._made.sandbox.isolation)
         self._timeline["started"] = time.time()
         self._note_change()
-        serving = asyncio.create_task(self._prove(start_limit_s))
+        serving = asyncio.create_task(self._prove())
         ending = asyncio.create_task(self._made.plane.wait_ended())
         try:
             await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,10 +180,10 @@ class HeldSandbox:
         self._say("ready")
         self._set(State.READY)
 
-    async def _prove(self, limit_s: float) -> None:
+    async def _prove(self) -> None:
         """Return when its address answers as clients will ask. Raises: SandboxFailed if it takes too long."""
         assert self._relay is not None
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + _START_LIMIT_S
         wait_s = 0.02
         told = "nothing"
         # Clients of other servers ask for /alive alone.
@@ -196,7 +199,7 @@ class HeldSandbox:
                 if time.monotonic() > deadline:
                     raise SandboxFailed(
                         FailureKind.AGENT_ERROR,
-                        f"its server did not answer GET {path} in {limit_s:.0f} s; last: {told}",
+                        f"its server did not answer GET {path} in {_START_LIMIT_S:.0f} s; last: {told}",
                     )
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, 0.5)

@@ -92,9 +92,6 @@ class NodeSettings:
     capacity: Slot | None = None
     """None: what `measure_capacity` finds."""
     silence_limit_s: float = 60.0
-    start_limit_s: float = 300.0
-    """For a server inside a sandbox to answer. OpenHands' own needs 10 s of processor time; 120 s were
-    too few beside twenty other processes on two cores."""
 
 
 class Node:
@@ -326,7 +323,7 @@ class Node:
             held = HeldSandbox(order, self._making, partial(self._note_change, order.runtime_id))
             self._held[order.runtime_id] = held
             self._counts["node_orders_total"] += 1
-            await held.start(self._settings.host, start_limit_s=self._settings.start_limit_s)
+            await held.start(self._settings.host)
         return NodeAnswer(url=held.url)
 
     async def _change(self, held: HeldSandbox, what: str) -> SandboxReport:
@@ -334,7 +331,7 @@ class Node:
             if what == "pause":
                 await held.pause()
             else:
-                await held.resume(start_limit_s=self._settings.start_limit_s)
+                await held.resume()
         except SandboxError as error:
             raise HttpError(409 if error.kind == "state" else 500, given_of(error)) from error
         return held.report()

@@ -276,28 +276,17 @@ class Placement:
             own = FailureKind.AGENT_ERROR if one.state is State.FAILED else FailureKind.INFRA_LOST
             self._registry.end(session, State.FAILED, one.failure_kind or own, one.cause, is_gone=True)
             return True
-        if one.url and one.url != session.node_url and not self._take_address(session, one.url):
-            return False
-        self._take_state(session, one.state)
+        if one.url and one.url != session.node_url:
+            # The answer to its order was lost.
+            session.node_url = one.url
+            self._registry.keep(session)
+        # While it is paused or resumed, the answer to that has its state.
+        if not session.operating.locked():
+            if one.state is State.READY and session.port and not session.is_probed:
+                self._registry.spawn(self._probe(session))
+            else:
+                self._registry.enter(session, one.state)
         return True
-
-    def _take_address(self, session: Session, url: str) -> bool:
-        if session.url and not session.port:
-            cause = f"its node holds {url} and no longer {session.url}"
-            self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, cause)
-            return False
-        session.node_url = url
-        self._registry.keep(session)
-        return True
-
-    def _take_state(self, session: Session, state: State) -> None:
-        if session.operating.locked():
-            # What a pause or a resume made of it is in its answer.
-            return
-        if state is State.READY and session.port and not session.is_probed:
-            self._registry.spawn(self._probe(session))
-        else:
-            self._registry.enter(session, State.IMAGE if state is State.QUEUED else state)
 
     async def _probe(self, session: Session) -> None:
         """Believe that a sandbox is ready once it answered through the address that clients have."""

@@ -36,7 +36,6 @@ class ServeOptions:
 
     folder: ServiceDir
     has_controller: bool = True
-    has_node: bool = True
     controller_words: tuple[str, ...] = ()
     """Further arguments of `python -m strop.runtime.controller`."""
     node_words: tuple[str, ...] = ()
@@ -104,9 +103,8 @@ async def serve(
             folder.retire()
             controller = ("strop.runtime.controller", "--announce", "--state-dir", str(folder.path))
             kept.append(_Kept("controller", (*controller, *options.controller_words), folder, say))
-        if options.has_node:
-            node = ("strop.cli", "runtime", "node", "--dir", str(folder.path))
-            kept.append(_Kept("node", (*node, *options.node_words), folder, say))
+        node = ("strop.cli", "runtime", "node", "--dir", str(folder.path))
+        kept.append(_Kept("node", (*node, *options.node_words), folder, say))
 
         def check() -> None:
             _look_at(kept)

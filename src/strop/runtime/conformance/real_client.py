@@ -117,7 +117,7 @@ def build(**changes: Any) -> APIRemoteWorkspace:
         "server_image": _ORDER["image"],
         "session_id": f"conformance-{uuid.uuid4().hex[:12]}",
         "working_dir": "/tmp",
-        "image_pull_policy": _ORDER["pull_policy"],
+        "image_pull_policy": "IfNotPresent",
         "init_timeout": 60.0,
         "startup_wait_timeout": _ORDER["start_limit_s"],
         **changes,
@@ -302,7 +302,7 @@ def _fast_start_is_cheap() -> None:
 
 
 def _missing_image() -> None:
-    image = _ORDER["missing_image"]
+    image = "localhost/there-is-no-such-image:1"
     said = _error_of("image_error", server_image=image, image_pull_policy="Never")
     check(image in said, f"the error does not name the image: {said}")
 

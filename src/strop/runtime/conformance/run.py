@@ -63,8 +63,6 @@ class ConformanceOptions:
     """What a server is asked with."""
 
     image: str = "host"
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    missing_image: str = "localhost/there-is-no-such-image:1"
     extra: Mapping[str, str] = field(default_factory=dict)
     """What single cases need, by `EXTRAS`."""
     many: int = 64
@@ -144,8 +142,6 @@ def run_real_client(
         "url": url.rstrip("/"),
         "key": key,
         "image": options.image,
-        "pull_policy": options.pull_policy,
-        "missing_image": options.missing_image,
         "extra": dict(options.extra),
         "many": options.many,
         "start_limit_s": options.start_limit_s,
