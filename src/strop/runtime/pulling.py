@@ -62,13 +62,12 @@ class Images:
         Raises: SandboxFailed of kind image_error; infra_lost where no registry answered, or the disk is full.
         """
         found = await self.find(image)
-        if found is None or policy == "Always":
-            if found is not None and is_offline():
-                say(f"offline: {image} is used as it is here")
-            else:
-                self._refuse_pull(image, policy)
-                await self._pull_once(image, say)
-                found = await self.find(image)
+        if found is not None and policy == "Always" and is_offline():
+            say(f"offline: {image} is used as it is here")
+        elif found is None or policy == "Always":
+            self._refuse_pull(image, policy)
+            await self._pull_once(image, say)
+            found = await self.find(image)
         if found is None:
             raise _failed(f"image {image} is not here after its pull")
         image_id, architecture = found
