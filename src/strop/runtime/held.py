@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
 from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
-from strop.runtime.making import Made, NodeMaking
+from strop.runtime.making import Made, Starter
 from strop.runtime.planes import Plane, SandboxFailed, is_agent_server, lost_as_failure
 from strop.runtime.ports import PortRelay, Serve, Stream
 from strop.sandbox.local import LocalSandbox
@@ -27,10 +27,10 @@ twenty other processes on two cores."""
 class HeldSandbox:
     """A sandbox and its address. `start` it once; `stop` gives everything back."""
 
-    def __init__(self, order: NodeOrder, making: NodeMaking, changed: Callable[[], None]) -> None:
+    def __init__(self, order: NodeOrder, starter: Starter, changed: Callable[[], None]) -> None:
         self.order = order
         self.state = State.IMAGE
-        self._making = making
+        self._starter = starter
         self._changed = changed
         self._relay: PortRelay | None = None
         self._made: Made | None = None
@@ -157,10 +157,10 @@ class HeldSandbox:
 
     async def _begin(self) -> None:
         self._say("image")
-        await self._making.fetch_image(self.order, self._say)
+        await self._starter.fetch_image(self.order, self._say)
         self._timeline["image"] = time.time()
         self._set(State.STARTING)
-        self._made = await self._making.make(self.order, self._note_use, self._say)
+        self._made = await self._starter.make(self.order, self._note_use)
         self._isolation = asdict(self._made.sandbox.isolation)
         self._timeline["started"] = time.time()
         self._note_change()

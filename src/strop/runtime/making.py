@@ -139,10 +139,6 @@ class Maker:
             )
         return fitting
 
-    def count_warm(self, image: str) -> int:
-        """Return how many sandboxes of an image are kept ready."""
-        return self._settings.warm.get(image, 0)
-
     async def make(
         self, kind: Kind, num_warm: int = 0, snapshot: LocalSnapshot | None = None
     ) -> LocalSandbox:
@@ -154,16 +150,13 @@ class Maker:
         """
         if snapshot is not None:
             return await self._make_new(kind, snapshot)
-        spare = self._spare.get(kind)
-        made: LocalSandbox | None = None
-        while spare and made is None:
+        while spare := self._spare.get(kind):
             made = spare.pop()
-            if made.is_lost:
-                made = None
-        if made is None:
-            made = await self._make_new(kind)
+            if not made.is_lost:
+                self.num_warm += 1
+                break
         else:
-            self.num_warm += 1
+            made = await self._make_new(kind)
         if num_warm and kind not in self._filling:
             task = asyncio.create_task(self._fill(kind, num_warm))
             self._filling[kind] = task
@@ -223,13 +216,14 @@ class Made:
     plane: Plane
 
 
-class NodeMaking:
+class Starter:
     """Starts sandboxes on a node: fetches the image, makes the sandbox, and has its address served."""
 
     def __init__(
         self, settings: MakeSettings, policy: DataPlane, images: Images, snapshots: KeptSnapshots
     ) -> None:
         self._maker = Maker(settings)
+        self._warm = settings.warm
         self._images = images
         self._snapshots = snapshots
         self._ids: dict[str, str] = {}
@@ -247,7 +241,7 @@ class NodeMaking:
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
-    async def make(self, order: NodeOrder, note_use: Callable[[], None], say: Callable[[str], None]) -> Made:
+    async def make(self, order: NodeOrder, note_use: Callable[[], None]) -> Made:
         """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
         is_owners = order.request.sandbox is not None
         if self._policy is DataPlane.OWN and not is_owners and not is_agent_server(order.request):
@@ -260,7 +254,7 @@ class NodeMaking:
         snapshot = self._find_snapshot(order)
         kind = await self._maker.kind_of(order, mounts, snapshot)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
-        sandbox = await self._maker.make(kind, self._maker.count_warm(order.request.image), snapshot)
+        sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0), snapshot)
         try:
             plane = await self._serve(order, sandbox, note_use)
         except (SandboxFailed, SandboxError):

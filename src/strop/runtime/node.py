@@ -53,7 +53,7 @@ from strop.runtime.http_server import (
     json_answer,
     serve_connection,
 )
-from strop.runtime.making import MakeSettings, NodeMaking
+from strop.runtime.making import MakeSettings, Starter
 from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, engine_of
@@ -88,7 +88,6 @@ class NodeSettings:
     data_plane: DataPlane = DataPlane.AUTO
     host: str = "127.0.0.1"
     """The one address of this machine on which the agent and all sandboxes listen."""
-    port: int = 0
     capacity: Slot | None = None
     """None: what `measure_capacity` finds."""
     silence_limit_s: float = 60.0
@@ -106,7 +105,7 @@ class Node:
         self._builds = Builds(user_cache_dir() / "runtime" / "builds", engine)
         self._news = asyncio.Event()
         self._snapshots = KeptSnapshots(self.node_id, self._count_free_disk, self._news.set)
-        self._making = NodeMaking(settings.make, settings.data_plane, self._images, self._snapshots)
+        self._starter = Starter(settings.make, settings.data_plane, self._images, self._snapshots)
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._changed: set[str] = set()
@@ -130,7 +129,7 @@ class Node:
         """
         for line in await asyncio.to_thread(clear_abandoned):
             _log.warning("an agent that was killed had left: %s", line)
-        listener = hold_listener(self._settings.host, self._settings.port, backlog=_BACKLOG)
+        listener = hold_listener(self._settings.host, 0, backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
         self._url = self._snapshots.url = f"http://{host}:{port}"
         server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
@@ -168,7 +167,7 @@ class Node:
         await asyncio.gather(*self._stopping, return_exceptions=True)
         self._snapshots.close()
         await self._builds.close()
-        await self._making.close()
+        await self._starter.close()
         await asyncio.to_thread(clear_abandoned)
         # How everything ended, if somebody listens.
         self._is_draining = True
@@ -260,7 +259,7 @@ class Node:
             has_all=has_all,
             metrics={
                 **{name: float(count) for name, count in self._counts.items()},
-                **self._making.metrics(),
+                **self._starter.metrics(),
             },
         )
 
@@ -320,7 +319,7 @@ class Node:
         if held is None:
             if self._is_draining or self._ending.is_set():
                 raise HttpError(503, "this node takes nothing new: it ends soon")
-            held = HeldSandbox(order, self._making, partial(self._note_change, order.runtime_id))
+            held = HeldSandbox(order, self._starter, partial(self._note_change, order.runtime_id))
             self._held[order.runtime_id] = held
             self._counts["node_orders_total"] += 1
             await held.start(self._settings.host)
