@@ -113,7 +113,7 @@ async def serve_connection(
         while True:
             request: Request | None = None
             try:
-                request = await _read_request(protocol, (reader, writer), admit, max_body_bytes)
+                request = await _read_request(protocol, reader, writer, admit, max_body_bytes)
                 if request is None:
                     return
                 answer = await _ask(handler, request)
@@ -159,14 +159,14 @@ async def _ask(handler: Handler, request: Request) -> Answer | Upgrade:
 
 async def _read_request(
     protocol: Any,
-    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
     admit: Admit,
     max_body_bytes: int,
 ) -> Request | None:
     """Return the next request, None at the end of the connection."""
     import h11
 
-    reader, writer = connection
     path, query, headers = "", "", dict[str, str]()
     head: h11.Request | None = None
     parts: list[bytes] = []

@@ -106,10 +106,8 @@ async def serve(
         node = ("strop.cli", "runtime", "node", "--dir", str(folder.path))
         kept.append(_Kept("node", (*node, *options.node_words), folder, say))
 
-        def check() -> None:
-            _look_at(kept)
-
-        ready = asyncio.create_task(folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=check))
+        looking = folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=lambda: _look_at(kept))
+        ready = asyncio.create_task(looking)
         told = asyncio.create_task(is_told.wait())
         await asyncio.wait({ready, told}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

@@ -48,7 +48,11 @@ class ServiceDir:
         withdraw(self.path, (RUNTIME, _NODES))
 
     async def wait_for(
-        self, find: Callable[[], Endpoint | None], *, limit_s: float, check: Callable[[], None] = lambda: None
+        self,
+        find: Callable[[], Endpoint | None],
+        *,
+        limit_s: float,
+        check: Callable[[], object] = lambda: None,
     ) -> Endpoint:
         """Wait for an address: `find` is `find` or `find_for_nodes`, and `check` may raise meanwhile.
 
