@@ -1,20 +1,34 @@
-"""Runs the matrix and collects its results."""
+"""Runs the matrix and collects its results.
+
+Cases 1 to 18 are run by `real_client.py` in its environment. Cases 19 to 25 are here: a plain client sends
+what those clients send that cannot be installed beside the real one. Bodies and orders of calls are those of
+openhands-ai before 1.11 (`RemoteRuntime`) and of 1.11.0 (`RemoteSandboxService`).
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
+import re
 import subprocess
+import tarfile
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from strop.errors import ConfigError, StropError
-from strop.runtime.conformance.replay import REPLAYS, Asking, NotRunHere
 from strop.runtime.openhands import OPENHANDS
 from strop.store.python_environment import ensure_environment
+
+if TYPE_CHECKING:
+    import httpx
 
 CASES: Mapping[int, str] = {
     1: "a fresh start, used and stopped",
@@ -56,6 +70,21 @@ _BEGIN = (
 _SHOWN_CHARACTERS = 2000
 # Tokens and prices are not looked up in the network, and servers on this machine are asked directly.
 _CLIENT_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": ""}
+_AGENT = ["/usr/local/bin/openhands-agent-server", "--port", "60000"]
+_ADDRESS = re.compile(r"^https?://[^/]+:[0-9]+$")
+_POLL_S = 0.2
+_WORDS = frozenset(
+    {
+        ("starting", "pending"),
+        ("starting", "running"),
+        ("running", "ready"),
+        ("paused", "not found"),
+        ("stopped", "not found"),
+        ("error", "failed"),
+        ("error", "unknown"),
+        ("error", "crashloopbackoff"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +215,6 @@ def _read(line: bytes) -> CaseResult | None:
 
 
 def _replay(number: int, asking: Asking) -> CaseResult:
-    import time
-
     import httpx
 
     began = time.monotonic()
@@ -200,3 +227,248 @@ def _replay(number: int, asking: Asking) -> CaseResult:
     except (AssertionError, StropError, httpx.HTTPError, LookupError, ValueError) as error:
         status, detail = "failed", f"{type(error).__name__}: {error}"
     return CaseResult(number=number, status=status, detail=detail, seconds=time.monotonic() - began)
+
+
+class NotRunHere(Exception):
+    """A case needs something that was not given."""
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """A plain client, and all records that it was answered."""
+
+    url: str
+    key: str = field(repr=False)
+    options: ConformanceOptions
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
+        """Ask the control plane."""
+        import httpx
+
+        headers = {"X-API-Key": self.key} if self.key else {}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=60.0) as client:
+            answer = client.request(method, path, **given)
+        if answer.headers.get("content-type", "").startswith("application/json"):
+            found = answer.json()
+            if isinstance(found, dict) and "runtime_id" in found:
+                self.records.append(found)
+        return answer
+
+    def record(self, method: str, path: str, **given: Any) -> dict[str, Any]:
+        """Ask, and return the record of the answer."""
+        answer = self.ask(method, path, **given)
+        require(answer.status_code == 200, f"{method} {path}: {answer.status_code} {answer.text[:200]}")
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def start(self, **changes: Any) -> dict[str, Any]:
+        """Start a sandbox as RemoteSandboxService does."""
+        body = {
+            "image": self.options.image,
+            "command": _AGENT,
+            "working_dir": "/workspace",
+            "environment": {"WORKER_1": "12000", "WORKER_2": "12001"},
+            "session_id": f"conformance-{uuid.uuid4().hex[:12]}",
+            "resource_factor": 1,
+            "run_as_user": 10001,
+            "run_as_group": 10001,
+            "fs_group": 10001,
+            **changes,
+        }
+        given = {name: one for name, one in body.items() if one is not None}
+        return self.record("POST", "/start", json=given)
+
+    def wait(self, path: str, name: str, word: str) -> dict[str, Any]:
+        """Poll a record until a field says a word."""
+        deadline = time.monotonic() + self.options.start_limit_s
+        while True:
+            found = self.record("GET", path)
+            if found[name] == word:
+                return found
+            ended = found["pod_status"] in ("failed", "unknown", "crashloopbackoff")
+            require(not ended and time.monotonic() < deadline, f"{name} is {found[name]}, not {word}")
+            time.sleep(_POLL_S)
+
+    @contextmanager
+    def sandbox(self, **changes: Any) -> Iterator[dict[str, Any]]:
+        """Start a sandbox, wait until it is ready, and stop it at the end."""
+        started = self.start(**changes)
+        try:
+            yield self.wait(f"/sessions/{started['session_id']}", "pod_status", "ready")
+        finally:
+            self.ask("POST", "/stop", json={"runtime_id": started["runtime_id"]})
+
+    def run(self, record: Mapping[str, Any], command: str) -> httpx.Response:
+        """Run a command in a sandbox."""
+        import httpx
+
+        body = {"command": command, "timeout": 30}
+        headers = {"X-Session-API-Key": record["session_api_key"]}
+        url = f"{record['url']}/api/bash/execute_bash_command"
+        return httpx.post(url, json=body, headers=headers, timeout=60.0)
+
+
+def require(holds: object, said: str) -> None:
+    """Fail a case."""
+    if not holds:
+        raise AssertionError(said)
+
+
+def see_addresses(asking: Asking) -> None:
+    """Case 19."""
+    with asking.sandbox():
+        pass
+    for record in asking.records:
+        require(_ADDRESS.match(record["url"]), f"url {record['url']}")
+
+
+def take_all_bodies(asking: Asking) -> None:
+    """Case 20."""
+    for changes in (
+        {"command": " ".join(_AGENT), "resource_factor": None},
+        {"command": _AGENT, "resource_factor": 2, "runtime_class": "sysbox-runc"},
+        {"command": _AGENT, "a_field_of_tomorrow": {"a": [1]}, "image_pull_policy": "IfNotPresent"},
+    ):
+        with asking.sandbox(**changes) as record:
+            said = asking.run(record, "echo up").json()
+            require(said["stdout"] == "up\n" and said["exit_code"] == 0, f"{changes}: {said}")
+
+
+def follow_remote_runtime(asking: Asking) -> None:
+    """Case 21."""
+    import httpx
+
+    session = f"conformance-{uuid.uuid4().hex[:12]}"
+    unknown = asking.ask("GET", f"/sessions/{session}")
+    require(unknown.status_code == 404, f"an unknown session: {unknown.status_code}")
+    prefix = asking.record("GET", "/registry_prefix")
+    require(isinstance(prefix["registry_prefix"], str), f"{prefix}")
+    body = {
+        "image": asking.options.image,
+        "command": _AGENT,
+        "working_dir": "/openhands/code/",
+        "environment": {"DEBUG": "false"},
+        "session_id": session,
+        "resource_factor": 1,
+    }
+    started = asking.record("POST", "/start", json=body)
+    runtime_id = started["runtime_id"]
+    try:
+        ready = asking.wait(f"/runtime/{runtime_id}", "pod_status", "ready")
+        require(ready["runtime_id"] == runtime_id, f"{ready['runtime_id']} and not {runtime_id}")
+        alive = httpx.get(f"{ready['url']}/alive", timeout=5.0)
+        require(alive.status_code == 200, f"ready, and /alive answers {alive.status_code}")
+    finally:
+        stopped = asking.record("POST", "/stop", json={"runtime_id": runtime_id})
+    require(stopped["status"] == "stopped", f"after the stop it is {stopped['status']}")
+    lost = asking.ask("GET", "/runtime/made-up")
+    require(lost.status_code == 404, f"an unknown runtime: {lost.status_code}")
+
+
+def build_an_image(asking: Asking) -> None:
+    """Case 22."""
+    base = asking.options.extra.get("base_image")
+    if not base:
+        raise NotRunHere("needs --with base_image=...")
+    word = uuid.uuid4().hex[:12]
+    recipe = f"FROM {base}\nCOPY word /built-word\n".encode()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, data in (("Dockerfile", recipe), ("word", word.encode())):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    target = f"localhost/strop-conformance:{word}"
+    times = []
+    for _ in range(2):
+        began = time.monotonic()
+        file = ("context.tar.gz", base64.b64encode(packed.getvalue()))
+        form = {"target_image": target, "tags": [target, f"localhost/strop-conformance:{word}-b"]}
+        answer = asking.ask("POST", "/build", files={"context": file}, data=form)
+        require(answer.status_code == 200, f"/build: {answer.status_code} {answer.text[:200]}")
+        _wait_built(asking, answer.json()["build_id"])
+        times.append(time.monotonic() - began)
+    found = asking.record("GET", "/image_exists", params={"image": target})
+    require(found["exists"] and {"upload_time", "image_size_bytes"} <= found["image"].keys(), f"{found}")
+    none = asking.record("GET", "/image_exists", params={"image": f"{target}-none"})
+    require(none["exists"] is False, f"{none}")
+    with asking.sandbox(image=target, image_pull_policy="Never") as record:
+        said = asking.run(record, "cat /built-word").json()
+        require(said["stdout"] == word, f"the built image says {said['stdout']!r}")
+    require(
+        times[1] < max(1.0, times[0]), f"the second build took {times[1]:.1f} s, the first {times[0]:.1f} s"
+    )
+
+
+def _wait_built(asking: Asking, build_id: str) -> None:
+    deadline = time.monotonic() + asking.options.start_limit_s
+    while True:
+        found = asking.record("GET", "/build_status", params={"build_id": build_id})
+        if found["status"] == "SUCCESS":
+            return
+        is_over = found["status"] in ("FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED")
+        require(not is_over and time.monotonic() < deadline, f"the build is {found}")
+        time.sleep(_POLL_S)
+
+
+def pause_the_data_plane(asking: Asking) -> None:
+    """Case 23."""
+    with asking.sandbox() as record:
+        asking.record("POST", "/pause", json={"runtime_id": record["runtime_id"]})
+        paused = asking.run(record, "echo up")
+        require(paused.status_code == 503, f"a paused sandbox answers {paused.status_code}")
+        asking.record("POST", "/resume", json={"runtime_id": record["runtime_id"]})
+        asking.wait(f"/runtime/{record['runtime_id']}", "pod_status", "ready")
+        said = asking.run(record, "echo up")
+        require(said.status_code == 200, f"after the resume it answers {said.status_code}")
+
+
+def follow_sandbox_service(asking: Asking) -> None:
+    """Case 24."""
+    before = asking.record("GET", "/list")["runtimes"]
+    began = time.monotonic()
+    started = [asking.start() for _ in range(2)]
+    require(time.monotonic() - began < 15.0, "two starts took 15 s")
+    names = [one["session_id"] for one in started]
+    runtime_id = started[0]["runtime_id"]
+    try:
+        for name in names:
+            asking.wait(f"/sessions/{name}", "status", "running")
+        batch = asking.ask("GET", "/sessions/batch", params={"ids": [*names, "unknown"]}).json()
+        require(isinstance(batch, list) and len(batch) == 2, f"batch: {str(batch)[:200]}")
+        listed = asking.record("GET", "/list")["runtimes"]
+        require(set(names) <= {one["session_id"] for one in listed}, "a running one is not listed")
+        paused = asking.record("POST", "/pause", json={"runtime_id": runtime_id})
+        resumed = asking.record("POST", "/resume", json={"runtime_id": runtime_id})
+        for one in (*batch, *listed, *started, paused, resumed):
+            require("session_api_key" in one, "a record has no session_api_key")
+        asking.wait(f"/sessions/{names[0]}", "status", "running")
+        require(isinstance(asking.record("GET", "/api/warm-runtime-configs")["configs"], list), "configs")
+    finally:
+        for one in started:
+            asking.record("POST", "/stop", json={"runtime_id": one["runtime_id"]})
+    after = asking.record("GET", "/list")["runtimes"]
+    left = {one["session_id"] for one in after} - {one["session_id"] for one in before}
+    require(not left & set(names), "a stopped one is listed")
+
+
+def see_words(asking: Asking) -> None:
+    """Case 25. Of the records that these cases were answered."""
+    if not asking.records:
+        raise NotRunHere("needs another case before it")
+    for record in asking.records:
+        pair = (record["status"], record["pod_status"])
+        require(pair in _WORDS, f"status and pod_status are {pair}")
+        require(isinstance(record["restart_count"], int), "restart_count is no number")
+
+
+REPLAYS: Mapping[int, Callable[[Asking], None]] = {
+    19: see_addresses,
+    20: take_all_bodies,
+    21: follow_remote_runtime,
+    22: build_an_image,
+    23: pause_the_data_plane,
+    24: follow_sandbox_service,
+    25: see_words,
+}
