@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 from strop.errors import CheckRefused, StoreError
@@ -23,7 +24,7 @@ from strop.runtime.contract import (
     State,
 )
 from strop.runtime.nodes import Node, NodeClient, NodeFailed
-from strop.runtime.ports import CHUNK_BYTES, Dial, PortRelay, Stream
+from strop.runtime.ports import CHUNK_BYTES, PortRelay, Stream
 from strop.runtime.queue import Admission
 from strop.runtime.registry import Registry
 from strop.runtime.session import ENDED, Session
@@ -186,7 +187,7 @@ class Placement:
         await asyncio.gather(*(relay.close() for relay in self._relays.values()))
 
     async def _hold_port(self, session: Session, port: int) -> None:
-        relay = await PortRelay.listen(_dial_for(session), host=self._host, port=port)
+        relay = await PortRelay.listen(partial(_dial, session), host=self._host, port=port)
         session.port, session.url = relay.port, relay.url
         if session.is_alive:
             self._relays[session.runtime_id] = relay
@@ -305,13 +306,10 @@ class Placement:
                 self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, cause, is_gone=True)
 
 
-def _dial_for(session: Session) -> Dial:
-    async def dial() -> Stream:
-        if session.state is State.PAUSED:
-            raise ConnectionError("the sandbox is paused")
-        if not session.node_url:
-            raise ConnectionError("the sandbox is not placed yet")
-        where = urlsplit(session.node_url)
-        return await asyncio.open_connection(where.hostname, where.port, limit=CHUNK_BYTES)
-
-    return dial
+async def _dial(session: Session) -> Stream:
+    if session.state is State.PAUSED:
+        raise ConnectionError("the sandbox is paused")
+    if not session.node_url:
+        raise ConnectionError("the sandbox is not placed yet")
+    where = urlsplit(session.node_url)
+    return await asyncio.open_connection(where.hostname, where.port, limit=CHUNK_BYTES)

@@ -198,13 +198,11 @@ class Admission:
         if len(heads) < 2:
             return heads[0] if heads else None
         total = {name: sum(room.has[name] for room in self.rooms.values()) for name in RESOURCES}
-        return min(heads, key=lambda one: (self._share(one.owner, total), one.arrival))
+        return min(heads, key=lambda one: (self._dominant_share(one.owner, total), one.arrival))
 
-    def _share(self, owner: str, total: Amounts) -> float:
-        mine = self._owned.get(owner)
-        if mine is None:
-            return 0.0
-        return max((mine[name] / total[name] for name in RESOURCES if total[name]), default=0.0)
+    def _dominant_share(self, owner: str, total: Amounts) -> float:
+        mine = self._owned.get(owner, {})
+        return max((amount / total[name] for name, amount in mine.items() if total[name]), default=0.0)
 
     def _open_rooms(self, session: Session, kept: set[str]) -> list[Room]:
         return [
