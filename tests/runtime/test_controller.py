@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from pathlib import Path
@@ -78,21 +79,25 @@ def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_path: 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("command", ["server --port 60000", ["server", "--port", "60000"]])
-@pytest.mark.parametrize(
-    "more", [{}, {"resource_factor": 2}, {"resource_factor": None, "of_later": {"a": 1}}]
-)
-def test_all_dialects_bodies_are_taken_alike(tmp_path: Path, command: Any, more: dict[str, Any]) -> None:
+def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
+    commands: tuple[Any, ...] = ("server --port 60000", ["server", "--port", "60000"])
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"resource_factor": 2},
+        {"resource_factor": None, "of_later": {"a": 1}},
+    )
+
     async def main() -> None:
         async with service(tmp_path) as it:
             node = await it.add_node()
-            record = await it.start("S1", command=command, **more)
-            order = node.sandboxes[record["runtime_id"]].order
-            assert order.request.command == ("server", "--port", "60000")
-            factor = more.get("resource_factor") or 1
-            assert order.slot.memory_bytes == 2 * GIB * factor
-            assert order.slot.processes == 512 * factor
-            assert (await it.session("S1"))["status"] == "running"
+            for index, (command, more) in enumerate(itertools.product(commands, changes)):
+                record = await it.start(f"S{index}", command=command, **more)
+                order = node.sandboxes[record["runtime_id"]].order
+                assert order.request.command == ("server", "--port", "60000")
+                factor = more.get("resource_factor") or 1
+                assert order.slot.memory_bytes == 2 * GIB * factor
+                assert order.slot.processes == 512 * factor
+                assert (await it.session(f"S{index}"))["status"] == "running"
 
     asyncio.run(main())
 
@@ -173,30 +178,27 @@ def test_a_replayed_start_is_one_sandbox_and_another_image_is_a_conflict(tmp_pat
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("image", "kind", "pod_status"),
-    [
-        ("missing:1", "image_error", "failed"),
-        ("oom:1", "task_oom", "crashloopbackoff"),
-        ("crash:1", "agent_error", "failed"),
-    ],
-)
-def test_a_failure_is_a_state_with_kind_cause_and_log(
-    tmp_path: Path, image: str, kind: str, pod_status: str
-) -> None:
+def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> None:
+    failures = (
+        ("missing:1", "image_error", "failed", None),
+        ("oom:1", "task_oom", "crashloopbackoff", None),
+        ("crash:1", "agent_error", "failed", 7),
+    )
+
     async def main() -> None:
         async with service(tmp_path) as it:
             await it.add_node()
-            record = await it.start("S1", image=image)
-            failed = await it.session("S1")
-            assert (failed["status"], failed["pod_status"]) == ("error", pod_status)
-            assert failed["failure_kind"] == kind
-            assert image in failed["pod_logs"]
-            assert "the last line" in failed["pod_logs"]
-            assert failed["last_termination_exit_code"] == (7 if kind == "agent_error" else None)
-            # A client that asks again starts it again.
-            again = await it.start("S1", image="img:1")
-            assert again["runtime_id"] != record["runtime_id"]
+            for image, kind, pod_status, exit_code in failures:
+                record = await it.start(kind, image=image)
+                failed = await it.session(kind)
+                assert (failed["status"], failed["pod_status"]) == ("error", pod_status)
+                assert failed["failure_kind"] == kind
+                assert image in failed["pod_logs"]
+                assert "the last line" in failed["pod_logs"]
+                assert failed["last_termination_exit_code"] == exit_code
+                # A client that asks again starts it again.
+                again = await it.start(kind, image="img:1")
+                assert again["runtime_id"] != record["runtime_id"]
 
     asyncio.run(main())
 

@@ -114,13 +114,13 @@ def test_another_owners_sandbox_does_not_exist(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b'{"lease_s": 0}', b'{"lease_s": 1e99}', b'{"lease_s": 5, "runtime_ids": "a"}']
-)
-def test_a_lease_that_cannot_be_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_lease_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    bad = (b"", b"{}", b'{"lease_s": 0}', b'{"lease_s": 1e99}', b'{"lease_s": 5, "runtime_ids": "a"}')
+
     async def main() -> None:
         async with service(tmp_path) as it:
-            assert (await it.client.post("/leases", content=content)).status_code == 422
+            for content in bad:
+                assert (await it.client.post("/leases", content=content)).status_code == 422, content
 
     asyncio.run(main())
 

@@ -124,25 +124,26 @@ def test_what_is_no_request_is_refused_or_ends_the_connection() -> None:
     with_sandbox(work)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\xff" * 64,
-        LENGTHS.pack(2, MAX_BODY_BYTES + 1) + b"{}",
-        LENGTHS.pack(1 << 20, 0) + b"[" * (1 << 20),
-        pack({"id": 3, "op": "start", "argv": ["/bin/sleep", "9"], "cwd": None, "env": {}, "wall_limit_s": 9})
-        + pack({"id": 3, "op": "stats"}),
-    ],
-    ids=["no frame", "too large a body", "too deep a header", "a number twice"],
-)
-def test_what_is_no_frame_ends_the_connection(data: bytes) -> None:
-    async def work(orders: Orders, url: str) -> None:
-        async with owner_of(url) as owner:
-            owner[1].write(data)
-            await owner[0].read()
-        assert (await orders.wait_for("r1", State.FAILED)).cause == "the connection of its owner has ended"
+def test_what_is_no_frame_ends_the_connection() -> None:
+    start = {"id": 3, "op": "start", "argv": ["/bin/sleep", "9"], "cwd": None, "env": {}, "wall_limit_s": 9}
+    frames = {
+        "no frame": b"\xff" * 64,
+        "too large a body": LENGTHS.pack(2, MAX_BODY_BYTES + 1) + b"{}",
+        "too deep a header": LENGTHS.pack(1 << 20, 0) + b"[" * (1 << 20),
+        "a number twice": pack(start) + pack({"id": 3, "op": "stats"}),
+    }
 
-    with_sandbox(work)
+    async def work(orders: Orders) -> None:
+        for name, data in frames.items():
+            url = await orders.start(name, sandbox=TERMS)
+            await orders.wait_for(name, State.READY)
+            async with owner_of(url) as owner:
+                owner[1].write(data)
+                await owner[0].read()
+            ended = await orders.wait_for(name, State.FAILED)
+            assert ended.cause == "the connection of its owner has ended", name
+
+    on_node(work)
 
 
 def test_each_field_of_a_request_is_looked_at() -> None:
