@@ -24,7 +24,7 @@ from strop.evaluate import (
     write_result,
 )
 from strop.rollout import Example, Message, Outcome, Split
-from strop.run.training import Evaluation
+from strop.run.held_out import Evaluation
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge
 from strop.tokenizer import Tokenizer

@@ -27,7 +27,7 @@ from strop.io import AtomicDirectory, verify_directory
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
-from strop.run.training import Evaluation
+from strop.run.held_out import Evaluation
 from strop.spec import RunSpec
 from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end

@@ -16,8 +16,8 @@ from strop.hardware.gpus import TorchBuild
 from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE
 from strop.hardware.preflight import checks
 from strop.record.parts import describe_environment, list_changes
-from strop.run import claim
-from strop.run.claim import claim_machine, list_parts
+from strop.run import training
+from strop.run.training import claim_machine, list_parts
 from strop.spec import RunSpec
 from strop.store import get_model
 from strop.tasks import build_task
@@ -38,7 +38,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     # With a torch that would use them.
-    for module in (claim, checks):
+    for module in (training, checks):
         monkeypatch.setattr(module, "read_torch_build", lambda: TorchBuild(version="2.13.0", cuda="12.6"))
     for name in (VISIBLE, "CUDA_DEVICE_ORDER", LEASE_VARIABLE):
         monkeypatch.delenv(name, raising=False)

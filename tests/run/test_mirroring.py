@@ -23,8 +23,9 @@ from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
 from strop.record.mirror.restore import find_remote_run
 from strop.record.mirror.uploader import EXIT_FENCED
+from strop.run.held_out import TrainOutcome
 from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, probe_store, start_uploader
-from strop.run.training import TrainOutcome, train_here
+from strop.run.training import train_here
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model
 from strop.store.opening import open_record_store

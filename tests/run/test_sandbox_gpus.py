@@ -11,7 +11,7 @@ import pytest
 from strop.environments import gpus
 from strop.hardware import find_leases
 from strop.hardware.leases import FOLDER_VARIABLE
-from strop.run.claim import claim_machine
+from strop.run.training import claim_machine
 from strop.spec import RunSpec
 from tests.environments.test_gpus import LOOK, attempt, make, seen
 from tests.environments.test_worlds import tokenizer_of

@@ -26,8 +26,9 @@ from strop.policy.weights import weights_digest
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Example, Message, Outcome, Sampling, Split
+from strop.run.held_out import Evaluation, TrainOutcome
 from strop.run.inference import open_model, read_trained_ids
-from strop.run.training import Evaluation, TrainOutcome, set_threads, train_here
+from strop.run.training import set_threads, train_here
 from strop.spec import load_spec
 from strop.store import get_model
 from strop.tasks import build_task, problem_of

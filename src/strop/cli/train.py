@@ -28,7 +28,7 @@ from strop.cli.arguments import (
 if TYPE_CHECKING:
     from strop.cli.output import Output
     from strop.record import RunDir
-    from strop.run.training import TrainOutcome
+    from strop.run.held_out import TrainOutcome
     from strop.spec import ResolvedSpec
     from strop.train import Observer
 

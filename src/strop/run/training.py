@@ -1,36 +1,33 @@
-"""Running a run file on this machine: find or make its directory, compose its parts, train.
+"""Running a run file on this machine: find or make its directory, take GPUs, compose its parts, train.
 
-The same command again continues a run that did not finish: same name, same spec, newest first.
+The same command again continues a run that did not finish: same name, same spec, newest first. Its GPUs are
+held under a lease while it runs; under an agent the lease is the agent's, and the training inherits it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from strop.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    RunStopped,
-    StropError,
+from strop.errors import EXIT_DONE, EXIT_FAILED, CheckRefused, StropError
+from strop.hardware import (
+    clear_leftovers,
+    describe_machine,
+    find_inherited,
+    importing,
+    read_calibration,
+    require_writable,
+    tune_process,
 )
-from strop.evaluate import (
-    EvalResult,
-    EvalSettings,
-    compare_results,
-    plan_evaluation,
-    read_result,
-    run_evaluation,
-    write_result,
-)
-from strop.evaluate.shards import ShardFolder
-from strop.hardware import describe_machine, importing, read_calibration, require_writable, tune_process
+from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, lease_gpus
+from strop.hardware.findings import Finding, Severity, require_none
+from strop.hardware.gpus import read_gpus, read_torch_build
 from strop.hardware.number_format import (
     AUTO,
     DTYPE_FACT,
@@ -40,47 +37,43 @@ from strop.hardware.number_format import (
     settle_format,
 )
 from strop.hardware.ports import count_nodes
-from strop.io import write_bytes_atomically
+from strop.hardware.preflight import PreflightRequest, run_preflight
+from strop.hardware.visible_devices import (
+    VISIBLE_DEVICES,
+    DeviceForm,
+    parse_visible_devices,
+    part_variables,
+)
+from strop.io import user_cache_dir, write_bytes_atomically
 from strop.io.notices import listen
-from strop.io.variables import log_from, log_level_of
+from strop.io.variables import log_from, log_level_of, set_variables
 from strop.kernels import kernel_status
 from strop.plan.planning import predict_run
 from strop.plan.roles import split_memory
 from strop.policy.footprint import read_model_size
-from strop.record import Event, EventKind, RunDir
-from strop.record.parts import PARTS_FACT, list_changes
+from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.record.parts import PARTS_FACT, list_changes, require_same_parts
 from strop.record.prediction import Prediction, write_prediction
-from strop.record.run_dir import TOKENIZER_NAME
-from strop.rollout import Sampling, Split
-from strop.run.changes import Changes, find_changes
-from strop.run.claim import claim_machine, list_parts, open_run
+from strop.record.run_dir import STATE_NAME, TOKENIZER_NAME
+from strop.rollout import Split
+from strop.run.held_out import Evaluation, TrainOutcome, read_outcome
 from strop.run.mirroring import Mirroring, probe_mirror
-from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.judge import role_judges
-from strop.spec.layout import EVAL, settle_layout
+from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.spec.judge import judge_sections, role_judges
+from strop.spec.layout import ENV, EVAL, SANDBOX, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
+from strop.store.data_files import locate_named
+from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
-from strop.tasks.failures import add_traces
-from strop.tasks.judging import Judge, open_judge
-from strop.tasks.traits import list_names, require_written
+from strop.tasks.judging import open_judge
+from strop.tasks.traits import require_written
 from strop.train.data.offline import read_demonstrations
-from strop.train.observer import EvalSummary, Observer
+from strop.train.observer import Observer
+from strop.user_code import CodeRef, hash_sources, is_code
 
 if TYPE_CHECKING:
-    from strop.cluster import ModelSource, Roles
     from strop.train.data.offline import Demonstrations
     from strop.train.data.preferences import Preferences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainOutcome:
-    """How a run ended."""
-
-    run_path: Path
-    before: EvalResult | None
-    after: EvalResult | None
-    changes: Changes | None = None
-    """What became of single examples; None without two evaluations that can be compared."""
 
 
 def train_here(
@@ -106,105 +99,134 @@ def train_here(
     spec = resolved.spec
     # Before a model is fetched: that may take an hour.
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
-    with follow_store(spec.store):
+    with ExitStack() as stack:
+        stack.enter_context(follow_store(spec.store))
         probe_mirror(spec.store)
-        return _train_resolved(resolved, observer, is_new=is_new, on_run=on_run, on_trained=on_trained)
+        log_from(log_level_of(spec.output.log_level, "train"))
+        num_threads = set_threads(spec.placement.threads)
+        # A Ray cluster that is running has nodes that are not this job's.
+        is_attached = spec.ray.address is not None
+        laid_out = settle_layout(spec, None if is_attached else count_nodes(os.environ))
+        parts = _read_parts(laid_out)
+        run_dir = stack.enter_context(open_run(resolved, parts.facts(num_threads), is_new=is_new))
+        on_run(run_dir)
+        if run_dir.state.num_attempts:
+            spec, number_format = _settle(laid_out, run_dir.state.facts)
+            parts = replace(parts, spec=spec, number_format=number_format)
+        gpus = {part: n for part, n in parts.spec.layout.nodes[0].gpus.items() if part != EVAL}
+        attempt = str(run_dir.state.num_attempts + 1)
+        wanted = {"train": 0} if is_attached else gpus
+        claim = stack.enter_context(
+            claim_machine(run_dir.path, attempt, need_bytes=parts.need_bytes, wanted=wanted)
+        )
+        mirroring = stack.enter_context(Mirroring(spec.store, run_dir, observer))
+        with _note_attempt(run_dir, mirroring, claim.devices):
+            mirroring.begin()
+            notices = (*resolved.notices, *claim.notices, *parts.told, *_list_notices(run_dir, parts.given))
+            if resolved.spec.model.dtype == AUTO or parts.number_format.cost is not None:
+                notices += (f"model.dtype: {parts.number_format}",)
+            for notice in notices:
+                event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
+                run_dir.events.append(event)
+                observer.on_event(event)
+            prediction = predict_run(parts.spec, parts.task, parts.model.path, parts.given)
+            if prediction is not None:
+                write_prediction(run_dir.path, prediction)
+            outcome = asyncio.run(_train(parts, run_dir, mirroring, prediction))
+        on_trained(outcome)
+        return outcome
 
 
-def _train_resolved(
-    resolved: ResolvedSpec,
-    observer: Observer,
-    *,
-    is_new: bool,
-    on_run: Callable[[RunDir], None],
-    on_trained: Callable[[TrainOutcome], None],
-) -> TrainOutcome:
-    log_from(log_level_of(resolved.spec.output.log_level, "train"))
-    threads = set_threads(resolved.spec.placement.threads)
-    # A Ray cluster that is running has nodes that are not this job's.
-    is_attached = resolved.spec.ray.address is not None
-    laid_out = settle_layout(resolved.spec, None if is_attached else count_nodes(os.environ))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What a training is made of, on this disk."""
+
+    spec: RunSpec
+    """Laid out, and in the number format of this machine."""
+    number_format: NumberFormat
+    task: Task
+    task_version: str
+    model: ModelHandle
+    frozen: Mapping[str, ModelHandle]
+    """The reference and the teacher that are models of their own, by role."""
+    judges: Mapping[str, ModelHandle]
+    """Those that the run starts, by name."""
+    demonstrations: Demonstrations | None
+    preferences: Preferences | None
+    told: tuple[str, ...]
+    """What was told while the parts were fetched."""
+
+    @property
+    def given(self) -> Demonstrations | Preferences | None:
+        """What is learned from beside rollouts."""
+        return self.demonstrations or self.preferences
+
+    @property
+    def need_bytes(self) -> int:
+        """Bytes that learner and engine hold at their peak, as the plan counts them."""
+        others = {**self.frozen, **self.judges}
+        sizes = {name: read_model_size(one.path) for name, one in others.items()}
+        limit = self.task.limits.max_reply_tokens
+        needed = split_memory(self.spec, read_model_size(self.model.path), limit, frozen=sizes)
+        return int(sum(part.amount for part in needed))
+
+    def facts(self, num_threads: int) -> dict[str, object]:
+        """Return what run.json says of the parts."""
+        given = {"demonstrations": self.demonstrations, "preferences": self.preferences}
+        models = {"model": self.model, **self.frozen}
+        models |= {f"judge {name}": one for name, one in self.judges.items()}
+        return {
+            "model_uri": self.spec.model.uri,
+            "model_digest": self.model.digest,
+            "model_source": self.model.source,
+            "task": self.task.name,
+            "task_version": self.task_version,
+            "num_threads": num_threads,
+            DTYPE_FACT: self.number_format.dtype,
+            REASON_FACT: self.number_format.reason,
+            PARTS_FACT: list_parts(
+                self.spec,
+                self.task,
+                models,
+                {name: data.digest for name, data in given.items() if data is not None},
+            ),
+        }
+
+
+def _read_parts(laid_out: RunSpec) -> _Parts:
+    """Fetch the models, and read the task and the data that the run learns from."""
     told: list[str] = []
     with listen(told.append):
-        model = get_model(resolved.spec.model.uri)
+        model = get_model(laid_out.model.uri)
         spec, number_format = _settle(laid_out)
         task = build_task(spec.task)
         require_written(task)
         demonstrations = read_demonstrations(spec, task, model.path)
-        preferences = _read_preferences(spec, task, model)
-        # Before anything is started: a reference or teacher may have to be fetched, too.
-        frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
-        judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
-        task_version = task.version
-    facts: dict[str, object] = {
-        "model_uri": spec.model.uri,
-        "model_digest": model.digest,
-        "model_source": model.source,
-        "task": task.name,
-        "task_version": task_version,
-        "num_threads": threads,
-        DTYPE_FACT: number_format.dtype,
-        REASON_FACT: number_format.reason,
-    }
-    given = {"demonstrations": demonstrations, "preferences": preferences}
-    found = {name: data for name, data in given.items() if data is not None}
-    models = {"model": model, **frozen, **{f"judge {name}": one for name, one in judges.items()}}
-    facts[PARTS_FACT] = list_parts(spec, task, models, {name: data.digest for name, data in found.items()})
-    run_dir = open_run(resolved, facts, is_new=is_new)
-    with run_dir:
-        on_run(run_dir)
-        if run_dir.state.num_attempts:
-            spec, number_format = _settle(laid_out, run_dir.state.facts)
-        attempt = str(run_dir.state.num_attempts + 1)
-        gpus = {part: n for part, n in spec.layout.nodes[0].gpus.items() if part != EVAL}
-        with (
-            claim_machine(
-                run_dir.path,
-                attempt,
-                need_bytes=_estimate_need(spec, task, model, frozen | judges),
-                wanted={"train": 0} if is_attached else gpus,
-            ) as claim,
-            Mirroring(spec.store, run_dir, observer) as mirroring,
-        ):
-            with _note_attempt(run_dir, mirroring, claim.devices):
-                mirroring.begin()
-                notices = (*claim.notices, *told, *filter(None, [_kernel_notice()]))
-                notices += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
-                if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
-                    notices += (f"model.dtype: {number_format}",)
-                for notice in (*resolved.notices, *notices):
-                    event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
-                    run_dir.events.append(event)
-                    observer.on_event(event)
-                prediction = predict_run(spec, task, model.path, demonstrations or preferences)
-                if prediction is not None:
-                    write_prediction(run_dir.path, prediction)
-                outcome = asyncio.run(
-                    _train(spec, task, (demonstrations, preferences), model, run_dir, mirroring, prediction)
-                )
-            on_trained(outcome)
-            return outcome
+        preferences = None
+        if spec.train.terms == "dpo":
+            # Here: packing them takes torch, whose threads are fixed by now.
+            from strop.train.data.preferences import read_preferences
+
+            preferences = read_preferences(spec, task, model.path)
+        return _Parts(
+            spec=spec,
+            number_format=number_format,
+            task=task,
+            task_version=task.version,
+            model=model,
+            # Before anything is started: a reference or teacher may have to be fetched, too.
+            frozen={role: get_model(uri) for role, uri in spec.frozen_models.items() if uri is not None},
+            judges={one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)},
+            demonstrations=demonstrations,
+            preferences=preferences,
+            told=tuple(told),
+        )
 
 
-def _read_preferences(spec: RunSpec, task: Task, model: ModelHandle) -> Preferences | None:
-    """Read the run's pairs, None where it has none."""
-    if spec.train.terms != "dpo":
-        return None
-    # Here: packing them takes torch, whose threads are fixed by now.
-    from strop.train.data.preferences import read_preferences
-
-    return read_preferences(spec, task, model.path)
-
-
-def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle, frozen: Mapping[str, ModelHandle]) -> int:
-    """Return the bytes that learner and engine hold at their peak, as the plan counts them."""
-    parts = split_memory(
-        spec,
-        read_model_size(model.path),
-        task.limits.max_reply_tokens,
-        frozen={role: read_model_size(one.path) for role, one in frozen.items()},
-    )
-    return int(sum(part.amount for part in parts))
+def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
+    """Choose the number format for this process's device; `facts` are those of a run that goes on."""
+    machine = describe_machine()
+    return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
 
 
 @contextmanager
@@ -232,27 +254,17 @@ def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, obj
         yield
 
 
-def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
-    """Choose the number format for this process's device; `facts` are those of a run that goes on."""
-    machine = describe_machine()
-    return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
-
-
-def _kernel_notice() -> str | None:
-    """Say that the C kernels are missing, where a run would use them."""
+def _list_notices(run_dir: RunDir, given: Demonstrations | Preferences | None) -> Iterator[str]:
+    """Yield what the user should know of the machine, the data and the software of this attempt."""
     status = kernel_status()
-    if status.path is not None or describe_machine().gpus:
-        return None
-    return f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
-
-
-def _list_software_changes(run_dir: RunDir) -> list[str]:
-    """Say with which other software a run goes on: allowed, since a fix may need it, and announced."""
-    try:
-        changes = list_changes((run_dir.path / "env.txt").read_text())
-    except OSError:
-        return []
-    return [f"the run goes on with other software, which may round otherwise: {one}" for one in changes]
+    if status.path is None and not describe_machine().gpus:
+        yield f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
+    if given is not None:
+        yield given.describe()
+    environment = run_dir.path / "env.txt"
+    # Other software is allowed, since a fix may need it.
+    for change in list_changes(environment.read_text()) if environment.is_file() else ():
+        yield f"the run goes on with other software, which may round otherwise: {change}"
 
 
 def set_threads(wanted: int | None) -> int:
@@ -270,13 +282,7 @@ def set_threads(wanted: int | None) -> int:
 
 
 async def _train(
-    spec: RunSpec,
-    task: Task,
-    given: tuple[Demonstrations | None, Preferences | None],
-    model: ModelHandle,
-    run_dir: RunDir,
-    observer: Observer,
-    prediction: Prediction | None,
+    parts: _Parts, run_dir: RunDir, observer: Observer, prediction: Prediction | None
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
     with importing():
@@ -286,14 +292,18 @@ async def _train(
         from strop.environments.printed import forget_prints, keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 
-    source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
+    spec, task = parts.spec, parts.task
+    sources = {
+        one.uri: ModelSource(path=one.path, digest=one.digest, uri=one.uri)
+        for one in (parts.model, *parts.frozen.values(), *parts.judges.values())
+    }
+    source = sources[parts.model.uri]
     # What was sampled can be read token by token where the model is not.
-    kept, tokenizer = run_dir.path / TOKENIZER_NAME, model.path / TOKENIZER_NAME
+    kept, tokenizer = run_dir.path / TOKENIZER_NAME, source.path / TOKENIZER_NAME
     if tokenizer.is_file() and not kept.exists():
         write_bytes_atomically(kept, tokenizer.read_bytes())
-    named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
     servers_dir = run_dir.path / "roles" / "servers"
-    judges = JudgeRoles(spec, source, named, servers_dir)
+    judges = JudgeRoles(spec, source, sources, servers_dir)
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, task_builder(spec.task))
@@ -302,20 +312,19 @@ async def _train(
         # First: the judging processes inherit the addresses.
         await runtime.start()
         await judges.start()
-        roles = await with_frozen(await placement.start(), spec, source, _fetch)
-        evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)
+        roles = await with_frozen(await placement.start(), spec, source, sources.__getitem__)
         loop = TrainLoop(
             TrainInput(
                 spec=spec,
                 task=task,
                 roles=roles,
                 run_dir=run_dir,
-                model_dir=model.path,
+                model_dir=source.path,
                 observer=observer,
-                evaluate=evaluator,
+                evaluate=Evaluation(spec, task, judge, roles, source.digest, run_dir),
                 judge=judge,
-                demonstrations=given[0],
-                preferences=given[1],
+                demonstrations=parts.demonstrations,
+                preferences=parts.preferences,
                 prediction=prediction,
             )
         )
@@ -326,111 +335,158 @@ async def _train(
         await judges.stop()
         await runtime.stop()
         forget_prints()
-    # From the record: an earlier attempt may have made them.
-    paths = [run_dir.eval_path(task.name, step) for step in (0, spec.train.steps)]
-    before, after = map(_find_result, paths)
-    changes = None
-    if before is not None and after is not None:
-        changes = find_changes(task, before, after, (kept_at(paths[0]), kept_at(paths[1])))
-    return TrainOutcome(run_path=run_dir.path, before=before, after=after, changes=changes)
+    return read_outcome(run_dir, task, spec.train.steps)
 
 
-def _fetch(uri: str) -> ModelSource:
-    """Fetch a reference or a teacher like the run's own model."""
-    from strop.cluster import ModelSource
+def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    """Return the run's directory with its lock held: an unfinished one, or a new one.
 
-    model = get_model(uri)
-    return ModelSource(path=model.path, digest=model.digest, uri=uri)
+    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
+    nothing.
+
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
+        would go on has trained with other parts, naming them.
+    """
+    run_dir = _open_run(resolved, facts, is_new=is_new)
+    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
+    try:
+        require_same_parts(run_dir.path, before, now)
+    except CheckRefused:
+        run_dir.release()
+        if resolved.spec.output.dir is None and not run_dir.metrics.read():
+            return _open_run(resolved, facts, is_new=True)
+        raise
+    return run_dir
 
 
-def kept_at(result_path: Path) -> Path:
-    """Return where the replies behind a result are kept: beside it, named like it."""
-    return result_path.with_suffix("")
-
-
-def _find_result(path: Path) -> EvalResult | None:
-    return read_result(path) if path.exists() else None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Evaluates a run's policy on the held-out examples and records the result."""
-
-    spec: RunSpec
-    task: Task
-    judge: Judge
-    roles: Roles
-    model_digest: str
-    run_dir: RunDir
-
-    async def __call__(self, step: int, on_progress: Callable[[], None]) -> EvalSummary:
-        """Evaluate the weights after `step` steps."""
-        spec = self.spec
-        settings = EvalSettings(
-            run_seed=spec.seed,
-            step=step,
-            split=Split.HELD_OUT,
-            prompt_format=spec.model.prompt_format,
-            num_examples=spec.eval.num_examples,
-            num_samples=spec.eval.num_samples,
-            sampling=Sampling(**spec.sampling.model_dump()),
-            dtype=spec.model.dtype,
-            dtype_reason=str(self.run_dir.state.facts.get(REASON_FACT)),
-        )
-        roles = self.roles
-        planned = plan_evaluation(
-            task=self.task,
-            tokenizer=roles.tokenizer,
-            settings=settings,
-            # What `strop eval` calls the model before, and the checkpoint of this step.
-            model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
-            trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
-            max_positions=roles.learner.shape.max_positions,
-        )
-        path = self.run_dir.eval_path(self.task.name, step)
-        # Of an attempt that was killed: what it kept is not gone on with, it is asked in a moment.
-        shutil.rmtree(kept_at(path), ignore_errors=True)
-        with ShardFolder(kept_at(path), planned.plan, spec.task.model_dump(mode="json")) as folder:
-            result = await run_evaluation(
-                planned,
-                roles.engine,
-                roles.tokenizer,
-                judge=self.judge,
-                folder=folder,
-                on_example=on_progress,
+def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    spec, digest = resolved.spec, spec_digest(resolved.spec)
+    if spec.output.dir is not None:
+        path = Path(spec.output.dir)
+        if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
+            # A launcher has prepared the folder, and no run has begun in it.
+            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
+        if not path.exists():
+            run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+            run_dir.move_to(path)
+            return run_dir
+        if is_new:
+            raise CheckRefused(
+                f"a new run was asked for, and output.dir={path} is there already",
+                allowed="a directory that does not exist yet",
+                next_step="choose another output.dir, or leave --new out to continue the run in it",
             )
-        write_result(result, path)
-        if result.greedy.accuracy is None:
-            stop = RunStopped(
-                f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
-                " could be judged",
-                allowed="an engine that answers and a task that can say right or wrong",
-                next_step=f"read {path} and mend the task; the last checkpoint is intact",
-            )
-            add_traces(stop, result.causes)
-            raise stop
-        best = self._find_best(result)
-        change = None if best is None else compare_results(best, result).greedy
-        return EvalSummary(
-            step=step,
-            best_step=None if best is None or change is None else best.step,
-            change=None if change is None else change.estimate,
-            change_high=None if change is None else change.high,
-            num_examples=result.num_examples,
-            greedy_accuracy=result.greedy.accuracy,
-            greedy_low=result.greedy.low,
-            greedy_high=result.greedy.high,
-            sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
-            invalid_cause=None if result.is_valid else result.verdict,
-            causes=tuple(result.causes),
+        run_dir = RunDir.open(path)
+        run_dir.acquire()
+        if run_dir.state.spec_digest == digest and not run_dir.is_finished:
+            return run_dir
+        run_dir.release()
+        given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+        raise CheckRefused(
+            f"output.dir={path} {given}; nothing is left to do there",
+            allowed="a new directory, or the unfinished run of this very spec",
+            next_step="choose another output.dir, or remove it to get a dated directory",
         )
+    root = Path(spec.output.root)
+    resumable = None if is_new else find_resumable(root, spec.name, digest)
+    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
 
-    def _find_best(self, result: EvalResult) -> EvalResult | None:
-        """Return the best earlier evaluation of the run that this one may be compared with."""
-        found = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
-        earlier = sorted((one for one in found if one.step < result.step), key=lambda one: one.step)
-        valid = [one for one in earlier if one.is_valid and one.protocol_digest == result.protocol_digest]
-        if not valid or not result.is_valid:
-            return None
-        # The first of equals, which a rise of the reward has the longest way to go from.
-        return max(valid, key=lambda one: one.greedy.accuracy or 0.0)
+
+def list_parts(
+    spec: RunSpec, task: Task, models: Mapping[str, ModelHandle], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digest of every part of a training by a name that a person understands.
+
+    They are recorded in run.json and compared whenever a run goes on; see `strop.record.parts`.
+
+    `models` are those that take part, by their role; `given` the digests of other data that is learned from.
+
+    Raises: DataError, StoreError or CorruptRecord if a part cannot be read.
+    """
+    # The ids are hashes of what is asked and answered.
+    examples = hashlib.sha256()
+    for split in [Split.TRAIN, Split.HELD_OUT] if spec.train.has_rl else [Split.HELD_OUT]:
+        examples.update("\n".join([split, *(one.example_id for one in task.examples(split))]).encode())
+    found = {"version of its task": task.version, "set of examples": examples.hexdigest(), **given}
+    for role, model in models.items():
+        parts = digest_parts(model.path, user_cache_dir() / "digests")
+        found |= {f"{role} ({part})": digest for part, digest in parts.items()}
+    if is_code(spec.algorithm.name):
+        found["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
+    for section in judge_sections(spec.task):
+        path = None if section.calibration is None else locate_named(section.calibration)
+        # A missing file is refused where it is read.
+        if path is not None and path.is_file():
+            found[f"calibration of {section.judge_model}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+_ROLE = "train"
+"""Learner and engine together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What was found and taken."""
+
+    notices: tuple[str, ...] = ()
+    devices: Mapping[str, object] = field(default_factory=dict)
+    """For the start record; empty where an agent keeps its own."""
+
+
+@contextmanager
+def claim_machine(
+    run_path: Path, attempt: str, *, need_bytes: int, wanted: Mapping[str, int] | None = None
+) -> Iterator[Claim]:
+    """Clear what dead runs of this user left, and hold GPUs for a training, if it uses any.
+
+    `need_bytes` is what must be free on each but those for environments. `wanted`: how many GPUs each part
+    of `spec.layout` gets; without it learner and engine share the first one that torch sees. Every process
+    that is started meanwhile carries the lease's id, and sees these GPUs alone.
+    Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
+        CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
+    """
+    if find_inherited() is not None:
+        yield Claim()
+        return
+    cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
+    inherited = os.environ.get(VISIBLE_DEVICES)
+    shares = dict(wanted or {_ROLE: 1 if _uses_gpu(inherited) else 0})
+    needs = {part: 0 if part in (ENV, SANDBOX) else need_bytes for part in shares}
+    request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
+    held, allocation = lease_gpus(run_path.name, attempt, request)
+    with held, set_variables(held.variables):
+        warnings: list[str] = []
+        if allocation.uuids:
+            asked = PreflightRequest(
+                run_path=run_path,
+                allocation=allocation,
+                gpu_need_bytes=needs,
+                own_lease_id=held.lease.lease_id,
+            )
+            found = [_judge(finding, inherited) for finding in run_preflight(asked)]
+            warnings = [str(finding) for finding in require_none(found)]
+        variables: dict[str, str] = {}
+        if allocation.uuids:
+            visible = {part: devices.visible for part, devices in allocation.roles.items()}
+            variables = {**part_variables(visible), DEVICE_ORDER: PCI_BUS_ID}
+        # Early enough: CUDA reads its variable when it is first used.
+        with set_variables(variables):
+            notices = (*cleared, *allocation.notices, *warnings)
+            yield Claim(notices=notices, devices=allocation.record())
+
+
+def _uses_gpu(inherited: str | None) -> bool:
+    """Whether torch would compute on a GPU here."""
+    if parse_visible_devices(inherited).form is DeviceForm.NONE or not read_gpus():
+        return False
+    build = read_torch_build()
+    return build is not None and (build.cuda or build.hip) is not None
+
+
+def _judge(finding: Finding, inherited: str | None) -> Finding:
+    """Let a person who names a GPU share it: that is then a warning."""
+    if finding.code != "foreign_process" or inherited is None:
+        return finding
+    next_step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
+    return replace(finding, next_step=next_step, severity=Severity.WARNING)

@@ -11,8 +11,7 @@ from pathlib import Path
 from strop.evaluate import compare_results
 from strop.record import RunDir
 from strop.record.prediction import compare_prediction, read_prediction
-from strop.run.changes import Changes
-from strop.run.training import TrainOutcome
+from strop.run.held_out import Changes, TrainOutcome
 from strop.view.display import cut
 from strop.view.report import describe_amount
 from strop.view.terminal import make_harmless, to_one_line

@@ -13,8 +13,7 @@ import pytest
 from strop.engine import GenerationRequest
 from strop.evaluate import EvalResult, EvalSettings, ShardFolder, plan_evaluation, run_evaluation
 from strop.rollout import Split
-from strop.run.changes import ChangedExample, Changes, find_changes
-from strop.run.training import TrainOutcome
+from strop.run.held_out import ChangedExample, Changes, TrainOutcome, find_changes
 from strop.tokenizer import Tokenizer
 from strop.view.summary import describe_changes, describe_next
 from tests.evaluate.arithmetic_world import Answer, make_engine, make_task, make_tokenizer
