@@ -40,10 +40,9 @@ from strop.errors import ConfigError
 from strop.hardware.accelerators import Accelerator, find_accelerator
 from strop.hardware.busy_clock import BusyClock
 from strop.plan.estimate import learn_s, sync_s
-from strop.plan.generating import Work, decode_speed
-from strop.plan.judging import typical_reply_s
 from strop.plan.planning import plan_work
 from strop.plan.roles import RoleCounts
+from strop.plan.rollouts import Work, decode_speed, typical_reply_s
 from strop.plan.speeds import Speeds
 from strop.rollout import Example, IntArray, Outcome
 from strop.spec import ResolvedSpec, load_spec

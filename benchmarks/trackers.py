@@ -22,7 +22,7 @@ from benchmarks.recording import MAX_SHARE, TOKENS_PER_S
 from strop.record import RunDir
 from strop.record.rollouts import write_rollouts
 from strop.spec import TrackersSpec
-from strop.spec.trackers import TRACKERS
+from strop.spec.output import TRACKERS
 from strop.store.python_environment import KEEP_BYTECODE
 from strop.testing.records import RecordSize, make_metrics, make_rollouts
 from strop.train.observer import SilentObserver

@@ -18,8 +18,8 @@ from benchmarks.simulation import (
 )
 from strop.errors import ConfigError
 from strop.plan.estimate import learn_s
-from strop.plan.generating import Work
 from strop.plan.roles import RoleCounts
+from strop.plan.rollouts import Work
 from strop.spec import RunSpec
 from strop.tasks import build_task
 from strop.testing.simulated_engine import SimulatedTrouble

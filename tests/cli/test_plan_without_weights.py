@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.plan.locate import describe_model
+from strop.plan.known import describe_model
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.rollout import Split

@@ -14,7 +14,7 @@ from strop.cluster.servers import RuntimeRole
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
 from strop.sandbox import remote
-from strop.spec.runtime import RuntimeSpec
+from strop.spec.sandboxing import RuntimeSpec
 from tests.fixtures import runtime_service
 
 # A service in small: it says where it is, as the real one does, and lives until it is ended.

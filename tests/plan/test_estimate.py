@@ -11,8 +11,8 @@ from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.plan.estimate import estimate_time, list_assumptions, list_disk_parts, step_period_s, sync_s
-from strop.plan.generating import Work
 from strop.plan.roles import RoleCounts, RoleMemory, count_roles, count_rows, list_roles, split_memory
+from strop.plan.rollouts import Work
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,

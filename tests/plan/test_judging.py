@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from strop.plan.estimate import estimate_time
-from strop.plan.generating import Work
-from strop.plan.judging import (
+from strop.plan.roles import RoleCounts
+from strop.plan.rollouts import (
     PROGRAM_S,
+    Work,
     describe_judging,
     judge_s,
     list_judge_assumptions,
     list_shares,
     typical_reply_s,
 )
-from strop.plan.roles import RoleCounts
 from tests.plan.test_estimate import SIZE, make_spec, make_speeds, make_work
 
 ROWS = {"name": "rows", "source": "x", "prompt": "{a}", "answer": "b"}

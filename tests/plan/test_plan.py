@@ -15,9 +15,9 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
-from strop.plan.generating import SIGNAL_FRAC
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan, plan_work, predict_run
+from strop.plan.rollouts import SIGNAL_FRAC
 from strop.record.rollouts import write_rollouts
 from strop.rollout import FinishReason, Outcome, Rollout, Sampling, Split, Turn
 from strop.spec import load_spec

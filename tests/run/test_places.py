@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.io import AtomicDirectory
-from strop.plan.locate import find_checkpoint, find_model
+from strop.plan.known import find_checkpoint, find_model
 from strop.record import RunDir
 from strop.rollout import Split
 from strop.run.export import export_checkpoint as export_model

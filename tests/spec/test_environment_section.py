@@ -8,10 +8,9 @@ import pytest
 
 from strop.environments.guess_number import GuessNumberSpec
 from strop.errors import ConfigError
-from strop.spec.explanation import explain
+from strop.spec.description import explain, write_spec
 from strop.spec.reader import load_spec
 from strop.spec.task import UserEnvironmentSpec
-from strop.spec.writer import write_spec
 
 OWN = """
 class Own:

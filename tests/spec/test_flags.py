@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.spec import ResolvedSpec, load_spec
-from strop.spec.explanation import explain
+from strop.spec.description import explain
 from strop.spec.reader import Flag
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'

@@ -11,7 +11,7 @@ import pytest
 
 from strop.audit import AuditSettings, Verdict, run_audit
 from strop.errors import ConfigError, DataError
-from strop.plan.locate import require_trainable_here
+from strop.plan.known import require_trainable_here
 from strop.rollout import Split, make_example
 from strop.spec import load_spec
 from strop.tasks import Task, build_task, choices_of, self_test

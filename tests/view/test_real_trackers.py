@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
-from strop.spec.trackers import TRACKERS as NAMES
+from strop.spec.output import TRACKERS as NAMES
 from strop.view.tracking import read_sent, sent_path
 from tests.conftest import require_system_part
 from tests.fixtures.commands import RUN_TEXT

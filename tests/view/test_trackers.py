@@ -13,7 +13,7 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError
 from strop.spec import TrackersSpec, load_spec
-from strop.spec.trackers import TRACKERS
+from strop.spec.output import TRACKERS
 from strop.train import measure
 from strop.view.trackers import (
     EVENTS,

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from strop.cli.submit import SubmitArguments
     from strop.launch.contract import JobRequest
     from strop.plan.estimate import TimeEstimate
-    from strop.plan.judging import Judging
-    from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room
-    from strop.plan.target import Price
+    from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Price, Room
+    from strop.plan.rollouts import Judging
     from strop.spec import ResolvedSpec
 
 
@@ -120,7 +119,7 @@ def _plan_job(output: Output, request: JobRequest, asked: SubmitArguments) -> An
 
 def _fetch(output: Output, resolved: ResolvedSpec) -> None:
     """Fetch what describes the run's models, where their tokenizers are not on this machine."""
-    from strop.plan.locate import describe_model
+    from strop.plan.known import describe_model
     from strop.spec.judge import role_judges
     from strop.store import follow_store
     from strop.store.descriptions import fetch_description
@@ -137,7 +136,7 @@ def _fetch(output: Output, resolved: ResolvedSpec) -> None:
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
     """Measure with the run's model, which must be on this machine."""
     from strop.errors import ConfigError
-    from strop.plan.locate import find_model
+    from strop.plan.known import find_model
     from strop.run.doctor import measure_machine
     from strop.run.training import set_threads
 

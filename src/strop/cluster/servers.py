@@ -31,7 +31,7 @@ from strop.spec.judge import LlmJudgeSpec, role_judges
 from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
-from strop.spec.runtime import RuntimeSpec
+from strop.spec.sandboxing import RuntimeSpec
 from strop.tasks.llm_judge.client import endpoint_name
 from strop.tokenizer import Tokenizer
 

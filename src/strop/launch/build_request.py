@@ -136,7 +136,7 @@ def read_request(
     evaluation = file or read_evaluation(trials or [resolved.spec])
     if not profile.has_shared_disk and not getattr(profile, "local", False):
         # Here: other sites, and commands that only ask, do without it.
-        from strop.run.staged_copies import use_copies
+        from strop.run.stage import use_copies
 
         resolved, evaluation = use_copies(resolved, evaluation)
     if file is not None and evaluation is not None:

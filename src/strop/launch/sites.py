@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from strop.errors import ConfigError, format_error
 from strop.launch.backends import BACKENDS
 from strop.launch.options import Site, SiteOptions, unknown_key
+from strop.spec.description import Explanation, describe_settings
 from strop.spec.display import KeyPath, credential_form, dotted, show_text, show_value, walk_values
-from strop.spec.explanation import Explanation, describe_settings
 from strop.spec.schema import Setting
 from strop.spec.tree import Tree, read_tree
 

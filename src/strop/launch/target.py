@@ -10,7 +10,7 @@ from strop.hardware.accelerators import Accelerator, find_accelerator, match_gpu
 from strop.launch.container.command import parse_memory_bytes
 from strop.launch.contract import JobRequest
 from strop.launch.options import NodeHardware, SiteOptions
-from strop.plan.target import Rate, Target
+from strop.plan.plan import Rate, Target
 
 
 def describe_target(request: JobRequest, accelerator: Accelerator | None = None) -> Target:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from strop.plan.generating import REPLY_LIMIT_FRAC, SIGNAL_FRAC, Work, attention_flop, generate_s
-from strop.plan.judging import Assumption, judge_s, list_judge_assumptions
 from strop.plan.roles import (
     ENGINE,
     LEARNER,
@@ -25,6 +23,16 @@ from strop.plan.roles import (
     frozen_sizes,
     position_budget,
     recomputes,
+)
+from strop.plan.rollouts import (
+    REPLY_LIMIT_FRAC,
+    SIGNAL_FRAC,
+    Assumption,
+    Work,
+    attention_flop,
+    generate_s,
+    judge_s,
+    list_judge_assumptions,
 )
 from strop.plan.speeds import Speeds
 from strop.policy.footprint import (

@@ -20,23 +20,31 @@ from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
 from strop.hardware.number_format import AUTO, NumberFormat, settle_format
 from strop.plan.estimate import TimeEstimate, estimate_time, list_assumptions, list_disk_parts, signal_frac
-from strop.plan.generating import Work
-from strop.plan.judging import Judging, describe_judging
-from strop.plan.known import NUM_MEASURED_PROMPTS, Known, Lengths, find_frozen, look, settle_lengths
-from strop.plan.locate import KnownModel, training_examples_here
+from strop.plan.known import (
+    NUM_MEASURED_PROMPTS,
+    Known,
+    KnownModel,
+    Lengths,
+    find_frozen,
+    look,
+    settle_lengths,
+    training_examples_here,
+)
 from strop.plan.plan import (
     Plan,
     PlannedPrompt,
     PlannedValue,
     Room,
     Schedule,
+    Target,
     list_limits,
     list_optimizer,
     list_terms,
+    price_run,
 )
 from strop.plan.roles import Part, RoleMemory, count_roles, list_roles, position_budget, split_memory
+from strop.plan.rollouts import Judging, Work, describe_judging
 from strop.plan.speeds import Speeds, choose_speeds
-from strop.plan.target import Target, price_run
 from strop.policy.footprint import read_model_size
 from strop.record.prediction import Prediction, read_usd_per_hour
 from strop.rollout import Split

@@ -27,7 +27,7 @@ from strop.hardware.number_format import settle_format
 from strop.hardware.ports import ListeningPort, read_listening_ports
 from strop.io import user_cache_dir
 from strop.kernels import kernel_status
-from strop.plan.locate import find_model
+from strop.plan.known import find_model
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,

@@ -18,7 +18,7 @@ from pathlib import Path
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
 from strop.errors import CheckRefused, ConfigError, CorruptRecord
 from strop.io import AtomicDirectory, verify_directory
-from strop.plan.locate import Checkpoint, find_checkpoint
+from strop.plan.known import Checkpoint, find_checkpoint
 from strop.store.model_files import check_model_dir
 from strop.tokenizer import Tokenizer
 

@@ -29,7 +29,7 @@ from strop.hardware import describe_machine, importing, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
 from strop.io.notices import tell
-from strop.plan.locate import find_checkpoint
+from strop.plan.known import find_checkpoint
 from strop.record import RunDir
 from strop.record.run_dir import WEIGHTS_FACT
 from strop.rollout import Message, Rollout, Sampling, Split

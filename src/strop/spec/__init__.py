@@ -15,18 +15,16 @@ from strop import bring_when_asked
 if TYPE_CHECKING:
     from strop.spec.algorithm import AlgorithmSpec
     from strop.spec.base import Section, SpecConflict
+    from strop.spec.description import NOT_ASKED, Explanation, explain, spec_digest, write_spec
     from strop.spec.engine import EngineSpec, PlacementSpec, SamplingSpec
-    from strop.spec.explanation import Explanation, explain
     from strop.spec.model import ModelSpec
     from strop.spec.offline import SftSpec
+    from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
     from strop.spec.reader import ResolvedSpec, load_spec
     from strop.spec.run import RunSpec, num_train_examples
     from strop.spec.schema import all_keys, expert_keys
-    from strop.spec.store import OutputSpec, StoreSpec
     from strop.spec.task import TaskSection, TaskSpec, UserEnvironmentSpec, UserTaskSpec
-    from strop.spec.trackers import TrackersSpec
     from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
-    from strop.spec.writer import NOT_ASKED, spec_digest, write_spec
 else:
     # An agent of a node, and a process that looks at code, have a use for few of these.
     __getattr__ = bring_when_asked(
@@ -35,17 +33,15 @@ else:
             "strop.spec.algorithm": "AlgorithmSpec",
             "strop.spec.base": "Section SpecConflict",
             "strop.spec.engine": "EngineSpec PlacementSpec SamplingSpec",
-            "strop.spec.explanation": "Explanation explain",
+            "strop.spec.description": "NOT_ASKED Explanation explain spec_digest write_spec",
             "strop.spec.model": "ModelSpec",
             "strop.spec.offline": "SftSpec",
             "strop.spec.reader": "ResolvedSpec load_spec",
             "strop.spec.run": "RunSpec num_train_examples",
             "strop.spec.schema": "all_keys expert_keys",
-            "strop.spec.store": "OutputSpec StoreSpec",
+            "strop.spec.output": "OutputSpec StoreSpec TrackersSpec",
             "strop.spec.task": "TaskSection TaskSpec UserEnvironmentSpec UserTaskSpec",
-            "strop.spec.trackers": "TrackersSpec",
             "strop.spec.train": "EvalSpec OptimizerSpec TrainSpec TripwireSpec",
-            "strop.spec.writer": "NOT_ASKED spec_digest write_spec",
         },
     )
 

@@ -23,11 +23,10 @@ from strop.spec.objectives import (
     require_teacher,
 )
 from strop.spec.offline import DpoSpec, SftSpec
+from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
 from strop.spec.parts import needs_service
-from strop.spec.runtime import RuntimeSpec
-from strop.spec.store import OutputSpec, StoreSpec
+from strop.spec.sandboxing import RuntimeSpec
 from strop.spec.task import TaskSection, TaskSpec
-from strop.spec.trackers import TrackersSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.user_code import CodeRef, is_code
 

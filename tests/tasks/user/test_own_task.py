@@ -11,7 +11,7 @@ import pytest
 from strop.errors import ConfigError, DataError, StropError
 from strop.rollout import Outcome, Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
-from strop.spec.explanation import explain
+from strop.spec.description import explain
 from strop.spec.task import TaskSpec, UserTaskSpec
 from strop.tasks import Task, build_task, build_warm_task, problem_of, task_builder
 from strop.tasks.blend import BlendSpec
