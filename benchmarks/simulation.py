@@ -292,7 +292,7 @@ class _Desk:
     async def run(self) -> Simulation:
         given, spec = self._given, self._spec
         self._engines = self._build_engines()
-        judge = ChanceJudge(given.wish.solved_frac, seed=spec.seed, judge_s=typical_reply_s(spec))
+        judge = ChanceJudge(given.wish.solved_frac, seed=spec.seed, judge_s=typical_reply_s(spec.task))
         roles = Roles(
             learner=self._learner,  # type: ignore[arg-type]
             engine=self._router,

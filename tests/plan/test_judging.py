@@ -50,8 +50,8 @@ def work_of(task: dict[str, Any], **changes: Any) -> Work:
 )
 def test_programs_and_judges_take_longer_than_rules(task: dict[str, Any], name: str, seconds: float) -> None:
     spec = make_spec(task=task)
-    assert {one.name: one.value for one in list_judge_assumptions(spec)}[name] == seconds
-    assert typical_reply_s(spec) == seconds
+    assert {one.name: one.value for one in list_judge_assumptions(spec.task)}[name] == seconds
+    assert typical_reply_s(spec.task) == seconds
 
 
 def test_a_program_takes_what_was_measured() -> None:

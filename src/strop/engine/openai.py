@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, EngineError
 from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 KEY_VARIABLE = "STROP_ENGINE_KEY"
 _MAX_SEED = 2**63

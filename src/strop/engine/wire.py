@@ -211,21 +211,17 @@ class GenerateAnswer(Form):
                 outcomes.append(next(errors).read())
                 continue
             place, start, end = next(replies), end, end + length
-            outcomes.append(self._read_reply(place, ids[start:end], logprobs[start:end]))
+            segments = [VersionSegment(start=at, version=one) for at, one in self.segments.get(place, ())]
+            reply = Completion(
+                token_ids=ids[start:end],
+                logprobs=logprobs[start:end],
+                text=self.texts[place],
+                finish_reason=self.finish_reasons[place],
+                policy_version=self.policy_versions[place],
+                segments=tuple(segments),
+            )
+            outcomes.append(reply)
         return outcomes
-
-    def _read_reply(self, place: int, ids: IntArray, logprobs: FloatArray) -> Completion:
-        return Completion(
-            token_ids=ids,
-            logprobs=logprobs,
-            text=self.texts[place],
-            finish_reason=self.finish_reasons[place],
-            policy_version=self.policy_versions[place],
-            segments=tuple(
-                VersionSegment(start=start, version=version)
-                for start, version in self.segments.get(place, ())
-            ),
-        )
 
 
 class AnswerPart(Form):

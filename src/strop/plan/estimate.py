@@ -128,7 +128,7 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
             value=signal_frac(spec),
             why="share of groups whose rewards differ; the others are not forwarded",
         ),
-        *list_judge_assumptions(spec),
+        *list_judge_assumptions(spec.task),
         *shares,
     )
 

@@ -101,7 +101,12 @@ def make_plan(
     disk = list_disk_parts(spec, known.size, is_mirrored=is_mirrored) if known.size else ()
     rooms = {
         "memory": _room(needs.memory, machine.memory_bytes),
-        "disk": _room(disk, _free_disk_bytes(spec, target)),
+        "disk": _room(
+            disk,
+            free_disk_bytes(Path(spec.output.dir or spec.output.root))
+            if target is None
+            else target.free_disk_bytes,
+        ),
     }
     place = "this machine" if target is None or target.is_here else f"a node of {target.site}"
     return Plan(
@@ -188,14 +193,6 @@ def _estimate_needs(
         num_positions=position_budget(
             spec, known.size, count_roles(spec, is_processor=speeds.is_processor), speeds.memory_bytes
         ),
-    )
-
-
-def _free_disk_bytes(spec: RunSpec, target: Target | None) -> int | None:
-    return (
-        free_disk_bytes(Path(spec.output.dir or spec.output.root))
-        if target is None
-        else target.free_disk_bytes
     )
 
 

@@ -188,30 +188,27 @@ def judge_s(work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float) 
 def _section_s(
     section: TaskSection, work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float
 ) -> float:
-    if isinstance(section, LlmJudgeSpec):
-        return _ask_s(section, work, speeds, layout, num_replies)
     if section.runs_programs:
         return num_replies * PROGRAM_S / max(work.num_cores, 1)
-    return num_replies * VERIFY_S / max(layout.num_workers, 1)
-
-
-def _ask_s(judge: LlmJudgeSpec, work: Work, speeds: Speeds, layout: RoleCounts, num_calls: float) -> float:
-    """Return seconds until so many questions are answered."""
-    if judge.judge_url == ROLE:
-        engine = work.spec.engine.model_copy(update={"max_num_seqs": judge.judge_concurrency})
+    if not isinstance(section, LlmJudgeSpec):
+        return num_replies * VERIFY_S / max(layout.num_workers, 1)
+    if section.judge_url == ROLE:
+        engine = work.spec.engine.model_copy(update={"max_num_seqs": section.judge_concurrency})
         asked = replace(
             work,
             spec=work.spec.model_copy(update={"engine": engine}),
-            size=work.frozen.get(judge.judge_model, work.size),
+            size=work.frozen.get(section.judge_model, work.size),
             prompt_tokens_mean=_question_tokens(work),
             max_reply_tokens=JUDGE_ANSWER_TOKENS,
             reply_tokens_mean=JUDGE_ANSWER_TOKENS,
         )
         alone = replace(layout, num_engines=1)
-        answered_s, _ = generate_s(asked, speeds, alone, num_calls, num_calls * _question_tokens(work))
+        answered_s, _ = generate_s(asked, speeds, alone, num_replies, num_replies * _question_tokens(work))
     else:
-        answered_s = num_calls * JUDGE_CALL_S / judge.judge_concurrency
-    return max(answered_s, num_calls / judge.judge_calls_per_s) if judge.judge_calls_per_s else answered_s
+        answered_s = num_replies * JUDGE_CALL_S / section.judge_concurrency
+    return (
+        max(answered_s, num_replies / section.judge_calls_per_s) if section.judge_calls_per_s else answered_s
+    )
 
 
 def _question_tokens(work: Work) -> float:
@@ -262,18 +259,18 @@ def _program_limit_s(limit_s: float) -> float:
     return limit_s - SPARE_VERIFY_S if limit_s > SPARE_VERIFY_S else limit_s
 
 
-def typical_reply_s(spec: RunSpec) -> float:
-    """Return seconds until one reply of the run's task is judged, where nothing is in its way."""
-    if judge_sections(spec.task):
+def typical_reply_s(task: TaskSection) -> float:
+    """Return seconds until one reply to a task is judged, where nothing is in its way."""
+    if judge_sections(task):
         return JUDGE_CALL_S
-    is_program = any(section.runs_programs for section, _ in list_shares(spec.task))
+    is_program = any(section.runs_programs for section, _ in list_shares(task))
     return PROGRAM_S if is_program else VERIFY_S
 
 
-def list_judge_assumptions(spec: RunSpec) -> tuple[Assumption, ...]:
-    """Return what is taken for granted of the run's judges."""
-    sections = [section for section, _ in list_shares(spec.task)]
-    judges = judge_sections(spec.task)
+def list_judge_assumptions(task: TaskSection) -> tuple[Assumption, ...]:
+    """Return what is taken for granted of a task's judges."""
+    sections = [section for section, _ in list_shares(task)]
+    judges = judge_sections(task)
     found = []
     if any(section.runs_programs for section in sections):
         why = "seconds of one program on one core: 55 a second on two, with programs of MBPP's size"

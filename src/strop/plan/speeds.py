@@ -46,11 +46,11 @@ def choose_speeds(
     accelerator: Accelerator | None = None,
 ) -> Speeds:
     """Return the speeds of the accelerator that is asked for, of this machine's GPU, or of its cores."""
+    is_bf16 = spec.model.dtype == "bfloat16"
     if accelerator is None and machine.gpus:
         accelerator = match_gpu(machine.gpus[0].name)
     if accelerator is not None:
-        return _of_accelerator(spec, accelerator)
-    is_bf16 = spec.model.dtype == "bfloat16"
+        return _of_accelerator(accelerator, is_bf16=is_bf16)
     if calibration is None:
         cores = spec.placement.threads or machine.num_physical_cores
         of_bf16 = FAST_GFLOPS_PER_CORE if machine.has_fast_bf16 else EMULATED_GFLOPS_PER_CORE
@@ -74,8 +74,8 @@ def choose_speeds(
     )
 
 
-def _of_accelerator(spec: RunSpec, accelerator: Accelerator) -> Speeds:
-    tflops = accelerator.bf16_tflops if spec.model.dtype == "bfloat16" else accelerator.fp32_tflops
+def _of_accelerator(accelerator: Accelerator, *, is_bf16: bool) -> Speeds:
+    tflops = accelerator.bf16_tflops if is_bf16 else accelerator.fp32_tflops
     given = {
         name: value
         for name in ("learn_frac", "decode_frac")

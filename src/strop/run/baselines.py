@@ -33,10 +33,18 @@ def read_baselines(
     Raises: ConfigError for one without a result on any of the tasks, or of several models; CorruptRecord for
         a damaged result.
     """
-    found = _join([_read(word, out_dir) for word in words])
-    for one in found:
+    joined: dict[tuple[str, str | None], StoredBaseline] = {}
+    for one in (_read(word, out_dir) for word in words):
+        key = (one.name, one.published)
+        joined[key] = replace(one, results={**joined.get(key, one).results, **one.results})
+    for one in joined.values():
         if one.published is not None:
-            on = _list_published(one.published, by_harness=by_harness)
+            # The tasks on which a model's published scores may be quoted.
+            on = {
+                (row.harness_task or "") if by_harness else row.task
+                for row in all_baselines()
+                if row.model == one.published and row.status is BaselineStatus.REFERENCE
+            }
             known = [task for task in tasks if task in on]
         else:
             if several := require_one_model(one.name, one.results):
@@ -55,16 +63,7 @@ def read_baselines(
                 next_step="name another baseline, or evaluate that one on the task first",
             )
     asked = {(by_harness, task) for task in tasks}
-    return [replace(one, results=_keep_last(one.results, asked, split)) for one in found]
-
-
-def _join(found: Sequence[StoredBaseline]) -> list[StoredBaseline]:
-    joined: dict[tuple[str, str | None], StoredBaseline] = {}
-    for one in found:
-        key = (one.name, one.published)
-        before = joined.get(key, one).results
-        joined[key] = replace(one, results={**before, **one.results})
-    return list(joined.values())
+    return [replace(one, results=_keep_last(one.results, asked, split)) for one in joined.values()]
 
 
 def _keep_last(
@@ -73,15 +72,6 @@ def _keep_last(
     """Return the results of the last step of each task that is asked."""
     mine = {path: one for path, one in results.items() if tasks_of([one], split) & asked}
     return {path: one for group in group_last(mine).values() for path, one in group.items()}
-
-
-def _list_published(model: str, *, by_harness: bool) -> set[str]:
-    """Return the tasks on which a model's published scores may be quoted."""
-    return {
-        (one.harness_task or "") if by_harness else one.task
-        for one in all_baselines()
-        if one.model == model and one.status is BaselineStatus.REFERENCE
-    }
 
 
 def _read(word: str, out_dir: Path | None) -> StoredBaseline:

@@ -48,7 +48,7 @@ from strop.run.inference import (
     read_trained_ids,
     serve_model,
 )
-from strop.spec import RunSpec, StoreSpec, load_spec
+from strop.spec import RunSpec, load_spec
 from strop.spec.display import dotted, format_value, walk_values
 from strop.spec.eval_file import EvalFile
 from strop.spec.sources import parse_override
@@ -208,12 +208,6 @@ def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Ask
         raise ConfigError(f"{file.origin}: {error}") from error
 
 
-def read_store(file: EvalFile) -> StoreSpec:
-    """Return where an evaluation's file looks for models and data."""
-    words = [f"{dotted(place)}={format_value(v)}" for place, v in file.values.items() if place[0] == "store"]
-    return load_spec(None, ["name=asked", "task.name=arithmetic", *words]).spec.store
-
-
 def read_run_of(model: OpenedModel) -> RunSpec | None:
     """Return the run that made a model, in the number format that it is trained in; None without a run."""
     if model.run_path is None:
@@ -223,15 +217,6 @@ def read_run_of(model: OpenedModel) -> RunSpec | None:
     run = load_spec(model.run_path / "spec.toml").spec
     run, _ = settle_format(run, machine, compute_device(machine), facts=facts)
     return run
-
-
-def evaluate_by_file(
-    file: EvalFile, model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
-) -> list[StoredResult]:
-    """Evaluate a model on held-out examples of strop's tasks as a file says. Raises: like `evaluate_here`."""
-    run = read_run_of(model)
-    askings = [read_file_asking(file, run, task) for task in file.tasks]
-    return evaluate_here(askings, model, wish, say=say)
 
 
 async def _evaluate(
@@ -252,7 +237,7 @@ async def _evaluate(
         elif canary is not None and engine is not None:
             # Nothing is evaluated by an engine that does not repeat the baseline.
             task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
-            async with hold_judge(canary.asking.spec, task) as judge:
+            async with hold_judge(canary.asking.spec.task, task) as judge:
                 measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
             say(
                 f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
@@ -282,7 +267,7 @@ async def _attempt(
             f" from before in {one.folder.path}"
         )
     tell = tell_progress(plan.full_name, plan.num_examples - num_kept, say)
-    async with hold_judge(one.asking.spec, one.planned.task) as judge:
+    async with hold_judge(one.asking.spec.task, one.planned.task) as judge:
         if part == (0, 1):
             return await run_evaluation(
                 one.planned, engine, tokenizer, judge=judge, folder=one.folder, on_example=tell
@@ -355,7 +340,7 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
     pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
 
     async def judge_all() -> Rescored:
-        async with hold_judge(asking.spec, task) as judge:
+        async with hold_judge(asking.spec.task, task) as judge:
             return await rescore(plan, rollouts, task, judge=judge, pass_at=pass_at)
 
     rescored = asyncio.run(judge_all())

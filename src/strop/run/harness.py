@@ -37,18 +37,9 @@ from strop.tasks import build_task
 
 _OF_DATA = frozenset(
     {
-        *(
-            "name",
-            "source",
-            "num_held_out",
-            "num_train",
-            "min_level",
-            "max_level",
-            "subject",
-            "min_isolation",
-            "sandbox",
-        ),
-        *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
+        *("name", "source", "num_held_out", "num_train", "min_level", "max_level", "subject"),
+        *("min_isolation", "sandbox", "order_file", "min_solved_frac", "max_solved_frac"),
+        "max_unmatched_ids",
     }
 )
 """Settings of our tasks that choose examples: the harness asks these. All others say how strop asks."""
@@ -93,7 +84,7 @@ def read_harness_asking(
             next_step="correct it",
         )
     of_harness = [word for word in words if parse_override(word)[0][0] == "harness"]
-    settings = read_settings(of_harness)
+    settings = load_spec(None, ["name=asked", "task.name=arithmetic", *of_harness]).spec.harness
     words = [word for word in words if word not in of_harness]
     pinned = [PROTOCOLS[name] for name in names if name in PROTOCOLS]
     for protocol in pinned:
@@ -150,11 +141,6 @@ def evaluate_by_harness(
         result = run_harness(job, out_dir, part=part, num_parts=num_parts, is_shared=is_shared, say=say)
         found += [] if result is None else [result]
     return found
-
-
-def read_settings(words: Sequence[str]) -> HarnessSpec:
-    """Read settings of the section harness. Raises: ConfigError like `load_spec`."""
-    return load_spec(None, ["name=asked", "task.name=arithmetic", *words]).spec.harness
 
 
 def _is_shared(word: str, own_tasks: Sequence[str]) -> bool:
@@ -245,20 +231,6 @@ def _read_settings(settings: HarnessSpec, task: TaskSpec, protocol: HarnessProto
 
     Raises: ConfigError if both are given and differ, and for a setting that would not take effect.
     """
-    _refuse_unheard_of_task(task, protocol)
-    found = _shown_settings(task)
-    for name, value in found.items():
-        named = getattr(settings, name)
-        if named not in (None, value):
-            raise ConfigError(
-                f"task.{name}={value} and harness.{name}={named} with --harness lm-eval",
-                allowed="one of them",
-                next_step=f"remove task.{name}: the harness asks",
-            )
-    return settings.model_copy(update=found)
-
-
-def _refuse_unheard_of_task(task: TaskSpec, protocol: HarnessProtocol) -> None:
     fields = type(task).model_fields
     heard = {*_OF_DATA, "num_few_shot", "max_reply_tokens"} - set(protocol.own_settings)
     changed = [
@@ -275,6 +247,16 @@ def _refuse_unheard_of_task(task: TaskSpec, protocol: HarnessProtocol) -> None:
             " stop strings and filters of its own",
             next_step="leave them out, or leave --harness out",
         )
+    found = _shown_settings(task)
+    for name, value in found.items():
+        named = getattr(settings, name)
+        if named not in (None, value):
+            raise ConfigError(
+                f"task.{name}={value} and harness.{name}={named} with --harness lm-eval",
+                allowed="one of them",
+                next_step=f"remove task.{name}: the harness asks",
+            )
+    return settings.model_copy(update=found)
 
 
 def _refuse_unheard(asking: Asking) -> None:

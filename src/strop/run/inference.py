@@ -37,6 +37,7 @@ from strop.run.training import set_threads
 from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.display import NULL_WORD, dotted
 from strop.spec.sources import parse_override
+from strop.spec.task import TaskSection
 from strop.store import follow_store, get_model
 from strop.tasks import Task, build_task, limits_of, problem_of, render_prompt, task_builder
 from strop.tasks.judging import Judge, open_judge
@@ -301,7 +302,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
         )
 
     async def sample() -> list[Rollout]:
-        async with serve_model(spec, model) as (engine, tokenizer), hold_judge(spec, task) as judge:
+        async with serve_model(spec, model) as (engine, tokenizer), hold_judge(spec.task, task) as judge:
             attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
             make_environment = choose_environment(task, judge)
             plans = [
@@ -345,9 +346,9 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
 
 
 @asynccontextmanager
-async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
-    """Open the judge that a task asks for, and close it afterwards."""
-    judge = open_judge(task, task_builder(spec.task))
+async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
+    """Open the judge of the task that a section describes, and close it afterwards."""
+    judge = open_judge(task, task_builder(section))
     try:
         yield judge
     finally:

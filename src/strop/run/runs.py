@@ -40,11 +40,11 @@ class RunSummary:
 
     path: Path
     phase: RunPhase
-    created_at: float | None
+    created_at: float | None = None
     """Unix seconds; None for a damaged run."""
-    num_steps: int
+    num_steps: int = 0
     """Steps that are recorded."""
-    last_accuracy: float | None
+    last_accuracy: float | None = None
     """Greedy, held out, of the last evaluation; None where there is none."""
 
 
@@ -60,24 +60,25 @@ def summarize_runs(root: Path) -> list[RunSummary]:
             next_step="name it: `strop ls ROOT`",
         )
     paths = [path.parent for path in root.glob(f"*/{STATE_NAME}") if ".partial-" not in path.parent.name]
-    found = [_summarize(path) for path in sorted(paths)]
+    found = []
+    for path in sorted(paths):
+        try:
+            run = RunDir.open(path)
+            steps = [int(line["step"]) for line in run.metrics.read()]
+            results = read_results(path)
+        except CorruptRecord:
+            found.append(RunSummary(path=path, phase=RunPhase.DAMAGED))
+            continue
+        found.append(
+            RunSummary(
+                path=path,
+                phase=RunPhase.FINISHED if run.is_finished else find_phase(path),
+                created_at=run.state.created_at,
+                num_steps=max(steps, default=0),
+                last_accuracy=results[-1].greedy.accuracy if results else None,
+            )
+        )
     return sorted(found, key=lambda run: run.created_at or 0.0, reverse=True)
-
-
-def _summarize(path: Path) -> RunSummary:
-    try:
-        run = RunDir.open(path)
-        steps = [int(line["step"]) for line in run.metrics.read()]
-        results = read_results(path)
-    except CorruptRecord:
-        return RunSummary(path=path, phase=RunPhase.DAMAGED, created_at=None, num_steps=0, last_accuracy=None)
-    return RunSummary(
-        path=path,
-        phase=RunPhase.FINISHED if run.is_finished else find_phase(path),
-        created_at=run.state.created_at,
-        num_steps=max(steps, default=0),
-        last_accuracy=results[-1].greedy.accuracy if results else None,
-    )
 
 
 def find_phase(path: Path) -> RunPhase:
@@ -203,11 +204,21 @@ def compare_arms(arms: Sequence[Arm], *, declared: Sequence[str] | None = None) 
 
 
 def _read_arm(path: Path, places: Sequence[Path]) -> Arm:
-    result = _last_result(path)
     if path.is_file():
+        from strop.evaluate import read_result
+
+        result = read_result(path)
         values = result.identity.model_dump(mode="json")
     else:
-        values = list_values(load_spec(path / "spec.toml").spec.model_dump())
+        RunDir.open(path)
+        results = read_results(path)
+        if not results:
+            raise StoreError(
+                f"run {path} has no evaluation",
+                allowed="a run with results in eval/, or a result that `strop eval --json` printed",
+                next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
+            )
+        result, values = results[-1], list_values(load_spec(path / "spec.toml").spec.model_dump())
     is_alone = [place.name for place in places].count(path.name) == 1
     return Arm(
         name=path.name if is_alone and path.name else str(path),
@@ -315,19 +326,3 @@ def _list_notes(arms: Sequence[Arm]) -> Iterator[str]:
     if any(len(arm.paths) > 1 for arm in arms):
         shown = ", ".join(f"{arm.name} {' '.join(map(str, arm.seeds))}" for arm in arms)
         yield f"runs that differ in their seed alone are one arm, by their means; seeds: {shown}"
-
-
-def _last_result(path: Path) -> EvalResult:
-    if path.is_file():
-        from strop.evaluate import read_result
-
-        return read_result(path)
-    RunDir.open(path)
-    results = read_results(path)
-    if not results:
-        raise StoreError(
-            f"run {path} has no evaluation",
-            allowed="a run with results in eval/, or a result that `strop eval --json` printed",
-            next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
-        )
-    return results[-1]

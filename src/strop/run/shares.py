@@ -32,16 +32,15 @@ from strop.run.baselines import read_baselines
 from strop.run.evaluation import (
     EVALS_ROOT,
     EvalWish,
-    evaluate_by_file,
+    evaluate_here,
     read_file_asking,
     read_run_of,
-    read_store,
 )
-from strop.run.harness import evaluate_by_harness, read_harness_asking, read_settings
+from strop.run.harness import evaluate_by_harness, read_harness_asking
 from strop.run.inference import OpenedModel, open_model
+from strop.spec import RunSpec, load_spec
 from strop.spec.display import dotted, format_value
 from strop.spec.eval_file import EvalFile, read_eval_file
-from strop.spec.harness import HarnessSpec
 from strop.spec.train import EvalSpec
 from strop.store import follow_store
 
@@ -96,7 +95,7 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
         )
     # By the environment, so that workers and engines hear of it, lm-eval's too.
     level = log_level_of(file.values.get(("output", "log_level")), "engine")
-    with follow_store(read_store(file)), set_variables(level_variables(level)):
+    with follow_store(_read_section(file, "store").store), set_variables(level_variables(level)):
         log_from(level)
         stored: Sequence[StoredBaseline] = ()
         if asked.part is None and not asked.node[0]:
@@ -116,7 +115,7 @@ def read_file_baselines(
 ) -> list[StoredBaseline]:
     """Return the baselines that a file names, and further ones. Raises: like `read_baselines`."""
     counts: EvalSpec = file.counts
-    names = _read_harness(file).tasks if file.is_by_harness else file.tasks
+    names = _read_section(file, "harness").harness.tasks if file.is_by_harness else file.tasks
     words = [*counts.baselines, *further]
     return read_baselines(words, names, Split.HELD_OUT, by_harness=file.is_by_harness, out_dir=out_dir)
 
@@ -130,7 +129,7 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
         for task in file.tasks:
             read_file_asking(file, None, task)
         return
-    tasks, words = _read_harness(file).tasks, _harness_words(file, None)
+    tasks, words = _read_section(file, "harness").harness.tasks, _harness_words(file, None)
     read_harness_asking(tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
 
 
@@ -146,26 +145,28 @@ def _evaluate(
     wish = replace(_wish_of(file), out_dir=asked.out_dir, part=part)
     own: Sequence[EvalResult] = ()
     harness: Sequence[HarnessResult] = ()
+    run = read_run_of(model)
     if file.is_by_harness:
-        settings: HarnessSpec = _read_harness(file)
-        words = _harness_words(file, model)
+        tasks, words = _read_section(file, "harness").harness.tasks, _harness_words(file, run)
         harness = evaluate_by_harness(
-            settings.tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
+            tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
         )
     else:
-        own = [one.result for one in evaluate_by_file(file, model, wish, say=say)]
+        askings = [read_file_asking(file, run, task) for task in file.tasks]
+        own = [one.result for one in evaluate_here(askings, model, wish, say=say)]
     if part != (0, 1):
         return FileResults()
-    run = read_run_of(model)
     known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
     rows = list_rows([*own, *harness], known, stored)
     tables = write_tables(rows, asked.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
     return FileResults(own=own, harness=harness, rows=rows, tables=tables)
 
 
-def _read_harness(file: EvalFile) -> HarnessSpec:
-    given = {place: value for place, value in file.values.items() if place[0] == "harness"}
-    return read_settings([f"{dotted(place)}={format_value(value)}" for place, value in given.items()])
+def _read_section(file: EvalFile, section: str) -> RunSpec:
+    """Return a spec of which one section is the file's, and nothing else is meant."""
+    given = {place: value for place, value in file.values.items() if place[0] == section}
+    words = [f"{dotted(place)}={format_value(value)}" for place, value in given.items()]
+    return load_spec(None, ["name=asked", "task.name=arithmetic", *words]).spec
 
 
 def _wish_of(file: EvalFile) -> EvalWish:
@@ -176,13 +177,15 @@ def _wish_of(file: EvalFile) -> EvalWish:
     return EvalWish(num_examples=counts.num_examples, num_samples=samples, name=file.name)
 
 
-def _harness_words(file: EvalFile, model: OpenedModel | None) -> list[str]:
-    """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name."""
+def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
+    """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name.
+
+    `run`: whose model it is.
+    """
     found = {
         place: value for place, value in file.values.items() if place[0] not in {"store", "job", "output"}
     }
     found.pop(("harness", "tasks"), None)
-    run = None if model is None else read_run_of(model)
     if run is not None:
         # In the number format that it is trained in; all else of asking is lm-eval's.
         found.setdefault(("model", "dtype"), run.model.dtype)
@@ -218,8 +221,7 @@ def _count_workers(file: EvalFile, asked: FileEvaluation, name: str) -> int:
 
 def _gpus_per_copy(file: EvalFile) -> int:
     if file.is_by_harness:
-        settings: HarnessSpec = _read_harness(file)
-        return settings.tensor_parallel
+        return _read_section(file, "harness").harness.tensor_parallel
     return int(file.values.get(("engine", "tensor_parallel")) or 1)
 
 
@@ -248,12 +250,15 @@ def _share_out(
     with ExitStack() as undo:
         children = []
         for index in range(num_workers):
-            child_asked = replace(asked, part=(node * num_workers + index, num_parts))
+            words = [sys.executable, "-m", "strop.cli", "eval", name, "--config", str(asked.path.absolute())]
+            words += ["--part", f"{node * num_workers + index}/{num_parts}"]
+            words += [] if asked.out_dir is None else ["--out", str(asked.out_dir)]
+            words += ["--confirm-run-unsafe-code"] if asked.may_run_code else []
             mine = devices[index * per_copy : (index + 1) * per_copy]
             variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(mine)} if devices else {})}
             # Nobody hands out what another does.
             variables[SANDBOX_DEVICES] = ",".join(for_sandboxes[index::num_workers])
-            child = spawn(_words(child_asked, name), _OWN_OUTPUT, variables)
+            child = spawn(words, _OWN_OUTPUT, variables)
             undo.callback(terminate, child, 5.0)
             children.append(child)
         _wait_for(children, say)
@@ -266,14 +271,6 @@ def _share_out(
     while node == 0 and not all((marks / str(other)).exists() for other in range(num_nodes)):
         # A node that fails ends the job, and this process with it.
         time.sleep(_POLL_S)
-
-
-def _words(asked: FileEvaluation, name: str) -> list[str]:
-    assert asked.part is not None
-    words = [sys.executable, "-m", "strop.cli", "eval", name, "--config", str(asked.path.absolute())]
-    words += ["--part", f"{asked.part[0]}/{asked.part[1]}"]
-    words += [] if asked.out_dir is None else ["--out", str(asked.out_dir)]
-    return [*words, *(["--confirm-run-unsafe-code"] if asked.may_run_code else [])]
 
 
 def _wait_for(children: Sequence[ChildProcess], say: Callable[[str], None]) -> None:

@@ -27,7 +27,7 @@ from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.rollout import FinishReason, Message, Outcome, Split, ToolCall
-from strop.run.inference import read_asking, take_num
+from strop.run.inference import hold_judge, read_asking, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
@@ -35,7 +35,7 @@ from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
 from strop.tasks.generated.reasoning_gym import list_datasets
-from strop.tasks.judging import InlineJudge, open_judge
+from strop.tasks.judging import InlineJudge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.prompt import tools_of
 from strop.tasks.registry import BUILT_IN_TASKS
@@ -149,11 +149,8 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
     first = task.examples(Split.TRAIN)[0]
 
     async def test() -> list[SelfTestFinding]:
-        judge = open_judge(task, task_builder(spec))
-        try:
+        async with hold_judge(spec, task) as judge:
             return await self_test(task, examples_to_attack(task)[: settings.num_examples], judge)
-        finally:
-            await judge.close()
 
     return TaskCheck(
         task=task.name,
@@ -176,15 +173,12 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
     task = build_task(spec)
 
     async def attack() -> AuditReport:
-        judge = open_judge(task, task_builder(spec))
-        try:
+        async with hold_judge(spec, task) as judge:
             # Making problems may take longer than a probe may; that is no probe's time.
             for example in examples_to_attack(task)[:1]:
                 if not isinstance(judge, InlineJudge):
                     await judge.judge(example, "")
             return await run_audit(task, settings, judge, task_builder(spec))
-        finally:
-            await judge.close()
 
     report = asyncio.run(attack())
     for path in filter(None, [stored_audit_path(report.task, report.task_version), out]):
@@ -320,14 +314,13 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     keep_prints(sys.stderr)
 
     async def play() -> Outcome:
-        judge = open_judge(task, task_builder(spec))
-        environment = choose_environment(task, judge)()
-        try:
-            await _converse(environment, await environment.reset(example, seed), read, tell)
-            return await environment.score()
-        finally:
-            await environment.close()
-            await judge.close()
+        async with hold_judge(spec, task) as judge:
+            environment = choose_environment(task, judge)()
+            try:
+                await _converse(environment, await environment.reset(example, seed), read, tell)
+                return await environment.score()
+            finally:
+                await environment.close()
 
     try:
         return asyncio.run(play())
@@ -354,7 +347,7 @@ async def _converse(environment: Environment, opening: Sequence[Message], read: 
 
 
 def _read_reply(read: Read) -> str | None:
-    """Read a reply; lines behind an open fence belong to it."""
+    """Read a reply; lines behind an open fence belong to it, and a call becomes a fenced block."""
     lines = [read()]
     while lines[-1] is not None and sum(line.lstrip().startswith(_FENCE) for line in lines if line) % 2:
         lines.append(read())
@@ -362,11 +355,9 @@ def _read_reply(read: Read) -> str | None:
     if not found:
         return None
     call = _CALL.fullmatch(found[0])
-    return "\n".join(found) if call is None else _to_call(call["name"], call["arguments"] or "")
-
-
-def _to_call(name: str, words: str) -> str:
-    """Return a call that was written as words, `key=value` or one JSON object, as a fenced block."""
+    if call is None:
+        return "\n".join(found)
+    name, words = call["name"], call["arguments"] or ""
     if words.lstrip().startswith("{"):
         return f'{_FENCE}tool\n{{"name": {json.dumps(name)}, "arguments": {words}}}\n{_FENCE}'
     parts = re.split(r"(?:^|\s+)(\w+)=", words)[1:]

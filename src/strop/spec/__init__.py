@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from strop.spec.offline import SftSpec
     from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
     from strop.spec.reader import ResolvedSpec, load_spec
-    from strop.spec.run import RunSpec, num_train_examples
+    from strop.spec.run import RunSpec
     from strop.spec.schema import all_keys, expert_keys
     from strop.spec.task import TaskSection, TaskSpec, UserEnvironmentSpec, UserTaskSpec
     from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
@@ -37,7 +37,7 @@ else:
             "strop.spec.model": "ModelSpec",
             "strop.spec.offline": "SftSpec",
             "strop.spec.reader": "ResolvedSpec load_spec",
-            "strop.spec.run": "RunSpec num_train_examples",
+            "strop.spec.run": "RunSpec",
             "strop.spec.schema": "all_keys expert_keys",
             "strop.spec.output": "OutputSpec StoreSpec TrackersSpec",
             "strop.spec.task": "TaskSection TaskSpec UserEnvironmentSpec UserTaskSpec",
@@ -73,7 +73,6 @@ __all__ = [
     "expert_keys",
     "explain",
     "load_spec",
-    "num_train_examples",
     "spec_digest",
     "write_spec",
 ]

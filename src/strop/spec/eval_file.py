@@ -90,7 +90,8 @@ class EvalFile:
         values = {place: value for place, value in self.values.items() if place[0] not in left_out}
         if self.has_several:
             own = {place: value for place, value in values.items() if place[:2] == PARTS_TABLE}
-            label = next((place[2] for place in own if self._task_of(place[2]) == task), None)
+            names = {place[2]: str(values.get((*PARTS_TABLE, place[2], "name"), place[2])) for place in own}
+            label = next((label for label, name in names.items() if name == task), None)
             values = {place: value for place, value in values.items() if place not in own}
             values |= {("task", place[3]): value for place, value in own.items() if place[2] == label}
             values.pop(("task", "name"), None)
@@ -100,9 +101,6 @@ class EvalFile:
                 if ("model", name) != _MODEL_URI:
                     values.setdefault(("model", name), getattr(run.model, name))
         return [f"{dotted(path)}={format_value(value)}" for path, value in values.items()]
-
-    def _task_of(self, label: str) -> str:
-        return str(self.values.get((*PARTS_TABLE, label, "name"), label))
 
     def _refuse_other_model(self, run: RunSpec) -> None:
         if self.model_uri is None or last_name(self.model_uri) == last_name(run.model.uri):

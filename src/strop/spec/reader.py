@@ -8,7 +8,7 @@ starts the `task` table anew; where an override does that, a notice says what it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from strop.spec.job import GPU_SPLIT
 from strop.spec.run import RunSpec
 from strop.spec.schema import (
     FREE_TABLES,
-    Setting,
     find_settings,
     near_keys,
     plain_settings,
@@ -243,18 +242,6 @@ def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
     A file that is extended, or the record of another run, may well hold them: no reason to refuse.
     """
     notices = []
-    for setting in _without_part(spec):
-        value = getattr(getattr(spec, setting.path[0]), setting.path[1])
-        origin = origins.get(setting.key, DEFAULT)
-        if origin != DEFAULT and value != setting.info.default:
-            notices.append(
-                f"{setting.key}={show_value(value)} ({origin}) is not used: train.terms={spec.train.terms!r}"
-                f" ({origins.get('train.terms', DEFAULT)})"
-            )
-    return notices
-
-
-def _without_part(spec: RunSpec) -> Iterable[Setting]:
     for setting in plain_settings():
         section = setting.path[0]
         is_unread = (
@@ -263,8 +250,16 @@ def _without_part(spec: RunSpec) -> Iterable[Setting]:
             or (not spec.has_demonstrations and section == "sft")
             or spec.train.terms not in _TERMS_OF.get(section, {spec.train.terms})
         )
-        if is_unread:
-            yield setting
+        if not is_unread:
+            continue
+        value = getattr(getattr(spec, section), setting.path[1])
+        origin = origins.get(setting.key, DEFAULT)
+        if origin != DEFAULT and value != setting.info.default:
+            notices.append(
+                f"{setting.key}={show_value(value)} ({origin}) is not used: train.terms={spec.train.terms!r}"
+                f" ({origins.get('train.terms', DEFAULT)})"
+            )
+    return notices
 
 
 # The launcher's flags, stronger than overrides. The GPUs of a job are one group: once a flag gives one of
@@ -317,7 +312,13 @@ def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[
     """
     *files, overrides = sources
     given = {flag.path: Leaf(path=flag.path, value=flag.value, origin=flag.name) for flag in flags}
-    completed = given | _complete_group(given)
+    completed = dict(given)
+    if named := [given[path].origin for path in _GROUP if path in given]:
+        # The rest of the GPUs is as nobody gave it.
+        origin = f"{DEFAULT} beside {', '.join(named)}"
+        for path in _GROUP:
+            default = find_settings(path)[0].info.default
+            completed.setdefault(path, Leaf(path=path, value=default, origin=origin))
     in_files: Leaves = {path: leaf for source in files for path, leaf in source.items()}
     layers = (in_files, overrides, completed)
     owned = sorted({path for layer in layers for path in layer if path[0] in OWNED_SECTIONS})
@@ -326,19 +327,6 @@ def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[
         conflict for path in owned if (conflict := _find_conflict(path, layers, has_split=has_split))
     ]
     return [*sources, completed], conflicts
-
-
-def _complete_group(given: Leaves) -> Leaves:
-    """Return defaults for the rest of the GPU group, where a flag gives a part of it."""
-    named = [given[path].origin for path in _GROUP if path in given]
-    if not named:
-        return {}
-    origin = f"{DEFAULT} beside {', '.join(named)}"
-    return {
-        path: Leaf(path=path, value=find_settings(path)[0].info.default, origin=origin)
-        for path in _GROUP
-        if path not in given
-    }
 
 
 def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) -> Conflict | None:

@@ -26,7 +26,7 @@ from strop.spec.offline import DpoSpec, SftSpec
 from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
 from strop.spec.parts import needs_service
 from strop.spec.sandboxing import RuntimeSpec
-from strop.spec.task import TaskSection, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 from strop.user_code import CodeRef, is_code
 
@@ -312,7 +312,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> RunSpec:
-        num_train = num_train_examples(self.task)
+        num_train = self.task.num_train
         if self.train.has_rl and num_train is not None and num_train < self.train.prompts_per_step:
             raise SpecConflict(
                 {"train.prompts_per_step": self.train.prompts_per_step},
@@ -363,11 +363,6 @@ class RunSpec(Section):
                 next_step="remove train.micro_batch_tokens",
             )
         return self
-
-
-def num_train_examples(task: TaskSection) -> int | None:
-    """Return how many examples a task trains on, or None where only its data can tell."""
-    return task.num_train
 
 
 def last_name(model: str) -> str:

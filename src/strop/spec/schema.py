@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -168,11 +168,14 @@ def settings() -> tuple[Setting, ...]:
 
     Imports the modules of all tasks; a run is read without.
     """
-    return tuple(
-        setting
-        for name in RunSpec.model_fields
-        for setting in (_task_settings() if name == "task" else _plain_settings(name))
-    )
+    found: list[Setting] = []
+    for name in RunSpec.model_fields:
+        if name == "task":
+            variants = (*built_in_tasks().names(), *USER_SECTIONS)
+            found += [_name_of_task(), *(one for variant in variants for one in _settings_of_task(variant))]
+        else:
+            found += _plain_settings(name)
+    return tuple(found)
 
 
 @cache
@@ -209,12 +212,6 @@ def _name_of_task() -> Setting:
     meaning += f" '{USER_TASK}': {UserCodeSection.__doc__}"
     info = FieldInfo(annotation=Literal[names], description=meaning)  # type: ignore[arg-type]
     return Setting(path=("task", "name"), variant=None, info=info)
-
-
-def _task_settings() -> Iterator[Setting]:
-    yield _name_of_task()
-    for variant in (*built_in_tasks().names(), *USER_SECTIONS):
-        yield from _settings_of_task(variant)
 
 
 @cache

@@ -66,9 +66,12 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
 
     Raises: ConfigError, with one line per mistake of the first source that has any.
     """
-    trees = _read_chain(path) if path is not None else []
+    # Those that a file extends, before it. One that two of them extend counts once, below both.
+    trees: dict[str, Tree] = {}
+    if path is not None:
+        _read_file(path, (), trees)
     found: list[tuple[list[Leaf], str]] = []
-    for tree in reversed(trees):
+    for tree in trees.values():
         if ENVIRONMENT in tree.values and "task" in tree.values:
             raise ConfigError(
                 f"both a task ({tree.origin(('task',))}) and an environment ({tree.origin((ENVIRONMENT,))})",
@@ -95,16 +98,6 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
                 next_step="remove one of the two",
             )
     return sources
-
-
-def _read_chain(path: str) -> list[Tree]:
-    """Return a file's tree and those of all files that it extends, strongest first.
-
-    Of several parents the later one is stronger. A file that two of them extend counts once, below both.
-    """
-    trees: dict[str, Tree] = {}
-    _read_file(path, (), trees)
-    return list(reversed(trees.values()))
 
 
 def _read_file(path: str, way: tuple[tuple[str, str], ...], trees: dict[str, Tree]) -> None:

@@ -120,7 +120,6 @@ class VllmEngine:
         self._digest = digest
         self._adapter: Adapter | None = None
         self._num_adapters = 0
-        self._canary: list[float] = []
         self._update_lock = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
@@ -181,7 +180,16 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix="strop-weights-", dir=memory_dir()) as folder:
             async with self._update_lock:
                 path = await self._find_file(update, Path(folder))
-                await self._apply(update, path)
+                self._gate.clear()
+                try:
+                    await self._stop_running(update.mode)
+                    swap = self._swap_adapter if update.is_adapter else self._swap_weights
+                    await swap(update, path)
+                    await self._core.resume()
+                    await self._ask_canary(update)
+                finally:
+                    await self._core.resume()
+                    self._gate.set()
         return WeightReceipt(version=update.version, digest=update.digest)
 
     async def close(self) -> None:
@@ -190,18 +198,6 @@ class VllmEngine:
             self._is_closed = True
             self._gate.set()
             await asyncio.to_thread(self._core.close)
-
-    async def _apply(self, update: WeightUpdate, path: str) -> None:
-        self._gate.clear()
-        try:
-            await self._stop_running(update.mode)
-            swap = self._swap_adapter if update.is_adapter else self._swap_weights
-            await swap(update, path)
-            await self._core.resume()
-            await self._ask_canary(update)
-        finally:
-            await self._core.resume()
-            self._gate.set()
 
     async def _sample(self, request: GenerationRequest) -> Completion:
         stops = StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None
@@ -300,15 +296,6 @@ class VllmEngine:
 
         Raises: WeightMismatch if they came from a cache, so from other weights.
         """
-        found = await self._hear_canary(self._adapter)
-        if found.num_cached_tokens:
-            self._flaw = (
-                f"weight_canary: {found.num_cached_tokens} keys and values of other weights were used"
-            )
-            raise _unproven(update, self._flaw)
-        self._flaw = None
-
-    async def _hear_canary(self, adapter: Adapter | None) -> Piece:
         request = GenerationRequest(
             prompt_ids=self._limits.canary_ids(),
             seed=0,
@@ -317,12 +304,18 @@ class VllmEngine:
             stop_token_ids=frozenset(),
         )
         pieces = self._core.sample(
-            request, salt=_salt(self._version, self._digest), adapter=adapter, is_whole=True
+            request, salt=_salt(self._version, self._digest), adapter=self._adapter, is_whole=True
         )
         async with aclosing(pieces):
-            async for piece in pieces:
-                return piece
-        raise EngineError("vLLM did not answer the canary")
+            found = await anext(pieces, None)
+        if found is None:
+            raise EngineError("vLLM did not answer the canary")
+        if found.num_cached_tokens:
+            self._flaw = (
+                f"weight_canary: {found.num_cached_tokens} keys and values of other weights were used"
+            )
+            raise _unproven(update, self._flaw)
+        self._flaw = None
 
     async def _pass_gate(self) -> None:
         await self._gate.wait()

@@ -191,17 +191,14 @@ def _finish_task(out: Translation) -> None:
         return
     out.set("task.name", "mixture", out.envs[0][1])
     limit = out.settings.pop("task.max_reply_tokens", None)
+    names = [env_name(env) for env, _ in out.envs]
     for index, (env, origin) in enumerate(out.envs):
-        label = f"{env_name(env)}-{index}" if _count(out, env) > 1 else env_name(env)
+        label = f"{names[index]}-{index}" if names.count(names[index]) > 1 else names[index]
         _write_env(out, env, origin, f"task.parts.{label}")
         if out.ratios:
             out.set(f"task.parts.{label}.weight", float(out.ratios[index]), "buffer.env_ratios")
         if limit is not None:
             out.set(f"task.parts.{label}.max_reply_tokens", *limit)
-
-
-def _count(out: Translation, env: Mapping[str, Any]) -> int:
-    return [env_name(one) for one, _ in out.envs].count(env_name(env))
 
 
 def _write_env(out: Translation, env: Mapping[str, Any], origin: str, table: str) -> None:

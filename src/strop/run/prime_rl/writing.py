@@ -61,7 +61,13 @@ def import_prime_rl(request: ImportRequest) -> Imported:
     Raises: ConfigError if a file cannot be read, nothing says what is trained on, or the run file is there or
         would not load.
     """
-    given = list(_read_all(request))
+    files = {"": request.config} if request.config is not None else {}
+    given = [
+        leaf
+        for role, path in {**files, **request.roles}.items()
+        for tree in _read_chain(path, ())
+        for leaf in _flatten(tree, tree.values, (), role)
+    ]
     if not given:
         raise ConfigError(
             "there is nothing to import",
@@ -79,17 +85,12 @@ def import_prime_rl(request: ImportRequest) -> Imported:
     translation.finish()
     for key, value in fixed.items():
         translation.set(key, value, OVERRIDE)
-    name, origin = next(iter(translation.names), (_name_of_file(first), "name of the file"))
-    translation.settings.setdefault("name", (_make_name(name), origin))
+    stem = first.stem if first.stem not in _STEMS else f"{first.absolute().parent.name}-{first.stem}"
+    named, origin = next(iter(translation.names), (stem, "name of the file"))
+    name = re.sub(r"[^a-z0-9]+", "-", named.lower()).strip("-")[:_MAX_NAME].rstrip("-") or "imported"
+    translation.settings.setdefault("name", (name, origin))
     _write_checked(translation, out, first)
     return Imported(path=out, notices=tuple(dict.fromkeys(translation.notices)))
-
-
-def _read_all(request: ImportRequest) -> Iterator[Given]:
-    files = {"": request.config} if request.config is not None else {}
-    for role, path in {**files, **request.roles}.items():
-        for tree in _read_chain(path, ()):
-            yield from _flatten(tree, tree.values, (), role)
 
 
 def _read_chain(path: Path, seen: tuple[str, ...]) -> Iterator[Tree]:
@@ -128,15 +129,6 @@ def _translate(given: Given, translation: Translation) -> None:
         return
     reason = next((why for pattern, why in REASONS.items() if re.fullmatch(pattern, given.key)), None)
     translation.note(given, reason or "strop has no such setting")
-
-
-def _name_of_file(first: Path) -> str:
-    return first.stem if first.stem not in _STEMS else f"{first.absolute().parent.name}-{first.stem}"
-
-
-def _make_name(text: str) -> str:
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return name[:_MAX_NAME].rstrip("-") or "imported"
 
 
 def _write_checked(translation: Translation, out: Path, source: Path) -> None:
