@@ -161,22 +161,17 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
     path = tuple(parts[:limit])
     kind = detail["type"]
     if kind in {"missing", "union_tag_not_found"}:
-        return _missing(path)
+        path = ("task", "name") if path == ("task",) else path
+        return format_error(
+            f"{dotted(path)} is missing",
+            allowed="; ".join(dict.fromkeys(_allowed(path, None))),
+            next_step=f"add it to the run file; `strop explain {dotted(path)}` says what it means",
+        )
     if kind == "extra_forbidden":
         return _foreign_key(path, task, origins)
     if kind == "union_tag_invalid":
         return _wrong_value(("task", "name"), task, None, origins)
     return _wrong_value(path, detail["input"], task, origins)
-
-
-def _missing(path: KeyPath) -> str:
-    path = ("task", "name") if path == ("task",) else path
-    allowed = "; ".join(dict.fromkeys(_allowed(path, None)))
-    return format_error(
-        f"{dotted(path)} is missing",
-        allowed=allowed,
-        next_step=f"add it to the run file; `strop explain {dotted(path)}` says what it means",
-    )
 
 
 def _allowed(path: KeyPath, task: str | None) -> list[str]:
