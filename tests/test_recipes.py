@@ -24,7 +24,7 @@ from strop.plan.planning import make_plan
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
-from strop.spec import RunSpec, load_spec, num_train_examples, write_spec
+from strop.spec import RunSpec, load_spec, write_spec
 from strop.store import get_model, open_store
 from strop.tasks import build_task
 from strop.tasks.mathematics.boxed_math import _SUBJECTS as HENDRYCKS_SUBJECTS
@@ -102,7 +102,7 @@ def test_the_demo_asks_for_what_its_promise_is_measured_on() -> None:
     assert (spec.train.prompts_per_step, spec.train.group_size) == (8, 8)
     assert spec.task.max_reply_tokens == 32
     # 20 * 20 = 400 pairs, 100 of them held out.
-    assert num_train_examples(spec.task) == 300
+    assert spec.task.num_train == 300
 
 
 def test_make_demo_agent_trains_by_a_recipe_of_several_turns() -> None:
