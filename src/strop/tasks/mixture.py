@@ -7,6 +7,7 @@ function of seed and epoch alone, so a resumed run goes on with the examples it 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +121,7 @@ class Mixture:
             )
             for label, part in spec.read_parts().items()
         ]
+        self._examples: dict[Split, tuple[Example, ...]] = {}
         limits = [part.task.limits for part in self._parts]
         verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
         self.limits = TaskLimits(
@@ -162,7 +164,11 @@ class Mixture:
 
         Raises: DataError if two parts hold the same example, or as the parts do.
         """
-        return self._train if split is Split.TRAIN else self._held_out
+        if split not in self._examples:
+            held_out = (part.task.examples(split) for part in self._parts)
+            parts = self._part_examples if split is Split.TRAIN else held_out
+            self._examples[split] = tuple(itertools.chain.from_iterable(parts))
+        return self._examples[split]
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the example has in its part."""
@@ -259,14 +265,6 @@ class Mixture:
                 )
             found.append(examples[: part.count])
         return found
-
-    @cached_property
-    def _train(self) -> tuple[Example, ...]:
-        return tuple(example for examples in self._part_examples for example in examples)
-
-    @cached_property
-    def _held_out(self) -> tuple[Example, ...]:
-        return tuple(example for part in self._parts for example in part.task.examples(Split.HELD_OUT))
 
     @cached_property
     def _owners(self) -> dict[str, _Part]:

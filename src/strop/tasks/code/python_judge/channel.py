@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -209,18 +210,6 @@ def _checked(body: Any, kind: type) -> Any:
     return body
 
 
-def _decimal(text: str) -> Any:
-    from decimal import Decimal
-
-    return Decimal(text)
-
-
-def _fraction(parts: list[Any]) -> Any:
-    from fractions import Fraction
-
-    return Fraction(*parts)
-
-
 def _short_int(text: str) -> int:
     """Read a decimal number. Reading a million digits would take minutes, and nothing can interrupt it."""
     if len(text) > _MAX_JSON_DIGITS:
@@ -234,7 +223,7 @@ _CONTAINERS: dict[Any, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "range": lambda parts: range(*parts),
     "complex": lambda parts: complex(*parts),
-    "Fraction": _fraction,
+    "Fraction": lambda parts: import_module("fractions").Fraction(*parts),
 }
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
@@ -242,7 +231,7 @@ _SCALARS: dict[Any, Callable[[str], Any]] = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "type": _PLAIN_TYPES.__getitem__,
-    "Decimal": _decimal,
+    "Decimal": lambda text: import_module("decimal").Decimal(text),
 }
 
 
