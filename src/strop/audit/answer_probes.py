@@ -164,7 +164,7 @@ def _share_of_words(answer: str, prompt: str) -> float:
 
 
 async def probe_determinism(context: AuditContext) -> ProbeResult:
-    """One reply earns the same whenever and beside whatever it is judged."""
+    """One reply earns the same whenever it is judged, and whatever is judged beside it."""
     all_repeats: list[tuple[Judged, ...]] = []
     started_at = time.perf_counter()
     for part in context.in_time(context.few_examples, num_first=1):

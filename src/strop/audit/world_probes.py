@@ -238,7 +238,7 @@ async def probe_forged_stdout(context: AuditContext) -> ProbeResult:
 
 
 async def probe_judge_injection(context: AuditContext) -> ProbeResult:
-    """Speaking to whoever judges earns nothing."""
+    """Words that speak to the judge earn nothing."""
     name = "judge_injection"
     probe = await _Attacking.begin(context, name)
     await probe.try_all(INJECTIONS, probe.is_paid)

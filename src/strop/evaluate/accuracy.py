@@ -427,7 +427,7 @@ def plan_canary(
     different = [
         found
         for found in list_plan_differences(baseline, planned.plan)
-        # Results of before these fields were stored have none or nothing there.
+        # Results of versions that did not store these fields have none or nothing there.
         if found.key not in _SAMPLED_ONLY and found.before not in (None, {})
     ]
     if different:

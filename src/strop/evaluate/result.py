@@ -363,8 +363,8 @@ def parse_result(data: bytes, path: Path | str) -> EvalResult:
     """Return the result that a file's bytes are; `path` names it.
 
     Raises: CorruptRecord if a field is missing, unknown or of the wrong type, if the file was changed since
-        it was written, or an accuracy is not that of its examples. A file of before results were sealed has
-        no digest over all fields; the rest holds for it.
+        it was written, or an accuracy is not that of its examples. A file of a version that did not
+        seal results has no digest over all fields; the rest holds for it.
     """
     try:
         result = EvalResult.model_validate_json(data)

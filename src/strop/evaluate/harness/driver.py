@@ -92,7 +92,7 @@ def _keep_tasks(index: Any, own: Path) -> None:
     """Keep what lm-eval reads of its 14,000 task files: at each start it read them all, in some ten seconds.
 
     `index` is its module that lists tasks, `own` the folder of its files. They are those of a pinned release:
-    whoever makes the environment anew removes what is kept. A task that is asked is read from its own file.
+    making the environment anew removes the kept index. A task that is asked is read from its own file.
     """
     kept_path = own.with_name("strop-tasks.pickle")
     list_files, load_yaml = index.TaskIndex._iter_yaml_files, index.load_yaml

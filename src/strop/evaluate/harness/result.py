@@ -67,7 +67,7 @@ class HarnessResult(Record):
     num_cut_prompts: int = 0
     """Prompts that were longer than the model's positions, which lm-eval cuts without a word."""
     plan: str = ""
-    """Hash over everything that the harness was given; empty in results of before."""
+    """Hash over everything that the harness was given; empty in results of older versions."""
     metrics: dict[str, HarnessMetric]
     """By metric and filter, for example 'exact_match,strict-match'. Of a group: over all its examples; empty
     for lm-eval's groups without a score of their own."""
