@@ -126,7 +126,7 @@ def test_a_docker_without_a_daemon_is_told_what_to_do(
 def test_what_the_kernel_restricts_is_named(
     path: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_read", lambda asked: text if asked == path else "")
+    monkeypatch.setattr(doctor, "read_or_empty", lambda asked: text if asked == path else "")
     facts = read_facts()
     assert facts["user namespaces"] == said
     if path == "/etc/subuid" and os.geteuid() == 0:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import SandboxRefused
-from strop.sandbox import Limits, cgroup, linux
+from strop.sandbox import Limits, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
 from strop.sandbox.daemon_handle import DaemonHandle, close_daemons
@@ -75,9 +75,9 @@ def test_where_the_kernel_tells_of_no_groups_there_are_none(
     def refuse(path: str | Path) -> str:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(cgroup, "read_file", refuse)
+    monkeypatch.setattr(linux, "read_file", refuse)
     assert find_controllers() == []
-    monkeypatch.setattr(cgroup, "read_file", lambda path: "")
+    monkeypatch.setattr(linux, "read_file", lambda path: "")
     assert find_controllers() == []
 
 

@@ -236,7 +236,7 @@ def test_a_podman_that_fails_otherwise_is_told_in_its_own_words(
     for name in ("newuidmap", "newgidmap"):
         (tmp_path / name).symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(rootless, "_read", lambda path: f"{os.geteuid()}:100000:65536\n")
+    monkeypatch.setattr(rootless, "read_or_empty", lambda path: f"{os.geteuid()}:100000:65536\n")
     with pytest.raises(SandboxRefused, match="cannot clone: no user namespaces here") as caught:
         require_ranges(str(program), os.environ)
     assert caught.value.kind == "podman"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.sandbox.contract import Limits
-from strop.sandbox.linux import read_file, write_file
+from strop.sandbox.linux import read_file, read_or_empty, write_file
 
 _REMOVE_LIMIT_S = 2.0
 _NAMES = ("memory", "pids", "cpu")
@@ -98,7 +98,7 @@ def remove_group(path: Path) -> None:
 
 def clear_container_groups(container_id: str) -> None:
     """Kill what is left in groups that were made for a container, in every hierarchy; remove them."""
-    mounts = _read_or_empty("/proc/self/mountinfo").splitlines()
+    mounts = read_or_empty("/proc/self/mountinfo").splitlines()
     found: set[Path] = set()
     for place in {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}:
         for parent in place.iterdir():
@@ -167,8 +167,9 @@ def find_freezers() -> list[tuple[int, Path]]:
 
 def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tuple[int, list[str], Path]]:
     """Yield version, names (of version 1) and a process's own directory, of each mounted hierarchy."""
-    membership = _read_or_empty("/proc/self/cgroup") if membership is None else membership
-    mounts = _read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
+    # A kernel without control groups, or a container's own kernel, has neither file.
+    membership = read_or_empty("/proc/self/cgroup") if membership is None else membership
+    mounts = read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
     places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]
     for line in membership.splitlines():
         _, joined, inside = line.split(":", 2)
@@ -176,14 +177,6 @@ def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tu
         for kind, root, where, options in places:
             if kind == ("cgroup" if names else "cgroup2") and set(names) <= set(options):
                 yield 1 if names else 2, names, where / os.path.relpath(inside, root)
-
-
-def _read_or_empty(path: str) -> str:
-    """Read what a kernel without control groups, or a container's own kernel, does not have."""
-    try:
-        return read_file(path)
-    except OSError:
-        return ""
 
 
 def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:

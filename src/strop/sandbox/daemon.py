@@ -56,7 +56,8 @@ from strop.sandbox.linux import (
 )
 from strop.sandbox.place import Ground, LoadedPython, Order, Place, identify
 from strop.sandbox.podman import PodmanPlace
-from strop.sandbox.process import ProcessPlace, remove_tree
+from strop.sandbox.process import ProcessPlace
+from strop.sandbox.spawning import remove_tree
 from strop.sandbox.supervisor import Supervisor
 
 # More than a socket of this kind takes in one message, so none is cut.

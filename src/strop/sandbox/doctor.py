@@ -31,6 +31,7 @@ from strop.sandbox.cgroup import find_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
 from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.linux import read_or_empty
 from strop.sandbox.rootless import count_ids, names_of, ranges_of
 
 _TIMES = 5
@@ -126,12 +127,13 @@ async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
 def read_facts() -> dict[str, str]:
     """Return what decides about sandboxes here, by a short name."""
     user = os.geteuid()
+    num_ids = count_ids(ranges_of(read_or_empty("/etc/subuid"), names_of(user)))
     return {
         "kernel": platform.release(),
         "user": "root" if user == 0 else f"uid {user}",
         "control groups": _describe_cgroups(),
         "user namespaces": _describe_namespaces(),
-        "subordinate ids": _describe_ranges(user),
+        "subordinate ids": f"{num_ids:,}" if num_ids else "none",
         "private directories": str(_private_disk()),
         "open files": _describe_limit(resource.RLIMIT_NOFILE),
         "processes": _describe_limit(resource.RLIMIT_NPROC),
@@ -192,14 +194,9 @@ def _describe_namespaces() -> str:
         ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
         ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
     ):
-        if _read(place).strip() == word:
+        if read_or_empty(place).strip() == word:
             return f"restricted: {place} is {word}"
     return "allowed"
-
-
-def _describe_ranges(uid: int) -> str:
-    total = count_ids(ranges_of(_read("/etc/subuid"), names_of(uid)))
-    return f"{total:,}" if total else "none"
 
 
 def _describe_limit(kind: int) -> str:
@@ -226,13 +223,6 @@ def _version_of(name: str, *words: str) -> str:
         if lines := (done.stdout or done.stderr).strip().splitlines():
             return lines[0]
     return f"{path} says no version"
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Iterator[str]:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from strop.errors import SandboxRefused
 from strop.sandbox.cgroup import clear_container_groups
-from strop.sandbox.linux import read_file
-from strop.sandbox.process import remove_tree
+from strop.sandbox.linux import read_or_empty
 from strop.sandbox.rootless import require_ranges
-from strop.sandbox.spawning import run_program
+from strop.sandbox.spawning import remove_tree, run_program
 
 ENGINES = ("podman", "docker")
 """The backends whose sandboxes are containers, and have images; each is called like its program."""
@@ -99,10 +98,7 @@ def id_file(scratch: str) -> str:
 
 def read_container_id(scratch: str) -> str:
     """Return the id of the container whose supervisor has a private directory; empty if none."""
-    try:
-        return read_file(id_file(scratch)).strip()
-    except OSError:
-        return ""
+    return read_or_empty(id_file(scratch)).strip()
 
 
 @cache

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from strop.sandbox.linux import read_file
+from strop.sandbox.linux import read_file, read_or_empty
 
 _STATE_FIELD, _PARENT_FIELD, _GROUP_FIELD, _START_FIELD = 0, 1, 2, 19
 """Of /proc/PID/stat, counted from behind the name."""
@@ -78,11 +78,10 @@ def find_copies(group: int) -> dict[int, str]:
     """Return the command lines of those in a program's process group that are forks and no programs yet."""
     found = {}
     for pid in find_descendants(group):
-        stat, line = _read_stat(pid), _read_command_line(pid)
-        is_copy = (
-            stat and int(stat[_GROUP_FIELD]) == group and line == _read_command_line(stat[_PARENT_FIELD])
-        )
-        if is_copy and line:
+        stat, line = _read_stat(pid), read_or_empty(f"/proc/{pid}/cmdline")
+        if not stat or not line or int(stat[_GROUP_FIELD]) != group:
+            continue
+        if line == read_or_empty(f"/proc/{stat[_PARENT_FIELD]}/cmdline"):
             found[pid] = line
     return found
 
@@ -95,7 +94,7 @@ def became_killable(pid: int, line: str, number: int) -> bool:
         return False
     fields = dict(one.split(":", 1) for one in status.splitlines() if one.startswith(("SigIgn:", "SigCgt:")))
     is_minded = any(int(mask, 16) >> (number - 1) & 1 for mask in fields.values())
-    return not is_minded and _read_command_line(pid) not in ("", line)
+    return not is_minded and read_or_empty(f"/proc/{pid}/cmdline") not in ("", line)
 
 
 def kill_strays(root_pid: int, own: set[int]) -> list[int]:
@@ -172,19 +171,8 @@ def _signal_one(pid: int, number: int, family: set[int]) -> None:
 def _read_children(pid: int) -> list[int]:
     children: list[int] = []
     for thread in _list_threads(pid):
-        try:
-            text = read_file(f"/proc/{pid}/task/{thread}/children")
-        except OSError:
-            continue
-        children += map(int, text.split())
+        children += map(int, read_or_empty(f"/proc/{pid}/task/{thread}/children").split())
     return children
-
-
-def _read_command_line(pid: int | str) -> str:
-    try:
-        return read_file(f"/proc/{pid}/cmdline")
-    except OSError:
-        return ""
 
 
 def _list_threads(pid: int) -> list[str]:
@@ -202,12 +190,8 @@ def parent_of(pid: int) -> int | None:
 
 def _read_stat(pid: int) -> list[str]:
     """Return the fields of a process behind its name; none if it is gone."""
-    try:
-        text = read_file(f"/proc/{pid}/stat")
-    except OSError:
-        return []
     # The name, in parentheses, may hold anything, spaces and parentheses too.
-    return text.rpartition(")")[2].split()
+    return read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _resident_bytes(pid: int) -> int:

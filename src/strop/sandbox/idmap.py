@@ -27,17 +27,26 @@ def claim_ids(number: int) -> tuple[int, socket.socket]:
     """
     for step in range(_NUM_RANGES):
         index = (number + step) % _NUM_RANGES
-        # A name in memory that ends with its process: no file could be left.
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0strop-sandbox-ids-{index}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        return _FIRST_ID + index * NUM_IDS, claim
+        if (claim := claim_name(f"strop-sandbox-ids-{index}")) is not None:
+            return _FIRST_ID + index * NUM_IDS, claim
     raise OSError(errno.EAGAIN, f"all {_NUM_RANGES} ranges of user ids are taken")
+
+
+def claim_name(name: str) -> socket.socket | None:
+    """Take a name on this host, and return what keeps it until it is closed; None if it is taken.
+
+    Raises: OSError.
+    """
+    # A name in memory that ends with its process: no file could be left.
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0{name}")
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return claim
 
 
 def mount_for(source: str, folder: str, first_id: int) -> str:

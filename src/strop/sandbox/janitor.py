@@ -26,7 +26,7 @@ from strop.sandbox.engine import ENGINES, Engine, engine_environ
 from strop.sandbox.family import end_inside, parent_of
 from strop.sandbox.freezer import FREEZER_FILES
 from strop.sandbox.linux import read_file, write_file
-from strop.sandbox.process import remove_tree
+from strop.sandbox.spawning import remove_tree
 
 _YOUNG_S = 2.0
 """A directory that was just made may not have been locked yet."""

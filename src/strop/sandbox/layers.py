@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from strop.sandbox.linux import become, close_all_but, detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Place
 from strop.sandbox.runner import measure_tree
-from strop.sandbox.spawning import run_program
+from strop.sandbox.spawning import remove_tree, run_program
 
 PREFIX = "snap-"
 MAX_LAYERS = 16
@@ -89,14 +89,13 @@ def _make_layer(path: str, place: Place, ground: Ground) -> dict[str, Any]:
     files = f"{path}/{_FILES}"
     os.mkdir(files, 0o755)
     copy_tree(place.changes, files)
-    num_bytes, num_files = measure_tree(files)
+    num_bytes, _ = measure_tree(files)
     with open(f"{path}/{_DONE}", "wb"):
         pass
     return {
         "layers": [path, *(place.layers if place.has_overlay else ())],
         "uid": place.first_id,
         "num_bytes": num_bytes,
-        "num_files": num_files,
     }
 
 
@@ -108,8 +107,6 @@ def layer_files(path: str) -> str:
 
 def remove_layer(path: str, *, can_mount: bool) -> None:
     """Remove a layer, or what there is of it."""
-    from strop.sandbox.process import remove_tree
-
     if can_mount:
         with suppress(OSError):
             detach_mount(path)

@@ -270,6 +270,14 @@ def read_file(path: str | Path) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
+def read_or_empty(path: str | Path) -> str:
+    """Return what the kernel says in a file; nothing if it is not there, or closed to this process."""
+    try:
+        return read_file(path)
+    except OSError:
+        return ""
+
+
 def write_file(path: str | Path, text: str) -> None:
     """Tell the kernel something in a file. Raises: OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)

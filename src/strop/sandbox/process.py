@@ -21,7 +21,7 @@ from strop.sandbox.contract import Guard, Isolation, IsolationLevel
 from strop.sandbox.layers import copy_tree, layer_files
 from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs, remove_ipc
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
-from strop.sandbox.spawning import run_program
+from strop.sandbox.spawning import remove_tree
 
 
 class ProcessPlace:
@@ -105,11 +105,3 @@ class ProcessPlace:
             os.rmdir(self.scratch)
             return
         remove_tree(self.scratch)
-
-
-def remove_tree(path: str) -> None:
-    """Remove a directory of this user's and all below it, whatever the modes are."""
-    # rm: Python's own removal recurses, and a program may nest directories deeper than that.
-    for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        if os.path.isdir(path):
-            run_program([*step, path], {"PATH": "/usr/bin:/bin"})

@@ -22,7 +22,15 @@ import socket
 from collections.abc import Collection, Mapping
 
 from strop.errors import SandboxRefused
-from strop.sandbox.linux import CLONE_NEWNS, CLONE_NEWUSER, enter_namespaces, own_mounts, read_file
+from strop.sandbox.idmap import claim_name
+from strop.sandbox.linux import (
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    enter_namespaces,
+    own_mounts,
+    read_file,
+    read_or_empty,
+)
 from strop.sandbox.spawning import run_program
 
 _ANSWER_LIMIT_S = 60.0
@@ -51,7 +59,7 @@ def require_ranges(program: str, environ: Mapping[str, str]) -> None:
     names = names_of(os.geteuid())
     name = min(names, key=str.isdigit)
     helper = next((one for one in _HELPERS if shutil.which(one) is None), None)
-    path = next((one for one in _RANGES if not ranges_of(_read(one), names)), None)
+    path = next((one for one in _RANGES if not ranges_of(read_or_empty(one), names)), None)
     if helper is not None:
         kind = "newuidmap"
         why, next_step = f"{helper} is not installed", "as root, install the package uidmap"
@@ -113,16 +121,8 @@ def claim_id(number: int) -> tuple[int, int, socket.socket]:
     ids = sorted(users.keys() & groups.keys() - {0})
     for step in range(len(ids)):
         inside = ids[(number + step) % len(ids)]
-        # A name in memory that ends with its process: no file could be left.
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0strop-sandbox-id-{users[inside]}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        return inside, users[inside], claim
+        if (claim := claim_name(f"strop-sandbox-id-{users[inside]}")) is not None:
+            return inside, users[inside], claim
     raise OSError(errno.EAGAIN, f"all {len(ids)} ids of this user are taken")
 
 
@@ -149,10 +149,3 @@ def names_of(uid: int) -> set[str]:
         return {pwd.getpwuid(uid).pw_name, str(uid)}
     except KeyError:
         return {str(uid)}
-
-
-def _read(path: str) -> str:
-    try:
-        return read_file(path)
-    except OSError:
-        return ""

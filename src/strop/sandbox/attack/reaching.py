@@ -9,8 +9,9 @@ from strop.errors import SandboxRefused
 from strop.sandbox.attack.contract import Attack, Code, Seen, Work, always, attack, by_namespace
 from strop.sandbox.attack.doors import INWARD, LISTED
 from strop.sandbox.attack.network import INTERFACE, METADATA
-from strop.sandbox.attack.stage import Stage, read_or_empty, seen
+from strop.sandbox.attack.stage import Stage, seen
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
+from strop.sandbox.linux import read_or_empty
 
 ATTACKS: list[Attack] = []
 _HEARD = "what the suite's listener heard"

@@ -23,10 +23,11 @@ from strop.sandbox.attack.contract import (
     by_namespace,
     by_user,
 )
-from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage, read_or_empty, seen
+from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage, seen
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Mount, SandboxSpec
 from strop.sandbox.family import find_descendants
 from strop.sandbox.frames import pack
+from strop.sandbox.linux import read_or_empty
 from strop.sandbox.seccomp import CALLS
 
 ATTACKS: list[Attack] = []

@@ -14,8 +14,9 @@ from pathlib import Path
 import strop
 from strop.sandbox.attack.bait import COMMAND_LINE, DESCRIPTOR, ENVIRONMENT, PRIVATE_FILE, PUBLIC_FILE
 from strop.sandbox.attack.contract import Attack, Code, Seen, always, attack, by_namespace, by_user
-from strop.sandbox.attack.stage import Stage, read_or_empty, seen
+from strop.sandbox.attack.stage import Stage, seen
 from strop.sandbox.contract import ExecKind
+from strop.sandbox.linux import read_or_empty
 
 ATTACKS: list[Attack] = []
 _SECRET = "the suite's secrets in what it prints"

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from strop.errors import SandboxError, SandboxLost
@@ -17,7 +16,7 @@ from strop.sandbox.attack.bait import Bait
 from strop.sandbox.attack.contract import Code, Seen
 from strop.sandbox.contract import ExecKind, ExecResult, Isolation
 from strop.sandbox.family import find_descendants
-from strop.sandbox.linux import read_file
+from strop.sandbox.linux import read_file, read_or_empty
 from strop.sandbox.served import ServedSandbox
 
 if TYPE_CHECKING:
@@ -256,14 +255,6 @@ async def control_beside(sandbox: ServedSandbox) -> AsyncIterator[Control]:
         running.cancel()
         with suppress(asyncio.CancelledError, SandboxError):
             await running
-
-
-def read_or_empty(path: str | Path) -> str:
-    """Return what /proc says, or nothing of what is gone or closed to this process."""
-    try:
-        return read_file(path)
-    except OSError:
-        return ""
 
 
 def parent_of(pid: int) -> int:

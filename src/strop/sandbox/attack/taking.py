@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from strop.sandbox.attack.contract import SMALL, Attack, Code, Seen, always, attack, by_limit, by_namespace
 from strop.sandbox.attack.leaks import planted_files
-from strop.sandbox.attack.stage import Stage, peak_bytes, read_or_empty, seen
+from strop.sandbox.attack.stage import Stage, peak_bytes, seen
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, Guard
 from strop.sandbox.family import memory_bytes, num_threads
 from strop.sandbox.frames import pack
+from strop.sandbox.linux import read_or_empty
 
 ATTACKS: list[Attack] = []
 _SURVIVE_S = 0.2
