@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from strop.errors import SandboxError
-from strop.sandbox import ExecKind, Limits, Shell, served_shell
+from strop.sandbox import ExecKind, Limits, Shell, served
 from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     appearance_of,
@@ -35,8 +35,8 @@ in_both_shells = pytest.mark.parametrize(
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer the shell that a test names, and no other."""
     program = getattr(request.node, "callspec", None) and request.node.callspec.params.get("program")
-    offered = tuple(one for one in served_shell._SHELLS if program in (None, one[0][0]))
-    monkeypatch.setattr(served_shell, "_SHELLS", offered)
+    offered = tuple(one for one in served._SHELLS if program in (None, one[0][0]))
+    monkeypatch.setattr(served, "_SHELLS", offered)
 
 
 def in_shell(
@@ -196,7 +196,7 @@ def test_no_program_can_tell_the_status(backend: str) -> None:
 
 @on_every_backend
 def test_where_no_shell_starts_that_is_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_shell, "_SHELLS", ((("/no/such/shell", "-i"), ":"), (("/bin/false",), ":")))
+    monkeypatch.setattr(served, "_SHELLS", ((("/no/such/shell", "-i"), ":"), (("/bin/false",), ":")))
 
     async def work(sandbox: ServedSandbox) -> None:
         with pytest.raises(SandboxError, match="no shell answers") as caught:

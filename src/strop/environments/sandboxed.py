@@ -26,9 +26,8 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
 from strop.sandbox import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec, choose_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.frames import pack, unpack
-from strop.sandbox.prepared import ENVIRONMENTS, package_folders
-from strop.sandbox.served import ServedSandbox
-from strop.sandbox.served_job import ServedJob
+from strop.sandbox.local import package_folders
+from strop.sandbox.served import ServedJob, ServedSandbox
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging.judge import outcome_from_json
@@ -45,6 +44,8 @@ LIMITS = Limits(
     output_head_bytes=END_BYTES,
     output_tail_bytes=END_BYTES,
 )
+_INSIDE = "strop.environments.inside"
+"""What runs inside; a service makes sandboxes for no other program of strop's own."""
 _START_LIMIT_S = 60.0
 _CLOSE_LIMIT_S = 5.0
 _GRACE_S = 0.5
@@ -171,7 +172,7 @@ class SandboxedObject:
         mounts = tuple(Mount(host_path=path, inside_path=path) for path in self._made_of.mounts)
         level = self._made_of.min_level
         spec = SandboxSpec(limits=LIMITS, mounts=mounts, gpus=self._gpus, min_level=level)
-        self._sandbox = sandbox = await backend.create_prepared(spec, ENVIRONMENTS)
+        self._sandbox = sandbox = await backend.create_prepared(spec, _INSIDE)
         self._job = await sandbox.start_main()
         async with asyncio.timeout(_START_LIMIT_S):
             said = await self._job.read()

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import site
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import strop
 from strop.errors import CheckRefused, SandboxRefused, split_error
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.client import Answer, Client
@@ -34,9 +38,7 @@ from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.place import identify
-from strop.sandbox.prepared import package_folders, prepared_source
-from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
-from strop.sandbox.served_job import as_result
+from strop.sandbox.served import MIN_PYTHON, ServedSandbox, as_result, read_isolation
 
 _START_LIMIT_S = 60.0
 _PROBE_LIMIT_S = 60.0
@@ -191,7 +193,26 @@ class LocalBackend:
         folders = (*(one.inside_path for one in spec.mounts), *package_folders())
         mounts = tuple(Mount(host_path=path, inside_path=path) for path in package_folders())
         spec = replace(spec, mounts=(*spec.mounts, *mounts))
-        return await self.create(spec, main_source=prepared_source(module, folders))
+        source = _IMPORTING_MAIN.format(folders=[*folders], package=module.rpartition(".")[0], module=module)
+        return await self.create(spec, main_source=source)
+
+
+_IMPORTING_MAIN = """\
+import os, sys
+sys.path += {folders!r}
+# A thread would not live in a fork.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import {package}
+from {module} import main
+del os.environ["OPENBLAS_NUM_THREADS"]
+"""
+
+
+@cache
+def package_folders() -> tuple[str, ...]:
+    """Return the folders of this Python's installed packages, and the one that strop is in."""
+    found = [*site.getsitepackages(), site.getusersitepackages(), str(Path(strop.__file__).parent.parent)]
+    return tuple(dict.fromkeys(str(folder) for folder in found if Path(folder).is_dir()))
 
 
 _PROGRAMS = {

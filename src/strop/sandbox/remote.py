@@ -86,7 +86,7 @@ class RemoteBackend:
         """Return a sandbox that shows the packages of its node's Python, which is the one that serves.
 
         Its `start_main` runs the module's `main`, of the strop that is there.
-        Raises: as `create`; SandboxRefused with kind limits for another module than `prepared` names.
+        Raises: as `create`; SandboxRefused with kind limits for a module that the service does not run.
         """
         return await self.create(spec, module=module)
 

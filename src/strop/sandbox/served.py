@@ -1,4 +1,4 @@
-"""A sandbox that is served over a connection, from the side that asks: by its supervisor or a node.
+"""A sandbox, its commands and its shells, from the side that asks its supervisor or a node over a connection.
 
 All that frames carry is here. What needs more than frames is in `local` and `remote`.
 """
@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxRefused
+from strop.sandbox.capture import unread
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
     MIB,
@@ -30,13 +31,20 @@ from strop.sandbox.contract import (
     Snapshot,
 )
 from strop.sandbox.daemon_handle import python_candidates
+from strop.sandbox.following import JobOutput, ShellResult
 from strop.sandbox.inside import EXIT_KINDS
-from strop.sandbox.served_job import ServedJob, as_result
-from strop.sandbox.served_shell import ServedShell, open_shell
 
 MIN_PYTHON = (3, 11)
 _STOP_LIMIT_S = 30.0
 _FILE_LIMIT_S = 60.0
+_SHELL_LIMIT_S = 20.0
+_SHELLS = (
+    (("/bin/bash", "--norc", "--noprofile", "--noediting", "-i"), "set +H"),
+    (("/bin/sh", "-i"), ":"),
+)
+"""Each with what makes it read a command as a script would."""
+_QUIET = "PS1= PS2=; unset HISTFILE MAILCHECK"
+"""Its prompts would stand in the output. What it says before this is not a command's."""
 
 
 class ServedSandbox(ABC):
@@ -148,7 +156,23 @@ class ServedSandbox(ABC):
         self, *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> ServedShell:
         """Return a shell that stays open; see `Sandbox.open_shell`."""
-        return await open_shell(self.client, {**self._env, **(env or {})}, cwd)
+        why = ""
+        for argv, prepare in _SHELLS:
+            request = {"op": "open_shell", "argv": list(argv), "cwd": cwd}
+            shell = ServedShell(
+                self.client, *self.client.begin({**request, "env": {**self._env, **(env or {})}})
+            )
+            first = await shell.run(f"{_QUIET}; {prepare}", wall_limit_s=_SHELL_LIMIT_S)
+            if first.kind is ExecKind.EXITED and first.has_shell:
+                return shell
+            why = first.stderr.decode(errors="replace") or first.kind
+            await shell.close()
+        raise SandboxError(
+            f"no shell answers in the sandbox: {why}",
+            allowed="a root that has /bin/bash or /bin/sh, and limits that one fits into",
+            next_step="use an image with a shell, or exec, which needs none",
+            kind="shell",
+        )
 
     @abstractmethod
     async def connect(self, address: int | str) -> socket.socket:
@@ -263,6 +287,135 @@ class ServedSandbox(ABC):
             self.client.forget(number)
 
 
+class ServedJob:
+    """A command that was started; see `Job`."""
+
+    def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:
+        self._client = client
+        self._number = number
+        self._end = end
+        # A job that nobody waits for is no error when its sandbox ends.
+        end.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._positions = (0, 0)
+
+    async def read(self) -> JobOutput | None:
+        """Return output that came since; see `Job.read`."""
+        if not self._end.done():
+            request = {"op": "output", "job": self._number, "positions": self._positions}
+            number, answer = self._client.begin(request)
+            try:
+                await asyncio.wait({answer, self._end}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._client.forget(number)
+            if answer.done() and not answer.exception() and "has_ended" not in answer.result()[0]:
+                header, body = answer.result()
+                num_bytes = header["stdout_bytes"]
+                return self._advance(header["omitted"], (body[:num_bytes], body[num_bytes:]))
+        header, body = await asyncio.shield(self._end)
+        num_bytes = header["stdout_bytes"]
+        streams = ((body[:num_bytes], header["stdout_total"]), (body[num_bytes:], header["stderr_total"]))
+        found = [
+            unread(kept[:head], kept[head:], total, position)
+            for (kept, total), head, position in zip(streams, header["heads"], self._positions, strict=True)
+        ]
+        output = self._advance([gone for gone, _ in found], (found[0][1], found[1][1]))
+        return output if output.stdout or output.stderr else None
+
+    def _advance(self, omitted: list[int], data: tuple[bytes, bytes]) -> JobOutput:
+        stdout, stderr = (
+            position + gone + len(part)
+            for position, gone, part in zip(self._positions, omitted, data, strict=True)
+        )
+        self._positions = (stdout, stderr)
+        return JobOutput(stdout=data[0], stderr=data[1], stdout_omitted=omitted[0], stderr_omitted=omitted[1])
+
+    async def write(self, data: bytes) -> bool:
+        """Write to its standard input; see `Job.write`."""
+        if self._end.done():
+            await self._end
+            return False
+        header, _ = await self._client.ask({"op": "input", "job": self._number}, data)
+        return bool(header["is_open"])
+
+    async def close_stdin(self) -> None:
+        """Let its standard input end; see `Job.close_stdin`."""
+        self._client.tell({"op": "input_end", "job": self._number})
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group; see `Job.signal`."""
+        self._client.tell({"op": "signal", "job": self._number, "number": int(number)})
+
+    async def stop(self) -> ExecResult:
+        """End it and all that it started; see `Job.stop`."""
+        self._client.tell({"op": "end", "job": self._number})
+        return await self.wait()
+
+    async def wait(self) -> ExecResult:
+        """Wait for its end; see `Job.wait`."""
+        return as_result(*await asyncio.shield(self._end))
+
+
+class ServedShell:
+    """A shell; see `Shell`."""
+
+    def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:
+        self._client = client
+        self._number = number
+        self._end = end
+        # A shell that is still open is no error when its sandbox ends.
+        end.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._turn = asyncio.Lock()
+
+    async def run(self, command: str, *, wall_limit_s: float) -> ShellResult:
+        """Evaluate a command; see `Shell.run`."""
+        if "\0" in command:
+            raise SandboxError(
+                f"command {command!r} for a shell",
+                allowed="text without NUL",
+                next_step="write the bytes into a file",
+                kind="command",
+            )
+        await self._turn.acquire()
+        answer: asyncio.Future[Answer] | None = None
+        try:
+            request = {"op": "run", "shell": self._number, "wall_limit_s": wall_limit_s}
+            _, answer = self._client.begin(request, command.encode(errors="surrogateescape"))
+            header, output = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self._client.tell({"op": "drop", "job": self._number})
+            raise
+        finally:
+            # The next one's turn comes when this one is over, whoever waits for it.
+            if answer is None or answer.done():
+                self._turn.release()
+            else:
+                answer.add_done_callback(self._on_dropped)
+        return ShellResult(**result_fields(header, output), has_shell=header["has_shell"])
+
+    def _on_dropped(self, answer: asyncio.Future[Answer]) -> None:
+        self._turn.release()
+        if not answer.cancelled():
+            answer.exception()
+
+    async def interrupt(self) -> None:
+        """Interrupt what it evaluates; see `Shell.interrupt`."""
+        self._client.tell({"op": "signal", "job": self._number, "number": 2})
+
+    async def close(self) -> None:
+        """End it and all that it left running; see `Shell.close`."""
+        if not self._end.done():
+            self._client.tell({"op": "cancel", "job": self._number})
+            await asyncio.wait({self._end})
+
+    async def __aenter__(self) -> Self:
+        """Return the shell."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it."""
+        await self.close()
+
+
 def _walk_host(top: Path) -> list[tuple[Path, int]]:
     """Return a file or directory and all below it with their modes, directories before what is in them."""
     return [(place, place.lstat().st_mode) for place in (top, *sorted(top.rglob("*")))]
@@ -276,6 +429,30 @@ def _require_free(path: Path) -> None:
             next_step="remove it, or name another path",
             kind="exists",
         )
+
+
+def as_result(header: dict[str, Any], output: bytes) -> ExecResult:
+    """Return the result that a supervisor's last word on a command tells."""
+    return ExecResult(**result_fields(header, output))
+
+
+def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
+    """Return the fields of an `ExecResult`, by name."""
+    num_bytes = header["stdout_bytes"]
+    kind = ExecKind(header["kind"])
+    why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""
+    return {
+        "kind": kind,
+        "exit_code": header["exit_code"],
+        "signal": header["signal"],
+        "stdout": output[:num_bytes],
+        "stderr": output[num_bytes:] + why,
+        "stdout_total": header["stdout_total"],
+        "stderr_total": header["stderr_total"] + len(why),
+        "oom_kills": header["oom_kills"],
+        "duration_s": header["duration_s"],
+        "cpu_s": header["cpu_s"],
+    }
 
 
 def read_isolation(facts: Mapping[str, Any]) -> Isolation:
