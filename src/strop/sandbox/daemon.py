@@ -35,7 +35,6 @@ from strop.sandbox.cgroup import Cgroup, find_controllers, remove_abandoned
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.docker import DockerPlace
-from strop.sandbox.egress import Egress
 from strop.sandbox.engine import Engine, container_name, read_container_id
 from strop.sandbox.family import end_inside, kill_strays, signal_descendants
 from strop.sandbox.frames import pack
@@ -57,6 +56,7 @@ from strop.sandbox.linux import (
 from strop.sandbox.place import Ground, LoadedPython, Order, Place, identify
 from strop.sandbox.podman import PodmanPlace
 from strop.sandbox.process import ProcessPlace
+from strop.sandbox.sockets import Egress
 from strop.sandbox.spawning import remove_tree
 from strop.sandbox.supervisor import Supervisor
 

@@ -13,13 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
 from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
-from strop.sandbox.place import Place
 from strop.sandbox.runner import ASK, KILL, TOLD, signal_order
+
+if TYPE_CHECKING:
+    from strop.sandbox.supervisor import Supervisor
 
 DETACH_S = 0.2
 """How long output is awaited from a pipe that a process still holds after a command."""
@@ -27,29 +29,6 @@ STUCK_S = 5.0
 """A command that was told to end and has not: what is above it is stopped or gone."""
 CHUNK_BYTES = 1 << 16
 """Read at once; no less than a pipe holds."""
-
-
-class Host(Protocol):
-    """What a job needs of the supervisor that has it."""
-
-    place: Place
-    selector: selectors.BaseSelector
-
-    def send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the client."""
-        ...
-
-    def lose(self, kind: str) -> None:
-        """End the sandbox, whose programs have broken out of what watches them."""
-        ...
-
-    def on_end(self, job: Job) -> None:
-        """Take the end of a job."""
-        ...
-
-    def on_run_end(self, header: dict[str, Any]) -> None:
-        """Take the end of a command of a shell."""
-        ...
 
 
 class Job:
@@ -62,14 +41,14 @@ class Job:
         self,
         number: int,
         start: Callable[[], Started],
-        host: Host,
+        supervisor: Supervisor,
         *,
         wall_limit_s: float,
         kept_bytes: tuple[int, int],
     ) -> None:
         """Raises: OSError if `start` does."""
         self.number = number
-        self._oom_kills_before = host.place.cgroup.count_oom_kills()
+        self._oom_kills_before = supervisor.place.cgroup.count_oom_kills()
         self.started_at = time.monotonic()
         self.next_at = self.started_at + wall_limit_s
         """When its clock is looked at next: first its wall limit, later when to give up on it."""
@@ -77,21 +56,25 @@ class Job:
         self.stdout, self.stderr = Capture(*kept_bytes), Capture(*kept_bytes)
         self.report: dict[str, Any] | None = None
         self.is_lost = False
-        self._host = host
+        self._supervisor = supervisor
         self._is_timed_out = False
         self._is_flooding = False
         self._input: deque[tuple[memoryview, int | None]] = deque()
         """Not yet written, each with the request that waits for it."""
         self._is_input_open = True
         self._is_input_complete = False
-        self._streams = {started.stdout: self._on_stdout, started.stderr: self._on_stderr}
+        # A shell has new captures for each command.
+        self._streams: dict[int, Callable[[], None]] = {
+            started.stdout: lambda: self._take_output(started.stdout, self.stdout),
+            started.stderr: lambda: self._take_output(started.stderr, self.stderr),
+        }
         self._awaited: tuple[int, int, int] | None = None
         """A request for output that waits, and its positions."""
         for descriptor in (started.stdin, started.stdout, started.stderr):
             os.set_blocking(descriptor, False)
         for descriptor, react in self._streams.items():
-            host.selector.register(descriptor, selectors.EVENT_READ, react)
-        host.selector.register(started.control, selectors.EVENT_READ, self._on_report)
+            supervisor.selector.register(descriptor, selectors.EVENT_READ, react)
+        supervisor.selector.register(started.control, selectors.EVENT_READ, self._on_report)
 
     # Its input.
 
@@ -101,7 +84,7 @@ class Job:
             self._acknowledge(request_id, is_open=False)
             return
         if not self._input:
-            self._host.selector.register(self.started.stdin, selectors.EVENT_WRITE, self._on_stdin)
+            self._supervisor.selector.register(self.started.stdin, selectors.EVENT_WRITE, self._on_stdin)
         self._input.append((memoryview(data), request_id))
 
     def close_stdin(self) -> None:
@@ -125,7 +108,7 @@ class Job:
         self._input.popleft()
         self._acknowledge(request_id, is_open=True)
         if not self._input:
-            self._host.selector.unregister(self.started.stdin)
+            self._supervisor.selector.unregister(self.started.stdin)
             if self._is_input_complete:
                 self._end_input()
 
@@ -138,7 +121,7 @@ class Job:
 
     def _acknowledge(self, request_id: int | None, *, is_open: bool) -> None:
         if request_id is not None:
-            self._host.send({"id": request_id, "is_open": is_open})
+            self._supervisor.send({"id": request_id, "is_open": is_open})
 
     # Its output.
 
@@ -146,12 +129,6 @@ class Job:
         """Answer with what was written since, now or when there is some. The end comes by itself."""
         self._awaited = (request_id, stdout_at, stderr_at)
         self._answer_awaited()
-
-    def _on_stdout(self) -> None:
-        self._take_output(self.started.stdout, self.stdout)
-
-    def _on_stderr(self) -> None:
-        self._take_output(self.started.stderr, self.stderr)
 
     def _take_output(self, descriptor: int, into: Capture) -> None:
         try:
@@ -161,7 +138,7 @@ class Job:
         if data:
             into.feed(data)
             num_bytes = self.stdout.total + self.stderr.total
-            if num_bytes > self._host.place.limits.flood_bytes and not self._is_flooding:
+            if num_bytes > self._supervisor.place.limits.flood_bytes and not self._is_flooding:
                 self._is_flooding = True
                 self._stop_flood()
             if self._awaited is not None:
@@ -185,7 +162,7 @@ class Job:
                 self.stderr.since(stderr_at),
             )
             header = {"id": request_id, "stdout_bytes": len(out), "omitted": [out_gone, error_gone]}
-            self._host.send(header, out + error)
+            self._supervisor.send(header, out + error)
 
     # Its end.
 
@@ -208,7 +185,7 @@ class Job:
             self._end_if_done()
         elif self._is_timed_out:
             self.is_lost = True
-            self._host.lose("from_inside")
+            self._supervisor.lose("from_inside")
             self.next_at = now
         else:
             self._is_timed_out = True
@@ -224,14 +201,14 @@ class Job:
             for _ in text:
                 self.on_told()
             return
-        self._host.selector.unregister(self.started.control)
+        self._supervisor.selector.unregister(self.started.control)
         self.started.control.close()
         if text:
             self.report = json.loads(text.lstrip(TOLD))
         else:
             # It was killed from inside; its descendants can no longer be told from the others.
             self.is_lost = True
-            self._host.lose("from_inside")
+            self._supervisor.lose("from_inside")
         self.next_at = time.monotonic() + DETACH_S
         self._end_if_done()
 
@@ -241,9 +218,9 @@ class Job:
         self._end_input()
         self._close_rest()
         if self.started.control.fileno() >= 0:
-            self._host.selector.unregister(self.started.control)
+            self._supervisor.selector.unregister(self.started.control)
             self.started.control.close()
-        self._host.on_end(self)
+        self._supervisor.on_end(self)
 
     def signal(self, number: int) -> None:
         """Send a signal to its process group."""
@@ -298,9 +275,9 @@ class Job:
 
     def count_oom_kills(self) -> int:
         """Return how many processes of the sandbox the kernel has killed for memory since this began."""
-        return self._host.place.cgroup.count_oom_kills() - self._oom_kills_before
+        return self._supervisor.place.cgroup.count_oom_kills() - self._oom_kills_before
 
     def _close(self, descriptor: int) -> None:
         with suppress(KeyError):
-            self._host.selector.unregister(descriptor)
+            self._supervisor.selector.unregister(descriptor)
         os.close(descriptor)

@@ -22,14 +22,17 @@ import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
 from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
-from strop.sandbox.job import CHUNK_BYTES, Host, Job
+from strop.sandbox.job import CHUNK_BYTES, Job
 from strop.sandbox.program import STATUS_FD
 from strop.sandbox.runner import ASK_NEW, KILL, KILL_NEW, MARK, TERM_GRACE_S, signal_order
+
+if TYPE_CHECKING:
+    from strop.sandbox.supervisor import Supervisor
 
 _INTERRUPT = signal_order(signal.SIGINT)
 _LOOK_PERIOD_S = 0.001
@@ -75,20 +78,25 @@ class Shell(Job):
     is_counted = False
 
     def __init__(
-        self, number: int, start: Callable[[], Started], host: Host, *, kept_bytes: tuple[int, int]
+        self,
+        number: int,
+        start: Callable[[], Started],
+        supervisor: Supervisor,
+        *,
+        kept_bytes: tuple[int, int],
     ) -> None:
-        super().__init__(number, start, host, wall_limit_s=float("inf"), kept_bytes=kept_bytes)
+        super().__init__(number, start, supervisor, wall_limit_s=float("inf"), kept_bytes=kept_bytes)
         self._kept_bytes = kept_bytes
         self._run: _Run | None = None
         self._said = b""
         self._cpu_s = 0.0
         os.set_blocking(self.started.status, False)
-        host.selector.register(self.started.status, selectors.EVENT_READ, self._on_status)
+        supervisor.selector.register(self.started.status, selectors.EVENT_READ, self._on_status)
 
     def run(self, request_id: int, command: bytes, wall_limit_s: float) -> None:
         """Let it evaluate a command. One at a time."""
         now = time.monotonic()
-        oom_kills = self._host.place.cgroup.count_oom_kills()
+        oom_kills = self._supervisor.place.cgroup.count_oom_kills()
         self._run = _Run(
             request_id=request_id,
             command=command,
@@ -233,7 +241,7 @@ class Shell(Job):
         # What the command itself has written is in the pipes, which hold no more than is read at once.
         for react in list(self._streams.values()):
             react()
-        oom_kills = self._host.place.cgroup.count_oom_kills() - run.oom_kills_before
+        oom_kills = self._supervisor.place.cgroup.count_oom_kills() - run.oom_kills_before
         reasons = (
             (self._is_timed_out, ExecKind.TIMED_OUT),
             (oom_kills > 0, ExecKind.OOM),
@@ -257,8 +265,8 @@ class Shell(Job):
         self._run = None
         self.next_at = float("inf")
         self.stdout, self.stderr = Capture(*self._kept_bytes), Capture(*self._kept_bytes)
-        self._host.on_run_end(header)
-        self._host.send({"id": run.request_id, **header, "has_shell": has_shell}, output)
+        self._supervisor.on_run_end(header)
+        self._supervisor.send({"id": run.request_id, **header, "has_shell": has_shell}, output)
 
     def _close_status(self) -> None:
         if self.started.status >= 0:

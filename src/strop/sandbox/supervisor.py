@@ -14,29 +14,30 @@ import selectors
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from strop.sandbox.accounts import Accounts
 from strop.sandbox.channel import Channel
 from strop.sandbox.command import Started, as_record, start_command
-from strop.sandbox.connecting import Connecting
 from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
-from strop.sandbox.egress import Egress
-from strop.sandbox.family import find_grandchildren, signal_descendants
+from strop.sandbox.family import cpu_s, find_grandchildren, memory_bytes, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.layers import PREFIX, Copying, remove_layer
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
-from strop.sandbox.runner import ASK, KILL
+from strop.sandbox.runner import ASK, KILL, measure_tree
 from strop.sandbox.shell import Shell
+from strop.sandbox.sockets import Connecting, Egress
 
 _NAMESPACE_KILL_S = 0.05
 _MAX_CONNECTING = 64
 """Connections that are being opened at once. One waits for long only if its server does not accept."""
+_NUM_DURATIONS = 256
+_MEDIAN, _TAIL = 0.5, 0.99
 
 
 class Supervisor:
@@ -71,7 +72,7 @@ class Supervisor:
         self._jobs: dict[int, Job] = {}
         self._is_ending = False
         self._lost_kind = ""
-        self._accounts = Accounts()
+        self._accounts = _Accounts()
         self._freezer = Freezer(place.cgroup, f"strop-{os.getpid()}", lambda: find_grandchildren(os.getpid()))
         self._paused_at: float | None = None
         self._frozen_by = FrozenBy.CGROUP
@@ -404,6 +405,54 @@ class Supervisor:
         key = self.selector.get_key(self._channel.socket)
         if key.events != selectors.EVENT_READ | unsent:
             self.selector.modify(self._channel.socket, selectors.EVENT_READ | unsent, key.data)
+
+
+class _Accounts:
+    """What a sandbox has used and done."""
+
+    def __init__(self) -> None:
+        self._num_commands = 0
+        self._cpu_s = 0.0
+        self._oom_kills = 0
+        self._durations: deque[float] = deque(maxlen=_NUM_DURATIONS)
+
+    def add(self, duration_s: float, *, oom_kills: int) -> None:
+        """Count a command that has ended."""
+        self._num_commands += 1
+        self._oom_kills += oom_kills
+        self._durations.append(duration_s)
+
+    def add_cpu(self, used_s: float) -> None:
+        """Count the processor time of a process tree that has ended."""
+        self._cpu_s += used_s
+
+    def describe(self, place: Place) -> dict[str, Any]:
+        """Return the fields of `SandboxStats`, but for whether it is paused."""
+        pids = find_grandchildren(os.getpid())
+        counted = place.cgroup.read_memory()
+        now, peak = counted if counted is not None else (memory_bytes(pids, 0), None)
+        if place.has_own_disk:
+            disk = os.statvfs(place.changes)
+            num_bytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            num_files = disk.f_files - disk.f_ffree
+        else:
+            num_bytes, num_files = measure_tree(place.changes)
+        return {
+            "cpu_s": self._cpu_s + cpu_s(pids),
+            "memory_bytes": now,
+            "memory_peak_bytes": peak,
+            "processes": len(pids),
+            "disk_bytes": num_bytes,
+            "disk_files": num_files,
+            "oom_kills": max(self._oom_kills, place.cgroup.count_oom_kills()),
+            "commands": self._num_commands,
+            "exec_p50_s": self._quantile(_MEDIAN),
+            "exec_p99_s": self._quantile(_TAIL),
+        }
+
+    def _quantile(self, share: float) -> float | None:
+        ordered = sorted(self._durations)
+        return ordered[int(share * (len(ordered) - 1))] if ordered else None
 
 
 def _collect_children() -> bool:
