@@ -218,7 +218,7 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
 NO_ENTRY = """
 from types import SimpleNamespace
 from strop.sandbox.cgroup import Cgroup
-from strop.sandbox.command import start_command
+from strop.sandbox.runner import start_command
 def enter():
     raise OSError("closed")
 place = SimpleNamespace(holder=None, cgroup=Cgroup(), has_own_pids=False, enter=enter)

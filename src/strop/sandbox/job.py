@@ -16,9 +16,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
-from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
-from strop.sandbox.runner import ASK, KILL, TOLD, signal_order
+from strop.sandbox.runner import ASK, KILL, TOLD, Started, signal_order
 
 if TYPE_CHECKING:
     from strop.sandbox.supervisor import Supervisor

@@ -1,4 +1,6 @@
-"""The process above one command: starts it, adopts every orphan of it, ends it, reports when all are gone.
+"""One command: how a supervisor starts it, and the process above it, the runner.
+
+The runner starts the program, adopts every orphan of it, ends it, and reports when all are gone.
 
 Nothing that the command starts outlives it. The program's exit code is what the kernel tells the runner;
 the report goes over a socket that no program holds. As host root the runner keeps a user id that no
@@ -16,8 +18,10 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from strop.sandbox.family import (
     became_killable,
@@ -32,7 +36,8 @@ from strop.sandbox.family import (
     start_times,
 )
 from strop.sandbox.linux import become_subreaper, hide_from_tracers
-from strop.sandbox.program import Program
+from strop.sandbox.place import Place
+from strop.sandbox.program import Program, Request
 
 ASK, KILL = b"T", b"K"
 """Orders to a runner: end the command politely and then by force, or at once by force."""
@@ -41,6 +46,7 @@ MARK, ASK_NEW, KILL_NEW = b"M", b"t", b"k"
 TOLD = b"\n"
 """What a runner says when an order `MARK` or `KILL_NEW` is carried out, and nothing to kill is left."""
 _SIGNAL_BIT = 0x80
+_MEASURE_LIMIT_S = 10.0
 TERM_GRACE_S = 0.5
 _WATCH_PERIOD_S = 0.05
 _KILL_PERIOD_S = 0.005
@@ -55,7 +61,89 @@ def signal_order(number: int) -> bytes:
     return bytes([_SIGNAL_BIT | number])
 
 
-def become_runner(program: Program, control: socket.socket) -> NoReturn:
+@dataclass(kw_only=True, slots=True)
+class Started:
+    """A command, from its supervisor's side."""
+
+    control: socket.socket
+    stdin: int
+    stdout: int
+    stderr: int
+    orders: socket.socket
+    """Leads to the program's process until that has its request."""
+    status: int
+    """Where a shell says what became of a command; -1 for other programs."""
+
+    def order(self, request: Request) -> None:
+        """Give a waiting process its request. What it says when it is gone, its runner reports."""
+        with suppress(OSError):
+            self.orders.sendall(json.dumps(as_record(request)).encode())
+        self.orders.close()
+
+    def read_facts(self) -> dict[str, Any]:
+        """Return what the waiting process found out about itself.
+
+        Raises: OSError if it came to an end before.
+        """
+        for source in (self.orders, self.control):
+            source.settimeout(_MEASURE_LIMIT_S)
+        # Said at once, and shorter than what a socket takes whole.
+        if facts := self.orders.recv(1 << 16):
+            return dict(json.loads(facts))
+        report = self.control.recv(1 << 16)
+        raise OSError(json.loads(report)["error"] if report else "it ended without a word")
+
+    def close(self) -> None:
+        """Let go of a command that is not wanted; without its orders it ends."""
+        self.orders.close()
+        self.control.close()
+        for descriptor in (self.stdin, self.stdout, self.stderr):
+            os.close(descriptor)
+
+
+def as_record(flat: Any) -> dict[str, Any]:
+    """Return the fields of a data class with slots. Not `asdict`, which copies nested values too."""
+    return {name: getattr(flat, name) for name in flat.__slots__}
+
+
+def start_command(
+    place: Place,
+    request: Request | None = None,
+    *,
+    main: Callable[[], None] | None = None,
+    has_status: bool = False,
+) -> Started:
+    """Fork a command. It reports over `control` when everything has ended.
+
+    Without a request it measures itself and waits for one, which may ask for `main`. `has_status`: the
+    program is a shell that tells of its commands on `STATUS_FD`.
+
+    Raises: OSError if the host gives no process.
+    """
+    control, runner_end = socket.socketpair()
+    orders, order_end = socket.socketpair()
+    stdin_r, stdin_w = os.pipe()
+    stdout_r, stdout_w = os.pipe()
+    stderr_r, stderr_w = os.pipe()
+    status_r, status_w = os.pipe() if has_status else (-1, -1)
+    streams = (stdin_r, stdout_w, stderr_w, *((status_w,) if has_status else ()))
+    try:
+        if os.fork() == 0:
+            program = Program(place, request, main, (*streams, order_end.fileno()))
+            _become_runner(program, runner_end)
+    finally:
+        runner_end.close()
+        order_end.close()
+        for descriptor in streams:
+            os.close(descriptor)
+    if request is not None:
+        orders.close()
+    return Started(
+        control=control, stdin=stdin_w, stdout=stdout_r, stderr=stderr_r, orders=orders, status=status_r
+    )
+
+
+def _become_runner(program: Program, control: socket.socket) -> NoReturn:
     """Enter the place and see one command through. Nothing returns into the supervisor's code."""
     try:
         signal.set_wakeup_fd(-1)
@@ -137,7 +225,9 @@ class _Runner:
             elif self._num_clearings and self._signal_new(signal.SIGKILL):
                 wait_s = _KILL_PERIOD_S
             else:
-                self._tell_of_clearings()
+                if self._num_clearings:
+                    self._control.sendall(TOLD * self._num_clearings)
+                    self._num_clearings = 0
                 if now >= next_watch_at:
                     self._look()
                     next_watch_at = now + _WATCH_PERIOD_S
@@ -198,11 +288,6 @@ class _Runner:
         new = [pid for pid, state in states.items() if state not in "ZX"]
         signal_processes(new, number)
         return bool(new)
-
-    def _tell_of_clearings(self) -> None:
-        if self._num_clearings:
-            self._control.sendall(TOLD * self._num_clearings)
-            self._num_clearings = 0
 
     def _reap(self) -> bool:
         """Collect the dead; return whether any process is left."""

@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
-from strop.sandbox.command import Started
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.job import CHUNK_BYTES, Job
 from strop.sandbox.program import STATUS_FD
-from strop.sandbox.runner import ASK_NEW, KILL, KILL_NEW, MARK, TERM_GRACE_S, signal_order
+from strop.sandbox.runner import ASK_NEW, KILL, KILL_NEW, MARK, TERM_GRACE_S, Started, signal_order
 
 if TYPE_CHECKING:
     from strop.sandbox.supervisor import Supervisor

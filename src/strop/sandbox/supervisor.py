@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from strop.sandbox.channel import Channel
-from strop.sandbox.command import Started, as_record, start_command
 from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
 from strop.sandbox.family import cpu_s, find_grandchildren, memory_bytes, signal_descendants
 from strop.sandbox.freezer import Freezer
@@ -29,7 +28,7 @@ from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.layers import PREFIX, Copying, remove_layer
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
-from strop.sandbox.runner import ASK, KILL, measure_tree
+from strop.sandbox.runner import ASK, KILL, Started, as_record, measure_tree, start_command
 from strop.sandbox.shell import Shell
 from strop.sandbox.sockets import Connecting, Egress
 
