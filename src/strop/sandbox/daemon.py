@@ -53,7 +53,7 @@ from strop.sandbox.linux import (
     sandbox_uid,
     show_of,
 )
-from strop.sandbox.place import Ground, LoadedPython, Order, Place, identify
+from strop.sandbox.place import Ground, LoadedPython, Order, identify
 from strop.sandbox.podman import PodmanPlace
 from strop.sandbox.process import ProcessPlace
 from strop.sandbox.sockets import Egress
@@ -112,26 +112,26 @@ class _Daemon:
         for descriptor in (self._control.fileno(), self._parent, wake_r):
             poll.register(descriptor, select.POLLIN)
         try:
-            while self._serve_ready([descriptor for descriptor, _ in poll.poll()], wake_r):
-                pass
+            while True:
+                ready = {descriptor for descriptor, _ in poll.poll()}
+                if wake_r in ready:
+                    with suppress(BlockingIOError):
+                        os.read(wake_r, 4096)
+                    self._reap()
+                if self._parent in ready or (self._control.fileno() in ready and not self._take_order()):
+                    return
         finally:
             self._end()
 
-    def _serve_ready(self, descriptors: list[int], wake_r: int) -> bool:
-        if wake_r in descriptors:
-            with suppress(BlockingIOError):
-                os.read(wake_r, 4096)
-            self._reap()
-        if self._parent in descriptors:
-            return False
-        return self._control.fileno() not in descriptors or self._take_order()
-
     def _take_order(self) -> bool:
+        """Carry out an order; return False if there will be no more."""
         text, descriptors, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
         if not text:
             return False
         if not descriptors:
-            remove_layer(self._own_layer(text.decode()), can_mount=self._ground.can_mount)
+            # The client knows a layer by its path; what is removed is one of this daemon's own.
+            name = Path(text.decode()).name.removeprefix(PREFIX)
+            remove_layer(f"{self._ground.runtime_dir}/{PREFIX}{name}", can_mount=self._ground.can_mount)
             return True
         with socket.socket(fileno=descriptors[0]) as connection:
             connection.set_inheritable(False)
@@ -155,10 +155,6 @@ class _Daemon:
                 _become_supervisor(order, self._python, self._ground, connection, self._alive_r)
             self._supervisors.add(pid)
         return True
-
-    def _own_layer(self, name: str) -> str:
-        """Return where a layer of this daemon's is, by its path as the client was told it."""
-        return f"{self._ground.runtime_dir}/{PREFIX}{Path(name).name.removeprefix(PREFIX)}"
 
     def _load(self, source: str) -> None:
         """Load what sandboxes run in a fork of this interpreter."""
@@ -308,12 +304,20 @@ def _become_supervisor(
         if order.backend in _CONTAINERS and order.snapshot_uid is not None:
             # The snapshot's files are its programs' own, without a copy.
             uid, is_private_uid = order.snapshot_uid, False
-        made = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
-        if made is not None:
-            place, egress = made
-            Supervisor(place, python, ground, Channel(connection), daemon_end, egress).serve(
-                IsolationLevel(order.min_level)
-            )
+        try:
+            allowed = parse_network(order.network)
+            # Ahead: what is forked behind a place may be in its namespaces.
+            egress = None if allowed is None else Egress(allowed)
+            place = _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
+            if egress is not None:
+                egress.open_in(place)
+        except OSError as error:
+            is_full = error.errno == errno.ENOSPC
+            _refuse(connection, "no_space" if is_full else order.backend, str(error))
+            signal_descendants(os.getpid(), signal.SIGKILL)
+        else:
+            supervisor = Supervisor(place, python, ground, Channel(connection), daemon_end, egress)
+            supervisor.serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:
@@ -321,24 +325,6 @@ def _become_supervisor(
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
-
-
-def _make_place(
-    order: Order, ground: Ground, uid: int, *, is_private_uid: bool, connection: socket.socket
-) -> tuple[Place, Egress | None] | None:
-    try:
-        allowed = parse_network(order.network)
-        # Ahead: what is forked behind a place may be in its namespaces.
-        egress = None if allowed is None else Egress(allowed)
-        place = _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
-        if egress is not None:
-            egress.open_in(place)
-        return place, egress
-    except OSError as error:
-        is_full = error.errno == errno.ENOSPC
-        _refuse(connection, "no_space" if is_full else order.backend, str(error))
-        signal_descendants(os.getpid(), signal.SIGKILL)
-        return None
 
 
 def _refuse(connection: socket.socket, kind: str, why: str) -> None:

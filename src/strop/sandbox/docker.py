@@ -89,7 +89,11 @@ class DockerPlace(PodmanPlace):
             for host, inside, read_only in (*self._mount_root(), *self._order.binds)
         ]
         if self._has_users:
-            self._make_users()
+            namespace = make_users(self.first_id)
+            # By a name, since processes inside keep no descriptor but that of process 1.
+            Path(self._base, "users").touch()
+            bind(f"/proc/self/fd/{namespace}", f"{self._base}/users")
+            os.close(namespace)
         words = [*self._words(), *_OWN_WORDS]
         has_host_network = self._order.network == "host"
         if not has_host_network:
@@ -108,15 +112,6 @@ class DockerPlace(PodmanPlace):
         kept = (*_KEPT, *(_KEPT_OF_HOST if has_host_network else ()))
         replace_root(pid, _NEW_ROOT, f"{self._base}/root", kept=kept, binds=binds)
         return pid
-
-    def _make_users(self) -> None:
-        namespace = make_users(self.first_id)
-        try:
-            Path(self._base, "users").touch()
-            # By a name, since processes inside keep no descriptor but that of process 1.
-            bind(f"/proc/self/fd/{namespace}", f"{self._base}/users")
-        finally:
-            os.close(namespace)
 
     def enter(self) -> None:
         """Join the namespaces of process 1, and then the users of programs."""

@@ -42,9 +42,10 @@ def clear_abandoned() -> list[str]:
         # First: a container whose processes cannot end is not removed.
         told += [f"process {pid}, frozen" for pid in _end_frozen()]
         names = {path.name for path, _ in dead}
-        told += [
-            f"container {name}" for engine in _find_engines() for name in _remove_containers(engine, names)
-        ]
+        for engine_name in ENGINES:
+            if (program := shutil.which(engine_name)) is not None:
+                engine = Engine(name=engine_name, program=program, environ=engine_environ())
+                told += [f"container {name}" for name in _remove_containers(engine, names)]
         for path, _ in dead:
             told += [f"process {pid} in {path}" for pid in end_inside(str(path))]
             remove_tree(str(path))
@@ -74,14 +75,6 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
                 yield path, descriptor
 
 
-def _find_engines() -> list[Engine]:
-    programs = {name: shutil.which(name) for name in ENGINES}
-    environ = engine_environ()
-    return [
-        Engine(name=name, program=program, environ=environ) for name, program in programs.items() if program
-    ]
-
-
 def _remove_containers(engine: Engine, dead: set[str]) -> list[str]:
     """Remove the containers whose daemon's directory is dead or gone; return their names.
 
@@ -107,11 +100,11 @@ def _find_containers(engine: Engine, dead: set[str]) -> dict[str, str]:
         # An engine that does not work has made no containers.
         return {}
     matches = [match for name in found if (match := _CONTAINER.fullmatch(name))]
-    return {one[0]: found[one[0]] for one in matches if one[1] in dead or not _is_there(one[1])}
-
-
-def _is_there(name: str) -> bool:
-    return any(Path(base, name).exists() for base in SCRATCH_BASES)
+    return {
+        one[0]: found[one[0]]
+        for one in matches
+        if one[1] in dead or not any(Path(base, one[1]).exists() for base in SCRATCH_BASES)
+    }
 
 
 def _end_frozen() -> list[int]:

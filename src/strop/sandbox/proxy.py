@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from strop.sandbox.allowlist import AllowList, normalize_host, parse_endpoint
 
@@ -109,9 +109,12 @@ def _serve_one(caller: socket.socket, allowed: AllowList, refuse: Report) -> Non
         _drain(caller)
         return
     with server:
+        num_left = None
         if ask.num_body_bytes is None:
             caller.sendall(_ESTABLISHED)
-        _relay(caller, server, ask.head + rest[: ask.num_body_bytes], _left(ask.num_body_bytes, rest))
+        else:
+            num_left = max(0, ask.num_body_bytes - len(rest))
+        _relay(caller, server, ask.head + rest[: ask.num_body_bytes], num_left)
 
 
 def _drain(caller: socket.socket) -> None:
@@ -121,10 +124,6 @@ def _drain(caller: socket.socket) -> None:
     num_left = _MAX_DRAINED_BYTES
     while num_left > 0 and (data := caller.recv(_CHUNK_BYTES)):
         num_left -= len(data)
-
-
-def _left(num_bytes: int | None, taken: bytes) -> int | None:
-    return None if num_bytes is None else max(0, num_bytes - len(taken))
 
 
 def _read_head(caller: socket.socket) -> tuple[bytes, bytes]:
@@ -170,16 +169,13 @@ def _understand(head: bytes) -> _Ask:
         host, port = normalize_host(parts.hostname), parts.port if parts.port is not None else 80
     except ValueError as error:
         raise _No("400 Bad Request", _show(first), str(error)) from error
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return _Ask(
         host=host,
         port=port,
-        head=_head_for_server(f"{method} {_path_of(parts)} {version}", host, port, pairs),
+        head=_head_for_server(f"{method} {path} {version}", host, port, pairs),
         num_body_bytes=_body_bytes(pairs, _show(first)),
     )
-
-
-def _path_of(parts: SplitResult) -> str:
-    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
 def _head_for_server(first: str, host: str, port: int, pairs: list[tuple[bytes, bytes]]) -> bytes:

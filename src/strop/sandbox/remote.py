@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 from urllib.parse import urlencode, urlsplit
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
@@ -35,9 +35,6 @@ from strop.sandbox.wire import (
     SNAPSHOT_PATH,
     keep_alive,
 )
-
-if TYPE_CHECKING:
-    import httpx
 
 _NAME = "remote"
 _HOST_IMAGE = "host"
@@ -414,9 +411,6 @@ class _Service:
                     why = f"{self._url} does not answer: {type(error).__name__} {error}"
                     raise _refused(why, "service") from error
                 await asyncio.sleep(_AGAIN_AFTER_S)
-        return self._read(answer)
-
-    def _read(self, answer: httpx.Response) -> dict[str, Any]:
         try:
             content = answer.json()
         except ValueError:
