@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 from strop.errors import SandboxRefused
 from strop.sandbox.attack.contract import Attack, Code, Seen, Work, always, attack, by_namespace
-from strop.sandbox.attack.doors import INWARD, LISTED
-from strop.sandbox.attack.network import INTERFACE, METADATA
+from strop.sandbox.attack.doors import INTERFACE, INWARD, LISTED, METADATA
 from strop.sandbox.attack.stage import Stage, seen
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
 from strop.sandbox.linux import read_or_empty
@@ -53,54 +53,35 @@ hold()
 """
 
 
-@attack(
-    ATTACKS,
-    16,
-    tries="call this host's loopback, IPv4 and IPv6",
-    judged=_HEARD,
-    expects=by_namespace("netns"),
-)
-async def _reach_loopback(stage: Stage) -> Seen:
-    return await _reach(stage, "loopback", "loopback of IPv6")
+async def _reach(stage: Stage, names: tuple[str, ...]) -> Seen:
+    doors = [stage.bait.doors[name] for name in names if name in stage.bait.doors]
+    if not doors:
+        # Only in a network of the suite's own may anything be there.
+        code = Code.BLOCKED if stage.isolation.netns else Code.EXPOSED
+        return seen(code, "not made, for want of a network of the suite's own; by the record")
+    await stage.python(_CALL, json.dumps([door.words for door in doors]))
+    heard = [door.name for door in doors if await door.heard_of(stage.token)]
+    return seen(Code.EXPOSED if heard else Code.BLOCKED, ", ".join(heard) or "nothing was heard")
 
 
-@attack(
-    ATTACKS,
-    16,
-    tries="call an address of this host's interface",
-    judged=_HEARD,
-    expects=by_namespace("netns"),
-)
-async def _reach_interface(stage: Stage) -> Seen:
-    return await _reach(stage, "interface")
-
-
-@attack(
-    ATTACKS,
-    16,
-    tries="call the address from which clouds serve metadata",
-    judged=_HEARD,
-    expects=by_namespace("netns"),
-)
-async def _reach_metadata(stage: Stage) -> Seen:
-    return await _reach(stage, "metadata")
-
-
-@attack(ATTACKS, 16, tries="ask a name server, by UDP", judged=_HEARD, expects=by_namespace("netns"))
-async def _reach_name_server(stage: Stage) -> Seen:
-    return await _reach(stage, "name server")
-
-
-@attack(ATTACKS, 16, tries="connect to an abstract Unix socket", judged=_HEARD, expects=by_namespace("netns"))
-async def _reach_abstract_socket(stage: Stage) -> Seen:
-    return await _reach(stage, "abstract socket")
-
-
-@attack(
-    ATTACKS, 16, tries="connect to a Unix socket in a file", judged=_HEARD, expects=by_namespace("mountns")
-)
-async def _reach_socket_file(stage: Stage) -> Seen:
-    return await _reach(stage, "socket file")
+ATTACKS += [
+    Attack(
+        row=16,
+        name=f"reach-{name}",
+        tries=tries,
+        judged=_HEARD,
+        expects=by_namespace("mountns" if doors == ("socket file",) else "netns"),
+        work=partial(_reach, names=doors),
+    )
+    for name, tries, doors in (
+        ("loopback", "call this host's loopback, IPv4 and IPv6", ("loopback", "loopback of IPv6")),
+        ("interface", "call an address of this host's interface", ("interface",)),
+        ("metadata", "call the address from which clouds serve metadata", ("metadata",)),
+        ("name-server", "ask a name server, by UDP", ("name server",)),
+        ("abstract-socket", "connect to an abstract Unix socket", ("abstract socket",)),
+        ("socket-file", "connect to a Unix socket in a file", ("socket file",)),
+    )
+]
 
 
 @attack(
@@ -245,14 +226,3 @@ async def _heard_by_list(stage: Stage, num_refused: int, *, has_listed: bool = T
     num_logged = (await stage.sandbox.stats()).refused_calls
     code = Code.BLOCKED if num_logged == num_refused else Code.EXPOSED
     return seen(code, f"{num_logged} of {num_refused} tries are in the log of refusals")
-
-
-async def _reach(stage: Stage, *names: str) -> Seen:
-    doors = [stage.bait.doors[name] for name in names if name in stage.bait.doors]
-    if not doors:
-        # Only in a network of the suite's own may anything be there.
-        code = Code.BLOCKED if stage.isolation.netns else Code.EXPOSED
-        return seen(code, "not made, for want of a network of the suite's own; by the record")
-    await stage.python(_CALL, json.dumps([door.words for door in doors]))
-    heard = [door.name for door in doors if await door.heard_of(stage.token)]
-    return seen(Code.EXPOSED if heard else Code.BLOCKED, ", ".join(heard) or "nothing was heard")

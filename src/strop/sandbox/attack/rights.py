@@ -403,7 +403,11 @@ async def _start_rights_program(stage: Stage, index: int) -> Seen:
     async with await stage.backend.create(spec) as sandbox:
         running = asyncio.create_task(sandbox.exec([path, "600.125"], wall_limit_s=WALL_LIMIT_S))
         while True:
-            pids = [pid for pid in find_descendants(sandbox.supervisor_pid) if _is_program(pid, path)]
+            pids = [
+                pid
+                for pid in find_descendants(sandbox.supervisor_pid)
+                if read_or_empty(f"/proc/{pid}/cmdline").split("\0")[:2] == [path, "600.125"]
+            ]
             if pids or running.done():
                 break
             await asyncio.sleep(0.005)
@@ -421,10 +425,6 @@ async def _start_rights_program(stage: Stage, index: int) -> Seen:
     )
     said = f"user {status['Uid'].split()[1]}, capabilities {status['CapEff'].lstrip('0') or 'none'}"
     return seen(Code.BLOCKED if is_kept else Code.EXPOSED, said.replace(own, "its own"))
-
-
-def _is_program(pid: int, path: str) -> bool:
-    return read_or_empty(f"/proc/{pid}/cmdline").split("\0")[:2] == [path, "600.125"]
 
 
 async def _compare(stage: Stage, code: str, look: Callable[[int], list[str]], what: str) -> Seen:

@@ -15,8 +15,8 @@ from strop.io.endpoints import Endpoint
 from strop.sandbox.attack import reaching, rights, seeing, serving, taking, trees
 from strop.sandbox.attack.bait import Bait, laid_bait
 from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
+from strop.sandbox.attack.doors import own_network
 from strop.sandbox.attack.leaks import find_leftovers
-from strop.sandbox.attack.network import own_network
 from strop.sandbox.attack.stage import Control, Stage, control_beside, parent_of
 from strop.sandbox.choose import BACKENDS, REMOTE
 from strop.sandbox.contract import Isolation, IsolationLevel, SandboxSpec

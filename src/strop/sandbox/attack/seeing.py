@@ -163,7 +163,7 @@ async def _poison_interpreter(stage: Stage) -> Seen:
     if result.kind is not ExecKind.EXITED or result.exit_code != 0:
         return seen(Code.EXPOSED, f"it did not say where it wrote: {result.stderr[-200:]!r}")
     # Inside, /tmp is a directory of its own.
-    folders = [Path(one) for one in _read_list(result.stdout) if not one.startswith(stage.sandbox.scratch)]
+    folders = [Path(one) for one in json.loads(result.stdout) if not one.startswith(stage.sandbox.scratch)]
     places = [path for one in folders for path in (one, one / "__pycache__")]
     found = [str(path) for place in places for path in place.glob(f"{stage.token}*")]
     for path in found:
@@ -276,30 +276,33 @@ async def _read_host_name(stage: Stage) -> Seen:
 
 
 async def _look_for(stage: Stage, place: str, code: str, *words: str) -> Seen:
-    result = await stage.python(code, *words)
-    if result.kind is not ExecKind.EXITED or result.exit_code != 0:
-        return seen(
-            Code.EXPOSED, f"it did not end as it should: {result.kind.value} {result.stderr[-200:]!r}"
-        )
-    found = stage.bait.leaked(result.stdout + result.stderr)
-    return _found([one for one in found if one == place], "the secret is not among what it read", "read")
+    """Run an attack, and look in what it prints for the secret of a place."""
+    output = await _output(stage, code, *words)
+    if isinstance(output, Seen):
+        return output
+    found = [place] if place in stage.bait.leaked(output) else []
+    return _found(found, "the secret is not among what it read", "read")
 
 
 async def _look_for_other(stage: Stage, code: str, *words: str) -> Seen:
-    result = await stage.python(code, *words)
-    if result.kind is not ExecKind.EXITED or result.exit_code != 0:
-        return seen(
-            Code.EXPOSED, f"it did not end as it should: {result.kind.value} {result.stderr[-200:]!r}"
-        )
-    found = ["the secret of the other sandbox"] if stage.control.word.encode() in result.stdout else []
+    """Run an attack, and look in what it prints for the secret of the other sandbox."""
+    output = await _output(stage, code, *words)
+    if isinstance(output, Seen):
+        return output
+    found = ["the secret of the other sandbox"] if stage.control.word.encode() in output else []
     return _found(found, "the other's secret is not among what it read", "read")
+
+
+async def _output(stage: Stage, code: str, *words: str) -> bytes | Seen:
+    """Return all that an attack printed; what was seen of one that did not come to its end."""
+    result = await stage.python(code, *words)
+    if result.kind is ExecKind.EXITED and result.exit_code == 0:
+        return result.stdout + result.stderr
+    said = f"it did not end as it should: {result.kind.value} {result.stderr[-200:]!r}"
+    return seen(Code.EXPOSED, said)
 
 
 def _found(found: list[str], nothing: str, verb: str) -> Seen:
     if found:
         return seen(Code.EXPOSED, f"{verb}: {', '.join(found)}")
     return seen(Code.BLOCKED, nothing)
-
-
-def _read_list(text: bytes) -> list[str]:
-    return [str(one) for one in json.loads(text)]

@@ -9,6 +9,7 @@ import asyncio
 import os
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from strop.sandbox.attack.contract import SMALL, Attack, Code, Seen, always, attack, by_limit, by_namespace
 from strop.sandbox.attack.leaks import planted_files
@@ -298,73 +299,30 @@ async def _sparse_file(stage: Stage) -> Seen:
     return seen(code, f"the file has {size} bytes")
 
 
-_AFTERWARDS = "processes on the host after the result"
-
-
-@attack(
-    ATTACKS,
-    6,
-    tries="live on behind the time limit: setsid",
-    judged=_AFTERWARDS,
-    expects=always(Code.CONTAINED),
-)
-async def _outlive_setsid(stage: Stage) -> Seen:
-    return await _outlive(stage, "setsid sleep 600 & sleep 600")
-
-
-@attack(
-    ATTACKS,
-    6,
-    tries="live on behind the time limit: double fork",
-    judged=_AFTERWARDS,
-    expects=always(Code.CONTAINED),
-)
-async def _outlive_double_fork(stage: Stage) -> Seen:
-    return await _outlive(stage, "(setsid sh -c 'sleep 600 & exit' &); sleep 600")
-
-
-@attack(
-    ATTACKS,
-    6,
-    tries="live on behind the time limit: nohup",
-    judged=_AFTERWARDS,
-    expects=always(Code.CONTAINED),
-)
-async def _outlive_nohup(stage: Stage) -> Seen:
-    return await _outlive(stage, "nohup setsid nohup sleep 600 >/dev/null 2>&1 & sleep 600")
-
-
-@attack(
-    ATTACKS,
-    6,
-    tries="live on behind the time limit: ignored term",
-    judged=_AFTERWARDS,
-    expects=always(Code.CONTAINED),
-)
-async def _outlive_ignored_term(stage: Stage) -> Seen:
-    return await _outlive(
-        stage, "trap '' TERM; setsid sh -c \"trap '' TERM; sleep 600; sleep 600\" & sleep 600"
-    )
-
-
-@attack(
-    ATTACKS,
-    6,
-    tries="live on behind the time limit: stopped",
-    judged=_AFTERWARDS,
-    expects=always(Code.CONTAINED),
-)
-async def _outlive_stopped(stage: Stage) -> Seen:
-    return await _outlive(
-        stage, "sh -c 'kill -STOP $$; sleep 600' & sleep 600 & kill -STOP $!; kill -STOP $$"
-    )
-
-
 async def _outlive(stage: Stage, script: str) -> Seen:
     result = await stage.shell(script, wall_limit_s=0.3)
     left = await stage.survivors()
     is_kept = result.kind is ExecKind.TIMED_OUT and left == 0
     return seen(Code.CONTAINED if is_kept else Code.EXPOSED, f"{result.kind.value}, {left} processes live on")
+
+
+ATTACKS += [
+    Attack(
+        row=6,
+        name=f"outlive-{way.replace(' ', '-')}",
+        tries=f"live on behind the time limit: {way}",
+        judged="processes on the host after the result",
+        expects=always(Code.CONTAINED),
+        work=partial(_outlive, script=script),
+    )
+    for way, script in {
+        "setsid": "setsid sleep 600 & sleep 600",
+        "double fork": "(setsid sh -c 'sleep 600 & exit' &); sleep 600",
+        "nohup": "nohup setsid nohup sleep 600 >/dev/null 2>&1 & sleep 600",
+        "ignored term": "trap '' TERM; setsid sh -c \"trap '' TERM; sleep 600; sleep 600\" & sleep 600",
+        "stopped": "sh -c 'kill -STOP $$; sleep 600' & sleep 600 & kill -STOP $!; kill -STOP $$",
+    }.items()
+]
 
 
 @attack(
