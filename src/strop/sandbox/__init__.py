@@ -1,10 +1,9 @@
-"""Where does untrusted code run? Programs in private places with limits, and results as values.
+"""Runs untrusted programs in private places with limits; their results are values.
 
 `choose_backend` finds the backend that reaches a level of isolation on this host, or refuses; its
 `create` returns a fresh `Sandbox`, whose `exec` runs a program, whose `start` and `open_shell` follow one,
 and whose `isolation` says what was reached. What a program does wrong is a value in `ExecResult`; what the
-sandbox does wrong raises. Not here: who is judged by what runs (`tasks`), and who serves
-sandboxes to other machines (`runtime`).
+sandbox does wrong raises. `tasks` judges what ran; `runtime` serves sandboxes to other machines.
 """
 
 from strop.sandbox.choose import choose_backend, make_backend

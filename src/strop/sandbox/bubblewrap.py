@@ -84,7 +84,13 @@ class BubblewrapPlace:
         self._kernel = ground.kernel
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])
         self._has_own_count = is_private_uid or version >= _KERNEL_WITH_COUNTS
-        self._has_kernel_files = self._limit_files()
+        try:
+            # The kernel bounds the number of files, if it is new enough; bwrap has no option for it.
+            # One is the directory itself.
+            limit_files(self._holder_pid, {"/tmp": True, "/dev/shm": True}, limits.max_scratch_files + 1)
+            self._has_kernel_files = True
+        except OSError:
+            self._has_kernel_files = False
         # Process 1 is of the same user.
         self.max_user_processes = limits.max_processes + 1 if self._has_own_count else None
         self.watch = Watch(
@@ -92,15 +98,6 @@ class BubblewrapPlace:
             max_processes=None if self._has_kernel_pids else limits.max_processes,
             max_scratch_files=None if self._has_kernel_files else limits.max_scratch_files,
         )
-
-    def _limit_files(self) -> bool:
-        """Let the kernel bound the number of files, where it is new enough; bwrap has no word for it."""
-        try:
-            # One is the directory itself.
-            limit_files(self._holder_pid, {"/tmp": True, "/dev/shm": True}, self.limits.max_scratch_files + 1)
-        except OSError:
-            return False
-        return True
 
     @property
     def _has_kernel_pids(self) -> bool:
@@ -111,7 +108,7 @@ class BubblewrapPlace:
         cat_in_r, cat_in_w = os.pipe()
         cat_out_r, cat_out_w = os.pipe()
         error_r, error_w = os.pipe()
-        # Not a pipe: bwrap would die of writing to one that nobody reads, and what it has cloned by then
+        # Not a pipe: bwrap would die of writing to one that is not read, and what it has cloned by then
         # waits for it for ever.
         info = os.memfd_create("info")
         ends = (cat_in_r, cat_out_w, error_w, info)
@@ -213,13 +210,13 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
 def copy_first(runtime_dir: str) -> str:
     """Copy what is to be process 1, and return where it is.
 
-    Nobody but this user, who must be root, may read it: so the kernel lets no program trace the process, or
-    see its memory, although both are the same user.
+    Only this user, who must be root, may read it: so the kernel lets no program trace the process, or see its
+    memory, although both are the same user.
     """
     path = f"{runtime_dir}/cat"
     with open("/usr/bin/cat", "rb") as original:
         code = original.read()
-    # Not a copy of the mode as well; and nobody reads it before it is closed to them.
+    # The mode is not copied, so that others cannot read it even for a moment.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o711)
     with open(descriptor, "wb") as copy:
         copy.write(code)

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Capture:
     """Keeps `head_bytes` of the beginning and `tail_bytes` of the end of what is fed to it.
 
-    Whoever follows the stream reads from here too, so a reader that is slow, or there is none, costs no
-    memory and holds up nobody: it misses the middle, and learns how much.
+    Readers that follow the stream read from here too. A slow reader costs no memory and does not hold up the
+    command: it misses the middle, and learns how much.
     """
 
     def __init__(self, head_bytes: int, tail_bytes: int) -> None:

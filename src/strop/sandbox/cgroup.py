@@ -145,7 +145,7 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
 def find_controllers(
     *, membership: str | None = None, mounts: str | None = None, is_for_children: bool = True
 ) -> list[Controller]:
-    """Return where a process stands in the hierarchies of `_NAMES`; nowhere if nothing tells.
+    """Return where a process stands in the hierarchies of `_NAMES`; none if /proc does not say.
 
     `membership` is what /proc says of it, by default of this one. `is_for_children`: only what groups made
     below its own may use.

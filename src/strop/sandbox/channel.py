@@ -98,7 +98,7 @@ class Channel:
                 self._outgoing[0] = (data[num_sent:], None)
 
     def close(self) -> None:
-        """Close this end, and the descriptors that nobody took."""
+        """Close this end, and the descriptors that were not taken."""
         self.socket.close()
         waiting = [descriptor for _, descriptor in self._outgoing if descriptor is not None]
         for descriptor in (*self._descriptors, *waiting):

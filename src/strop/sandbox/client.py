@@ -1,4 +1,4 @@
-"""The client's end of a sandbox's connection: requests by number, and who waits for their answers.
+"""The client's end of a sandbox's connection: numbered requests, and the futures of their answers.
 
 The other end is a supervisor of this machine, or a node that passes frames on to one of its own.
 
@@ -52,7 +52,7 @@ class Client:
         """Why it answers nothing any more; empty while it does."""
         self._lost_why = ""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
-        # Of a node nobody awaits it.
+        # Where the other end is a node, it is never awaited.
         self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(connection, self._on_readable)
@@ -62,9 +62,9 @@ class Client:
         return (await asyncio.shield(self._first))[0]
 
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
-        """Send a request; return its number and what will have its answer.
+        """Send a request; return its number and a future of its answer.
 
-        Whoever does not await the answer forgets it.
+        A caller that stops waiting calls `forget`.
         Raises: SandboxLost; SandboxError with kind too_large.
         """
         self._require_answering()
@@ -82,7 +82,7 @@ class Client:
         return number, answer
 
     def relay(self, header: dict[str, Any], body: bytes, deliver: Deliver) -> int:
-        """Send somebody else's request, whose answer is delivered; return its number. Raises: SandboxLost."""
+        """Pass on another client's request and deliver its answer; return its number. Raises: SandboxLost."""
         self._require_answering()
         number = next(self._numbers)
         self._relayed[number] = deliver
@@ -107,7 +107,7 @@ class Client:
             self.forget(number)
 
     def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
-        """Send what is not answered. A connection that is gone is told by the reading side."""
+        """Send a message that has no answer. A lost connection is noticed by the reading side."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
@@ -116,7 +116,7 @@ class Client:
             self._loop.add_writer(self._channel.socket, self._on_writable)
 
     def forget(self, number: int) -> None:
-        """Wait no more for an answer; what comes with it is closed."""
+        """Wait no more for an answer; a descriptor that comes with it is closed."""
         self._waiting.pop(number, None)
 
     def when_ended(self, act: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ class Client:
             # The stream's end is the supervisor's, which comes when nothing is left.
             done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
         finally:
-            # Who is cancelled waits no longer; the supervisor ends the sandbox all the same.
+            # A caller that is cancelled waits no longer; the supervisor ends the sandbox all the same.
             self.close()
         if not done:
             raise self.lost("infra")
@@ -153,7 +153,7 @@ class Client:
             self._channel.close()
 
     def lost(self, kind: str, why: str = "") -> SandboxLost:
-        """Return the error for who asks in vain."""
+        """Return the error of a request that will have no answer."""
         return SandboxLost(
             f"the {self._backend} sandbox does not answer ({kind}){why and f': {why}'}",
             allowed="a sandbox that has not been stopped",

@@ -96,8 +96,8 @@ class Isolation:
     node: str = ""
     """The machine that has it, where a service was asked for it; empty: this one."""
     lacks: tuple[str, ...] = ()
-    """What of the contract it refuses, because it is on a service's node or podman's of an ordinary user:
-    'mounts', 'snapshots', 'users'."""
+    """What it does not offer, at a service's node or of an ordinary user's podman: 'mounts', 'snapshots',
+    'users'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +147,9 @@ class SandboxSpec:
     """A container image whose root the programs see: a name in the engine's store, or the absolute path of a
     directory tree. None: this host's /usr. A backend that has no images refuses one."""
     user: int | None = None
-    """Who programs are of the image's own users, 0 to 65535: root, who may change owners and users, where an
-    image expects it. To the host they are unprivileged. None: a user that nobody else is, and that the
-    image need not know. A backend that has no images refuses one."""
+    """The image's user, 0 to 65535, that programs run as: root, for an image that changes owners and users.
+    On the host it is unprivileged. None: a user of the sandbox's own, which the image need not know.
+    A backend that has no images refuses one."""
     has_workspace: bool = False
     """Whether programs find a directory of theirs at `WORKSPACE` too, within the limits of the private one.
     A backend without a root of its own refuses it."""
@@ -231,7 +231,7 @@ class FrozenBy(StrEnum):
     CGROUP = "cgroup"
     """The kernel. Programs do not notice."""
     SIGNALS = "signals"
-    """Each process was stopped; a shell that waits for one may tell."""
+    """Each process was stopped by a signal, which a shell that waits for one may notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

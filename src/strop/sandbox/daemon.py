@@ -184,7 +184,7 @@ class _Daemon:
                 self._stage(order.image, order.seen[order.image], is_for_programs=False)
             order.image_root = {**self._ground.staged, **images}.get(order.image, order.image)
             if order.image:
-                # A lower tree that is missing would be told in the words of mount.
+                # Of a lower tree that is missing, mount would not say which.
                 os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             is_foreign = error.errno == errno.ENOEXEC
@@ -238,7 +238,7 @@ class _Daemon:
         """Remove what a supervisor that was killed has left."""
         deadline = time.monotonic() + _END_LIMIT_S
         remove_freezers = clear_freezers(f"strop-{pid}")
-        # Waited for: to podman, a process that nobody has waited for still runs.
+        # To podman, a process still runs until its parent has waited for it.
         while (strays := kill_strays(os.getpid(), self._supervisors)) and time.monotonic() < deadline:
             for stray in strays:
                 with suppress(ChildProcessError):
@@ -298,7 +298,7 @@ def _become_supervisor(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         become_subreaper()
-        # And what it starts: where all above it are killed, whoever clears up finds it by this.
+        # And what it starts: where all above it are killed, `janitor` finds it by this.
         os.chdir(ground.runtime_dir)
         uid, is_private_uid = sandbox_uid(os.getpid())
         if order.backend in _CONTAINERS and order.snapshot_uid is not None:

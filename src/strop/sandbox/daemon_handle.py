@@ -66,7 +66,7 @@ class DaemonHandle:
                 ) from error
 
     def drop_layer(self, path: str) -> None:
-        """Remove a layer that nobody uses any more; with a daemon that is gone it is gone too."""
+        """Remove a layer that is no longer used. A daemon that has ended has removed its layers."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):

@@ -4,7 +4,7 @@ docker starts no container over a root that it has not made, and its daemon sees
 So each container begins with an image of two files, which docker keeps; then its root is exchanged, from
 outside, for the overlay that `podman` has too, and what docker mounted in /proc, /sys and /dev stays. docker
 also makes no user namespace for one container: where one is asked for (`SandboxSpec.user`), programs have one
-of their own, in which process 1 is nobody, and hold no power over the container's other namespaces.
+of their own, in which process 1 has no user, and hold no power over the container's other namespaces.
 
 docker shows no image on the host either: one container of each image waits, as long as the daemon of its
 sandboxes lives, and lends them its root. Whatever docker stores images with, nothing is copied.
@@ -97,7 +97,7 @@ class DockerPlace(PodmanPlace):
         words = [*self._words(), *_OWN_WORDS]
         has_host_network = self._order.network == "host"
         if not has_host_network:
-            # Who is root in a user namespace has no say in the network.
+            # Root of a user namespace has no rights over the network.
             words += ["--sysctl", "net.ipv4.ip_unprivileged_port_start=0"]
         name, archive = _own_image()
         try:
@@ -105,7 +105,7 @@ class DockerPlace(PodmanPlace):
         except OSError as error:
             if "No such image" not in str(error):
                 raise
-            # For the first one, or somebody has tidied up.
+            # It is the first one, or the image was removed.
             _give(self._engine, archive, "load", "--quiet")
             self._engine.run(*words, name)
         pid = _find_process(self._engine, self._name)

@@ -1,4 +1,4 @@
-"""What sandboxes does this host allow, how quick are they, and how would it allow more?
+"""Which sandboxes this host allows, how quick they are, and what would make it allow more.
 
 Every backend is tried by real starts, commands and stops; what isolation was reached is what its sandboxes
 say of themselves, and whether that holds is what attacks have confirmed, if they were made since this host
@@ -117,7 +117,7 @@ async def _try(name: str) -> BackendReport:
 
 async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
     try:
-        # Where nobody listens.
+        # A port where nothing listens.
         async with await backend.create(replace(spec, network="allow:127.0.0.1:9")) as sandbox:
             return sandbox.isolation.network.startswith("allow:")
     except SandboxRefused:
@@ -231,7 +231,10 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
         yield "as root, run make system-deps: bubblewrap isolates quickest"
     if facts["podman"] == "missing":
         yield "as root, run make system-deps: podman gives level container, to ordinary users too"
-    elif _lacks_groups(reports):
+    elif any(
+        one.name == "podman" and one.isolation is not None and one.isolation.level < IsolationLevel.CONTAINER
+        for one in reports
+    ):
         yield (
             "podman makes no containers here for want of control groups: be root, or let systemd hand memory"
             " and pids down (Delegate=yes)"
@@ -256,9 +259,3 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
         yield "strop sandbox attack confirms the levels, in about a minute"
     if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"
-
-
-def _lacks_groups(reports: tuple[BackendReport, ...]) -> bool:
-    """Whether podman makes sandboxes here that are less than containers."""
-    reached = [one.isolation.level for one in reports if one.name == "podman" and one.isolation is not None]
-    return bool(reached) and max(reached) < IsolationLevel.CONTAINER

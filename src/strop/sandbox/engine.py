@@ -84,7 +84,7 @@ def engine_environ() -> dict[str, str]:
 
 
 def container_name(runtime_dir: str, last: object) -> str:
-    """Return what a container of a daemon is called, for whoever has to remove it.
+    """Return the name of a container of a daemon, by which it can be removed later.
 
     `last`: the process that supervises it, or what it is for.
     """

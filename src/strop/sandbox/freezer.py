@@ -98,7 +98,7 @@ class Freezer:
         deadline = time.monotonic() + _FREEZE_LIMIT_S
         moved: set[int] = set()
         while True:
-            # What is moved in stands still and starts nothing, so a look that finds nobody new found all.
+            # What is moved in stands still and starts nothing, so a look that finds nothing new found all.
             new = [pid for pid in self._find_programs() if pid not in moved] if self._is_made else []
             for pid in new:
                 with suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ class Freezer:
             if not new:
                 time.sleep(_LOOK_PERIOD_S)
             if self._version == 1 and time.monotonic() > retry_at:
-                # Who waits for a child that shares its memory (vfork) does not freeze, once the child has.
+                # A process in vfork does not freeze once the child that it waits for has.
                 write_file(self._dir / name, undo)
                 time.sleep(_LOOK_PERIOD_S)
                 write_file(self._dir / name, word)

@@ -1,4 +1,4 @@
-"""What a supervisor does inside a sandbox itself: as the sandbox's user, under its limits, in its root.
+"""Reads, writes and lists files inside a sandbox: as its user, under its limits, in its root.
 
 Files are opened where a program would find them, so no path is ever joined on the host, and a link that
 is swapped meanwhile leads nowhere but into the sandbox. The exit code says what went wrong.
@@ -125,7 +125,7 @@ def read_namespaces() -> dict[str, str]:
 def measure_self() -> dict[str, Any]:
     """Return what this process is, as the kernel sees it.
 
-    Raises: OSError if /proc does not tell.
+    Raises: OSError if /proc does not say.
     """
     lines = read_file("/proc/self/status").splitlines()
     status = {word: rest.strip() for word, _, rest in (line.partition(":") for line in lines)}

@@ -1,9 +1,9 @@
-"""Ends what sandboxes have left whose supervisors and daemon were all killed, and nothing else.
+"""Clears up after sandboxes whose supervisors and daemon were all killed, and after no others.
 
 Sandboxes clear up after themselves, and a daemon after its supervisors. When both are killed together, most
 of it ends with them; what can stay is a container, a control group, a directory, and processes that work in
 it. A daemon holds a lock on its directory as long as it or one of its sandboxes lives: only what belongs to a
-directory that nobody holds, or that is gone, is touched.
+directory that is not locked, or is gone, is touched.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _CONTAINER = re.compile(rf"({FOLDER_PREFIX}[0-9a-f]{{16}})-(image-)?[0-9]+")
 
 
 def clear_abandoned() -> list[str]:
-    """End and remove what nobody holds any more; return what that was, one line each. Twice does no harm."""
-    told = []
+    """Remove what belongs to no living daemon; return a line for each thing removed. Idempotent."""
+    cleared = []
     dead = list(_find_dead())
     try:
         # First: a container whose processes cannot end is not removed.
-        told += [f"process {pid}, frozen" for pid in _end_frozen()]
+        cleared += [f"process {pid}, frozen" for pid in _end_frozen()]
         names = {path.name for path, _ in dead}
         for engine_name in ENGINES:
             if (program := shutil.which(engine_name)) is not None:
                 engine = Engine(name=engine_name, program=program, environ=engine_environ())
-                told += [f"container {name}" for name in _remove_containers(engine, names)]
+                cleared += [f"container {name}" for name in _remove_containers(engine, names)]
         for path, _ in dead:
-            told += [f"process {pid} in {path}" for pid in end_inside(str(path))]
+            cleared += [f"process {pid} in {path}" for pid in end_inside(str(path))]
             remove_tree(str(path))
-            told.append(f"directory {path}")
+            cleared.append(f"directory {path}")
         remove_abandoned(find_controllers())
     finally:
         for _, descriptor in dead:
             os.close(descriptor)
-    return told
+    return cleared
 
 
 def _find_dead() -> Iterator[tuple[Path, int]]:
@@ -78,7 +78,7 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
 def _remove_containers(engine: Engine, dead: set[str]) -> list[str]:
     """Remove the containers whose daemon's directory is dead or gone; return their names.
 
-    To podman a process that nobody has waited for still runs, and it is init who waits: so more than once.
+    It tries more than once: to podman a process still runs until init has waited for it.
     """
     removed: set[str] = set()
     deadline = time.monotonic() + _END_LIMIT_S

@@ -1,7 +1,6 @@
 """One command while it runs, from its supervisor's side: its pipes, its clock, how it ended.
 
-Its output is read as it comes, whether or not somebody asks for it, and kept within bounds: a command is
-never held up by who reads it.
+Its output is read as it comes, asked for or not, and kept within bounds: a reader never holds a command up.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
 from strop.sandbox.contract import ExecKind
-from strop.sandbox.runner import ASK, KILL, TOLD, Started, signal_order
+from strop.sandbox.runner import ASK, DONE, KILL, Started, signal_order
 
 if TYPE_CHECKING:
     from strop.sandbox.supervisor import Supervisor
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 DETACH_S = 0.2
 """How long output is awaited from a pipe that a process still holds after a command."""
 STUCK_S = 5.0
-"""A command that was told to end and has not: what is above it is stopped or gone."""
+"""A command that does not end so long after its order to: what is above it is stopped or gone."""
 CHUNK_BYTES = 1 << 16
 """Read at once; no less than a pipe holds."""
 
@@ -34,7 +33,7 @@ class Job:
     """A command that was started."""
 
     is_counted = True
-    """Whether its end is that of a command which somebody asked for."""
+    """Whether `SandboxStats.commands` counts it."""
 
     def __init__(
         self,
@@ -196,14 +195,14 @@ class Job:
             text = self.started.control.recv(CHUNK_BYTES)
         except ConnectionResetError:
             text = b""
-        if text and not text.strip(TOLD):
+        if text and not text.strip(DONE):
             for _ in text:
-                self.on_told()
+                self.on_order_done()
             return
         self._supervisor.selector.unregister(self.started.control)
         self.started.control.close()
         if text:
-            self.report = json.loads(text.lstrip(TOLD))
+            self.report = json.loads(text.lstrip(DONE))
         else:
             # It was killed from inside; its descendants can no longer be told from the others.
             self.is_lost = True
@@ -228,7 +227,7 @@ class Job:
     def drop(self) -> None:
         """End what it evaluates, if it is a shell."""
 
-    def on_told(self) -> None:
+    def on_order_done(self) -> None:
         """Note that the runner has carried out an order."""
 
     def _close_rest(self) -> None:

@@ -147,7 +147,7 @@ def unpack_inside(place: Place, source: str) -> None:
     packer = os.posix_spawnp(words[0], words, _ENV, file_actions=[(os.POSIX_SPAWN_DUP2, packing, 1)])
     os.close(packing)
     try:
-        # Who unpacks belongs inside: outside nobody has a user id that its file system knows.
+        # Unpacked inside: outside no user has an id that its file system knows.
         _run(["tar", "-xpf", "-", "--no-same-owner", "--no-overwrite-dir"], stdin=packed, prepare=enter)
     finally:
         os.close(packed)

@@ -99,7 +99,7 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
     def remount() -> None:
         mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if os.geteuid() != 0:
-            # Whoever made the user namespace that they belong to is its root.
+            # The user who made the user namespace that they belong to is its root.
             enter_namespaces(fcntl.ioctl(mounts, _NS_GET_USERNS), CLONE_NEWUSER)
         enter_namespaces(mounts, CLONE_NEWNS)
         for place, is_executable in places.items():

@@ -43,7 +43,7 @@ class Order:
     image_root: str = ""
     """Where the image's tree is on this host; the daemon finds it."""
     user: int | None = None
-    """Who programs are inside, where the image's users are there; None: a user that nobody else is."""
+    """The image's user that programs run as; None: a user of the sandbox's own."""
     has_workspace: bool = False
     layers: list[str] = field(default_factory=list)
     """Of the snapshot that it begins with, the newest first."""

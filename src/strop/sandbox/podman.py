@@ -6,7 +6,7 @@ control groups and what /proc and /sys hide. Process 1 is 200 bytes of machine c
 and wait: nothing of the image is started, so an image needs no shell, no Python and no libc. Commands join
 from outside, without a start of podman for each, and filter their own system calls.
 
-Programs are a user of the host that nobody else is, without a user namespace; or, where one is asked for, a
+Programs are a user of the host that is theirs alone, without a user namespace; or, where one is asked for, a
 user of the image, root too, in a user namespace over users that nothing on the host belongs to (`idmap`).
 That root may change owners and users in its container, nothing else; it may also trace process 1 and break
 it, which ends its own sandbox and is seen.

@@ -64,7 +64,7 @@ class Program:
         self._request = request
         self._main = main
         *self._streams, self._orders = descriptors
-        """Its standard streams, and a shell's way to tell, behind them."""
+        """Its standard streams, and behind them a shell's descriptor for reports."""
         self._members: list[int] = []
 
     def prepare(self, control: socket.socket) -> None:

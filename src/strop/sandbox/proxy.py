@@ -140,7 +140,7 @@ def _read_head(caller: socket.socket) -> tuple[bytes, bytes]:
         except TimeoutError:
             continue
         if not more:
-            # It looked whether somebody is here, and goes: nothing was asked for.
+            # A probe of the port: it connected, asked for nothing and left.
             raise _No("400 Bad Request", _show(data), "no end of the request's head", is_refusal=bool(data))
         data += more
     caller.settimeout(_CONNECT_LIMIT_S)

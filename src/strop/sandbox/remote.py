@@ -113,10 +113,10 @@ class RemoteBackend:
             try:
                 client = Client(await address.open(FRAMES_PATH), _NAME, max_body_bytes=MAX_BODY_BYTES)
                 stack.callback(client.close)
-                told, _ = await client.ask({"op": "describe"})
+                reply, _ = await client.ask({"op": "describe"})
             except (OSError, SandboxError) as error:
                 raise _refused(f"sandbox {record['runtime_id']} was lost: {error}", "lost") from error
-            made = RemoteSandbox(client, address, told, spec, main_source, end, self.endpoint.url)
+            made = RemoteSandbox(client, address, reply, spec, main_source, end, self.endpoint.url)
             for path, data in spec.files.items():
                 await made.write(path, data)
             # All are there: the sandbox is the caller's.
@@ -131,7 +131,7 @@ class RemoteSandbox(ServedSandbox):
         self,
         client: Client,
         address: _Address,
-        told: dict[str, Any],
+        reply: dict[str, Any],
         spec: SandboxSpec,
         main_source: str,
         end: Callable[[], Awaitable[None]],
@@ -140,11 +140,11 @@ class RemoteSandbox(ServedSandbox):
         """`end` has the service end it, whose address is `service`."""
         super().__init__(
             client,
-            read_isolation(told["isolation"]),
-            scratch=told["scratch"],
+            read_isolation(reply["isolation"]),
+            scratch=reply["scratch"],
             env=spec.env,
-            python_argv=tuple(told["python_argv"]),
-            supervisor_pid=told["supervisor_pid"],
+            python_argv=tuple(reply["python_argv"]),
+            supervisor_pid=reply["supervisor_pid"],
         )
         self.address = address
         """At its node."""
@@ -175,12 +175,12 @@ class RemoteSandbox(ServedSandbox):
 
         Raises: as there; no_space also where the node has no room to keep it.
         """
-        told, _ = await self.client.ask({"op": "snapshot"})
+        reply, _ = await self.client.ask({"op": "snapshot"})
         try:
-            connection = await _Address(told["url"], told["key"]).open(SNAPSHOT_PATH)
+            connection = await _Address(reply["url"], reply["key"]).open(SNAPSHOT_PATH)
         except OSError as error:
             raise self.client.lost("infra", str(error)) from error
-        return RemoteSnapshot(connection, told, service=self._service, image=self._image)
+        return RemoteSnapshot(connection, reply, service=self._service, image=self._image)
 
     async def stop(self) -> None:
         """End everything in it; see `Sandbox.stop`."""
@@ -197,13 +197,13 @@ class RemoteSnapshot:
     """
 
     def __init__(
-        self, connection: socket.socket, told: dict[str, Any], *, service: str, image: str | None
+        self, connection: socket.socket, reply: dict[str, Any], *, service: str, image: str | None
     ) -> None:
-        self.num_bytes: int = told["num_bytes"]
+        self.num_bytes: int = reply["num_bytes"]
         self.service = service
         """The address of the controller that knows its node."""
         self.image = image
-        self.terms = {"node_id": told["node_id"], "key": told["key"]}
+        self.terms = {"node_id": reply["node_id"], "key": reply["key"]}
         """What a start says to begin with it."""
         self.fault = ""
         """Why nothing begins with it any more; empty while something may."""
@@ -317,12 +317,12 @@ class _Address:
 
 def _raise_refusal(status: int, body: bytes) -> NoReturn:
     try:
-        told = json.loads(body)
+        reply = json.loads(body)
     except ValueError:
-        told = {}
-    if not told.get("kind"):
-        raise ConnectionError(f"the node answered {status} {told.get('detail', '')}")
-    kind, why = told["kind"], told["detail"]
+        reply = {}
+    if not reply.get("kind"):
+        raise ConnectionError(f"the node answered {status} {reply.get('detail', '')}")
+    kind, why = reply["kind"], reply["detail"]
     error = SandboxLost if kind in ("stopped", "from_inside", "infra") else SandboxError
     raise error(
         f"the remote sandbox could not do it: {why}",

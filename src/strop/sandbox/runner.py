@@ -43,8 +43,8 @@ ASK, KILL = b"T", b"K"
 """Orders to a runner: end the command politely and then by force, or at once by force."""
 MARK, ASK_NEW, KILL_NEW = b"M", b"t", b"k"
 """Remember what runs beside the program; end, politely or by force, all that has been started since."""
-TOLD = b"\n"
-"""What a runner says when an order `MARK` or `KILL_NEW` is carried out, and nothing to kill is left."""
+DONE = b"\n"
+"""A runner's message that an order `MARK` or `KILL_NEW` is carried out: nothing to kill is left."""
 _SIGNAL_BIT = 0x80
 _MEASURE_LIMIT_S = 10.0
 TERM_GRACE_S = 0.5
@@ -75,7 +75,7 @@ class Started:
     """Where a shell says what became of a command; -1 for other programs."""
 
     def order(self, request: Request) -> None:
-        """Give a waiting process its request. What it says when it is gone, its runner reports."""
+        """Give a waiting process its request. If it is gone, its runner reports why."""
         with suppress(OSError):
             self.orders.sendall(json.dumps(as_record(request)).encode())
         self.orders.close()
@@ -116,7 +116,7 @@ def start_command(
     """Fork a command. It reports over `control` when everything has ended.
 
     Without a request it measures itself and waits for one, which may ask for `main`. `has_status`: the
-    program is a shell that tells of its commands on `STATUS_FD`.
+    program is a shell that reports the ends of its commands on `STATUS_FD`.
 
     Raises: OSError if the host gives no process.
     """
@@ -226,7 +226,7 @@ class _Runner:
                 wait_s = _KILL_PERIOD_S
             else:
                 if self._num_clearings:
-                    self._control.sendall(TOLD * self._num_clearings)
+                    self._control.sendall(DONE * self._num_clearings)
                     self._num_clearings = 0
                 if now >= next_watch_at:
                     self._look()
@@ -256,7 +256,7 @@ class _Runner:
                 self._kill_at = time.monotonic()
             elif order == MARK:
                 self._marked = start_times(find_descendants(self._pid))
-                self._control.sendall(TOLD)
+                self._control.sendall(DONE)
             elif order == ASK_NEW:
                 self._signal_new(signal.SIGTERM)
             elif order == KILL_NEW:

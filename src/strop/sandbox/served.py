@@ -61,7 +61,7 @@ class ServedSandbox(ABC):
         supervisor_pid: int,
     ) -> None:
         self.client = client
-        """Its connection, for who passes requests of others on."""
+        """Its connection, for a node that passes on requests of others."""
         self._env = dict(env)
         self._isolation = isolation
         self._scratch = scratch
@@ -217,7 +217,7 @@ class ServedSandbox(ABC):
         _require_free(host_path)
         details = {"path": path, "max_files": max_files, "max_bytes": MIB + 5000 * max_files}
         left_out = []
-        # Names are directory entries, and nobody else writes below the new path: none leads elsewhere.
+        # Names are directory entries, and no one else writes below the new path: none leads elsewhere.
         for name, kind, mode in json.loads(await self._work_inside("list", details, b"")):
             inside, target = (str(PurePosixPath(path, name)), host_path / name) if name else (path, host_path)
             if kind == "directory":
@@ -276,7 +276,7 @@ class ServedSandbox(ABC):
         )
 
     async def _run(self, request: dict[str, Any], stdin: bytes) -> Answer:
-        """Start something and wait for its end; if nobody waits any more, kill it."""
+        """Start something and wait for its end; if the caller is cancelled, kill it."""
         number, answer = self.client.begin({"op": "start", **request}, stdin)
         try:
             return await answer
@@ -294,7 +294,7 @@ class ServedJob:
         self._client = client
         self._number = number
         self._end = end
-        # A job that nobody waits for is no error when its sandbox ends.
+        # A job that is not awaited is no error when its sandbox ends.
         end.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._positions = (0, 0)
 
@@ -385,7 +385,7 @@ class ServedShell:
             self._client.tell({"op": "drop", "job": self._number})
             raise
         finally:
-            # The next one's turn comes when this one is over, whoever waits for it.
+            # The next command's turn comes when this one is over, awaited or not.
             if answer is None or answer.done():
                 self._turn.release()
             else:
@@ -432,7 +432,7 @@ def _require_free(path: Path) -> None:
 
 
 def as_result(header: dict[str, Any], output: bytes) -> ExecResult:
-    """Return the result that a supervisor's last word on a command tells."""
+    """Return the result of a command from its supervisor's last frame."""
     return ExecResult(**result_fields(header, output))
 
 
@@ -456,7 +456,7 @@ def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
 
 
 def read_isolation(facts: Mapping[str, Any]) -> Isolation:
-    """Return the record that its fields tell."""
+    """Return the record whose fields came in a frame."""
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     level, lacks = IsolationLevel(facts["level"]), tuple(facts["lacks"])
     return Isolation(**{**facts, **guards, "level": level, "lacks": lacks})

@@ -1,4 +1,4 @@
-"""A shell that stays open, from its supervisor's side: commands go in one by one, and their ends are told.
+"""A shell that stays open, from its supervisor's side: it takes commands one by one and reports their ends.
 
 The shell is an interactive one without a terminal, since only such a one survives an interrupt and an
 error in what it evaluates. It reads from a pipe one line that evaluates the command, with an empty standard
@@ -59,12 +59,12 @@ class _Run:
     look_s: float = _LOOK_PERIOD_S
     """How soon to look again whether the shell has read its command."""
     has_asked: bool = False
-    """Whether the line is written that makes the shell tell how the command ended."""
+    """Whether the line is written that makes the shell report how the command ended."""
     status: int | None = None
     give_up_at: float | None = None
     """Set once the command was told to end."""
     insist_at: float = float("inf")
-    """When it is told so again, with force."""
+    """When it is ended by force."""
     signals: list[int] = field(default_factory=list)
     """Asked for before the shell had the command: an idle shell would ignore them."""
     num_awaited: int = 0
@@ -174,7 +174,7 @@ class Shell(Job):
         self.order(_INTERRUPT + ASK_NEW)
 
     def _insist(self, run: _Run) -> None:
-        # The interrupt before may have come while it told; what it tells twice has the same number.
+        # The interrupt may have cut its report off; two reports have the same number.
         run.has_asked = run.has_asked and not (run.status is None and self._has_read_all())
         run.num_awaited += 1
         self.order((b"" if run.status is not None else _INTERRUPT) + KILL_NEW)
@@ -193,7 +193,7 @@ class Shell(Job):
         except BlockingIOError:
             return
         self._said += said
-        # What an interrupt has cut off stands before what was then told whole.
+        # A report that an interrupt cut off stands before the whole one.
         while (found := _STATUS.search(self._said)) is not None:
             self._said = self._said[found.end() :]
             self._take_status(int(found[1]), int(found[2]), [float(word) for word in found.groups()[2:]])
@@ -217,7 +217,7 @@ class Shell(Job):
         else:
             self._insist(run)
 
-    def on_told(self) -> None:
+    def on_order_done(self) -> None:
         """Go on: the runner knows what runs already, or has killed what it was told to."""
         run = self._run
         if run is None:

@@ -1,4 +1,4 @@
-"""How well do sandboxes hold? Attacks on every backend, judged by what is seen from outside.
+"""Attacks on every backend, judged by what is seen from outside, that measure how well sandboxes hold.
 
 `attack_sandboxes` makes each attack of `ATTACKS` on a fresh sandbox with another one beside it, and looks
 afterwards for what is left. An attack ends blocked, contained, detected or exposed (`Code`); which of these

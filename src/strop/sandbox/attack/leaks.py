@@ -26,7 +26,7 @@ async def find_leftovers(
     """Return processes, mounts, ports, control groups, directories and shared memory of a stopped sandbox.
 
     `maker_pid`: the process that made it, whose mounts are looked at too. `uid`: the host's
-    user that its programs were, if nobody else is. `token`: a word of their command lines.
+    user that its programs were, if it was theirs alone. `token`: a word of their command lines.
     `since`: when it began, in seconds since the epoch: its process id may have been another's before.
     """
     deadline = time.monotonic() + _GRACE_S

@@ -37,7 +37,7 @@ def attempt(work, *arguments):
     except (OSError, MemoryError) as error:
         return None
 def ready():
-    # Whoever looks from outside knows it by its name.
+    # The suite finds it from outside by its name.
     with open("/proc/self/comm", "w") as file:
         file.write(TOKEN)
 def hold():
@@ -48,7 +48,7 @@ def hold():
 
 
 class Stage:
-    """Where one attack is made. What it knows of the outside, the attack is told."""
+    """Where one attack is made. It gives the attack all that it knows of the outside."""
 
     def __init__(self, backend: Backend, sandbox: ServedSandbox, control: Control, bait: Bait) -> None:
         self.backend = backend
@@ -86,7 +86,7 @@ class Stage:
     async def held(self, code: str, *words: str) -> AsyncIterator[tuple[list[int], ExecResult | None]]:
         """Run a Python attack until it is ready and keep it there for the block.
 
-        Gives its processes on the host, and None; or nobody and the result, where it ended before.
+        Gives its processes on the host, and None; or no process and the result, where it ended before.
         """
         running = asyncio.create_task(self.python(code, *words))
         try:
