@@ -106,7 +106,7 @@ def clear_container_groups(container_id: str) -> None:
             with suppress(OSError):
                 found.update(path for path in parent.iterdir() if container_id in path.name)
     for path in sorted(found):
-        for member in _read_names(path / "cgroup.procs"):
+        for member in read_or_empty(path / "cgroup.procs").split():
             with suppress(ProcessLookupError):
                 os.kill(int(member), signal.SIGKILL)
         remove_group(path)
@@ -153,7 +153,7 @@ def find_controllers(
     listing = "cgroup.subtree_control" if is_for_children else "cgroup.controllers"
     found: dict[str, Controller] = {}
     for version, names, own_dir in _find_hierarchies(membership, mounts):
-        for name in names if version == 1 else _read_names(own_dir / listing):
+        for name in names if version == 1 else read_or_empty(own_dir / listing).split():
             if name in _NAMES:
                 found.setdefault(name, Controller(name, version, own_dir))
     return list(found.values())
@@ -183,13 +183,6 @@ def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:
     before, _, after = line.partition(" - ")
     fields, (kind, _, options) = before.split(" "), after.split(" ", 2)
     return kind, fields[3], Path(fields[4]), options.split(",")
-
-
-def _read_names(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
 
 
 def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:

@@ -16,6 +16,7 @@ from strop.sandbox.attack.bait import COMMAND_LINE, DESCRIPTOR, ENVIRONMENT, PRI
 from strop.sandbox.attack.contract import Attack, Code, Seen, always, attack, by_namespace, by_user
 from strop.sandbox.attack.stage import Stage, seen
 from strop.sandbox.contract import ExecKind
+from strop.sandbox.family import process_states
 from strop.sandbox.linux import read_or_empty
 
 ATTACKS: list[Attack] = []
@@ -221,10 +222,8 @@ async def _signal_others(stage: Stage) -> Seen:
     ]
     pids = [stage.bait.process.pid, stage.control.sandbox.supervisor_pid, *own]
     await stage.python(_SIGNAL, *map(str, pids), wall_limit_s=5.0)
-    states = {pid: read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] for pid in pids}
-    return _found(
-        [f"{pid}" for pid, state in states.items() if state in ([], ["T"], ["Z"])], "all live", "hit"
-    )
+    states = process_states(pids)
+    return _found([f"{pid}" for pid in pids if states.get(pid, "Z") in "TZ"], "all live", "hit")
 
 
 @attack(

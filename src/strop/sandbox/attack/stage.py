@@ -15,7 +15,7 @@ from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.attack.bait import Bait
 from strop.sandbox.attack.contract import Code, Seen
 from strop.sandbox.contract import ExecKind, ExecResult, Isolation
-from strop.sandbox.family import find_descendants
+from strop.sandbox.family import find_descendants, process_states
 from strop.sandbox.linux import read_file, read_or_empty
 from strop.sandbox.served import ServedSandbox
 
@@ -116,7 +116,8 @@ class Stage:
 
     def strays(self) -> list[int]:
         """Return the living processes that were not there before the attack."""
-        return [pid for pid in self.processes() if pid not in self._own and not _is_zombie(pid)]
+        states = process_states(self.processes())
+        return [pid for pid, state in states.items() if pid not in self._own and state != "Z"]
 
     def named(self) -> list[int]:
         """Return the attack's processes that have said that they are ready."""
@@ -266,11 +267,6 @@ def peak_bytes(pid: int) -> int:
     """Return the most memory that a process has had; 0 where it is gone."""
     lines = read_or_empty(f"/proc/{pid}/status").splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
-def _is_zombie(pid: int) -> bool:
-    # Behind the name, which may hold anything.
-    return read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in ([], ["Z"])
 
 
 def seen(code: Code, what: str) -> Seen:
