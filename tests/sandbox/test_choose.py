@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import strop
 from strop.errors import ConfigError, SandboxRefused
 from strop.sandbox import IsolationLevel, Mount, SandboxSpec, choose_backend, local, make_backend
-from tests.fixtures.sandboxes import needs_bubblewrap, spec_of
+from tests.fixtures.sandboxes import SOURCE_DIR, needs_bubblewrap, spec_of
 
 
 @needs_bubblewrap
@@ -134,7 +133,7 @@ def _make_program(path: Path, script: str) -> None:
 
 def _choose(shelf: Path) -> tuple[str, str]:
     """Return the answers for level namespace and rlimit of a process with only that shelf on its PATH."""
-    env = {"PATH": str(shelf), "PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    env = {"PATH": str(shelf), "PYTHONPATH": SOURCE_DIR}
     ended = subprocess.run(
         [sys.executable, "-c", CHOOSE], env=env, capture_output=True, text=True, check=True
     )
@@ -160,7 +159,7 @@ asyncio.run(main())
 
 
 def test_a_host_without_descriptors_is_told() -> None:
-    env = {"PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    env = {"PYTHONPATH": SOURCE_DIR}
     ended = subprocess.run(
         [sys.executable, "-c", STARVE], env=env, capture_output=True, text=True, check=True
     )

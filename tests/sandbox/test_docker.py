@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import strop
 from strop.errors import SandboxRefused
 from strop.sandbox import IsolationLevel, Mount, SandboxSpec, make_backend
 from strop.sandbox.docker import _find_process, _own_image, _pack
@@ -23,7 +22,7 @@ from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.served import ServedSandbox
 from tests.fixtures.docker_daemon import docker
-from tests.fixtures.sandboxes import in_sandbox, spec_of
+from tests.fixtures.sandboxes import SOURCE_DIR, in_sandbox, spec_of
 
 CLIENT = """
 import asyncio, sys
@@ -117,7 +116,7 @@ def test_the_death_of_a_supervisor_and_of_all_leaves_no_container(tmp_path: Path
         assert time.monotonic() < deadline
         time.sleep(0.05)
     # Client, daemon and supervisor together, with what lends them the image.
-    environ = {**os.environ, "PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": SOURCE_DIR}
     client = subprocess.Popen([sys.executable, "-c", CLIENT, image], stdout=subprocess.PIPE, env=environ)
     assert client.stdout is not None
     pid = int(client.stdout.readline())

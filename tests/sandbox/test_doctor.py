@@ -72,6 +72,8 @@ def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(doctor, "BACKENDS", ("process",))
     monkeypatch.setattr(doctor, "_TIMES", 1)
+    # Its programs stay as they are, too.
+    monkeypatch.setattr(doctor, "_version_of", lambda *_: "1.0")
 
     def look() -> tuple[IsolationLevel | None, list[str]]:
         found = json.loads(run("sandbox", "doctor", "--json").out)

@@ -23,6 +23,7 @@ from strop.sandbox.family import parent_of
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.podman import make_init
 from tests.fixtures.sandboxes import (
+    SOURCE_DIR,
     appearance_of,
     cut_off,
     in_sandbox,
@@ -32,6 +33,7 @@ from tests.fixtures.sandboxes import (
     python,
     shell,
     spec_of,
+    wait_until_gone,
     where_users_differ,
 )
 
@@ -245,7 +247,7 @@ def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> No
         command.cancel()
         await asyncio.gather(command, return_exceptions=True)
         assert (await sandbox.exec(["/bin/echo", "here"], wall_limit_s=60)).stdout == b"here\n"
-        _wait_until_gone("7201")
+        wait_until_gone("7201")
 
     in_sandbox(backend, work)
 
@@ -292,7 +294,7 @@ def test_the_death_of_the_daemon_loses_its_sandboxes_and_the_next_has_a_new_one(
             assert (await another.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
 
     asyncio.run(run())
-    _wait_until_gone("7203")
+    wait_until_gone("7203")
 
 
 @on_every_backend
@@ -313,7 +315,7 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
         await sandbox.stop()
 
     asyncio.run(run())
-    _wait_until_gone("7205")
+    wait_until_gone("7205")
     # The daemon lives on.
     assert shell(backend, "echo next").stdout == b"next\n"
 
@@ -391,7 +393,7 @@ asyncio.run(main())
 
 @on_every_backend
 def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": _source_dir()})
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": SOURCE_DIR})
     try:
         deadline = time.monotonic() + 120
         # The last look counts: while one becomes another program, it has no arguments for a moment.
@@ -401,7 +403,7 @@ def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
     finally:
         owner.kill()
         owner.wait()
-    _wait_until_gone("7204")
+    wait_until_gone("7204")
 
 
 _ONE = """
@@ -424,22 +426,9 @@ def test_directories_of_killed_daemons_are_removed_and_others_stay() -> None:
     descriptor = os.open(held, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        subprocess.run([sys.executable, "-c", _ONE], env={"PYTHONPATH": _source_dir()}, check=True)
+        subprocess.run([sys.executable, "-c", _ONE], env={"PYTHONPATH": SOURCE_DIR}, check=True)
         assert [path.exists() for path in (abandoned, held, young)] == [False, True, True]
     finally:
         os.close(descriptor)
         held.rmdir()
         young.rmdir()
-
-
-def _wait_until_gone(word: str) -> None:
-    deadline = time.monotonic() + 60
-    while processes_with(word) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_with(word) == []
-
-
-def _source_dir() -> str:
-    import strop
-
-    return str(Path(strop.__file__).parent.parent)

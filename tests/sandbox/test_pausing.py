@@ -18,7 +18,14 @@ from strop.sandbox.cgroup import Cgroup, find_freezers
 from strop.sandbox.family import find_descendants, parent_of, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import appearance_of, in_sandbox, on_every_backend, processes_with, spec_of
+from tests.fixtures.sandboxes import (
+    appearance_of,
+    in_sandbox,
+    on_every_backend,
+    processes_with,
+    spec_of,
+    wait_until_gone,
+)
 
 SPIN = "echo on; while :; do :; done"
 
@@ -163,7 +170,4 @@ def test_a_supervisor_that_is_killed_in_a_pause_leaves_nothing(backend: str) -> 
         await sandbox.stop()
 
     asyncio.run(run())
-    deadline = time.monotonic() + 60
-    while processes_with("7605") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_with("7605") == []
+    wait_until_gone("7605")

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
-from tests.fixtures.sandboxes import appearance_of, in_sandbox, processes_with, spec_of
+from tests.fixtures.sandboxes import appearance_of, in_sandbox, spec_of, wait_until_gone
 from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_snapshots, test_trees
 
 BACKEND = "bubblewrap" if shutil.which("bwrap") else "process"
@@ -229,13 +228,6 @@ async def main():
     await sandbox.exec(["/bin/sh", "-c", "setsid sleep 7801 & sleep 7801"], wall_limit_s=600)
 asyncio.run(main())
 """
-
-
-def wait_until_gone(word: str) -> None:
-    deadline = time.monotonic() + 60
-    while (found := processes_with(word)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert found == []
 
 
 @pytest.mark.usefixtures("service")

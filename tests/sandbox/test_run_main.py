@@ -7,17 +7,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-import strop
 from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon_handle import python_candidates
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
+from tests.fixtures.sandboxes import SOURCE_DIR, needs_bubblewrap, on_every_backend, processes_with, spec_of
 
 T = TypeVar("T")
 
@@ -232,7 +230,7 @@ started.close()
 
 
 def test_a_place_that_cannot_be_entered_is_told() -> None:
-    env = {"PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    env = {"PYTHONPATH": SOURCE_DIR}
     ended = subprocess.run(
         [sys.executable, "-c", NO_ENTRY], env=env, capture_output=True, text=True, check=True
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from strop.sandbox import ExecKind, Guard, Limits
+from strop.sandbox.attack.stage import peak_bytes
 from strop.sandbox.contract import MIB
 from strop.sandbox.family import find_descendants
 from strop.sandbox.served import ServedSandbox
@@ -243,7 +243,7 @@ def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> N
         # The other stream may have reached the cap first.
         head = b"a-line-of-some-length\n" * 100
         assert head.startswith(result.stdout[: len(head)])
-        peaks = [_peak_bytes(pid) for pid in find_descendants(os.getpid()) if pid not in before]
+        peaks = [peak_bytes(pid) for pid in find_descendants(os.getpid()) if pid not in before]
         assert max(peaks) < 64 * MIB
 
     in_sandbox(backend, work, limits=Limits(flood_bytes=8 * MIB))
@@ -271,11 +271,3 @@ os._exit(9)
     forged = len(report).to_bytes(4, "big") + bytes(8) + report
     assert result.stdout == b"\x00\xff\xfe\x1b[2J\x1b]0;x\x07\xc3\nexit code: 0\n" + forged
     assert (result.kind, result.exit_code) == (ExecKind.EXITED, 9)
-
-
-def _peak_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
