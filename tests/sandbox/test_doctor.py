@@ -22,9 +22,10 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_TIMES", 1)
+    # Engines, which are slow, have a test of their own.
+    monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap", "process"))
     found = json.loads(run("sandbox", "doctor", "--json").out)
     by_name = {one["name"]: one for one in found["backends"]}
-    assert list(by_name) == ["bubblewrap", "podman", "docker", "process"]
     for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
         assert by_name[name]["isolation"]["level"] == level
         assert by_name[name]["has_list"] is (name == "bubblewrap")
