@@ -146,18 +146,7 @@ class LocalBackend:
         level or host.
         """
         refuse_network(spec.network, self.name)
-        if spec.image is not None and self.name not in ENGINES:
-            raise SandboxRefused(
-                f"image {spec.image!r} in a {self.name} sandbox",
-                allowed="no image: its programs see this host's /usr",
-                next_step="leave the image out, or use backend podman or docker",
-                kind="image",
-            )
-        if spec.user is not None:
-            refuse_user(spec.user, self.name)
-        if self.name == "process":
-            refuse_mounts(spec)
-            refuse_workspace(spec)
+        _refuse_unsupported(spec, self.name)
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
         if self.name in ENGINES:
             await asyncio.to_thread(require_engine, self.name, program)
@@ -313,38 +302,37 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
     return replace(spec, env=env, mounts=tuple(mounts), limits=limits), found.devices
 
 
-def refuse_user(user: int, backend: str) -> None:
-    """Refuse a user that a backend cannot give.
+def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
+    """Refuse what a backend cannot give.
 
-    Raises: SandboxRefused with kind user.
+    Raises: SandboxRefused with kind image, user, mounts or workspace.
     """
-    if backend not in ENGINES or not 0 <= user < NUM_IDS or os.geteuid() != 0:
+    if spec.image is not None and backend not in ENGINES:
         raise SandboxRefused(
-            f"user {user} in a {backend} sandbox",
+            f"image {spec.image!r} in a {backend} sandbox",
+            allowed="no image: its programs see this host's /usr",
+            next_step="leave the image out, or use backend podman or docker",
+            kind="image",
+        )
+    is_user_there = backend in ENGINES and os.geteuid() == 0
+    if spec.user is not None and not (is_user_there and 0 <= spec.user < NUM_IDS):
+        raise SandboxRefused(
+            f"user {spec.user} in a {backend} sandbox",
             allowed=f"0 to {NUM_IDS - 1} of podman or docker as root; else programs are a user of their own",
             next_step="leave the user out, or use backend podman or docker",
             kind="user",
         )
-
-
-def refuse_mounts(spec: SandboxSpec) -> None:
-    """Refuse what a backend without a file system of its own cannot give.
-
-    Raises: SandboxRefused with kind mounts.
-    """
-    moved = [one for one in spec.mounts if not one.read_only or one.inside_path != one.host_path]
-    if moved:
-        raise SandboxRefused(
-            f"backend process was asked to mount {moved[0].host_path!r} at {moved[0].inside_path!r}"
-            + (", to write to it" if not moved[0].read_only else ""),
-            allowed="files that a program reads where they are, or where `find_mount` says",
-            next_step="use backend bubblewrap, or write the files into the sandbox",
-            kind="mounts",
-        )
-
-
-def refuse_workspace(spec: SandboxSpec) -> None:
-    """Refuse a directory below a root that is the host's. Raises: SandboxRefused with kind workspace."""
+    if backend != "process":
+        return
+    for one in spec.mounts:
+        if not one.read_only or one.inside_path != one.host_path:
+            raise SandboxRefused(
+                f"backend process was asked to mount {one.host_path!r} at {one.inside_path!r}"
+                + (", to write to it" if not one.read_only else ""),
+                allowed="files that a program reads where they are, or where `find_mount` says",
+                next_step="use backend bubblewrap, or write the files into the sandbox",
+                kind="mounts",
+            )
     if spec.has_workspace:
         raise SandboxRefused(
             f"backend process was asked for a directory {WORKSPACE}",
