@@ -33,18 +33,18 @@ _METADATA = IPv4Address("168.63.129.16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllowList:
-    """Hosts and ports, in their one spelling."""
+    """Hosts and ports in canonical form."""
 
     endpoints: frozenset[tuple[str, int]]
 
     def __str__(self) -> str:
-        """As it is written in a spec, in order."""
+        """Return it as a spec has it, sorted."""
         return PREFIX + ",".join(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in sorted(self.endpoints)
         )
 
     def has(self, host: str, port: int) -> bool:
-        """Return whether a program may ask for this."""
+        """Return whether a program may ask for a host and port."""
         return (host, port) in self.endpoints
 
     def may_connect(self, address: str, port: int) -> bool:
@@ -70,7 +70,7 @@ def parse_network(text: str) -> AllowList | None:
 
 
 def refuse_network(network: str, backend: str) -> None:
-    """Refuse a network that there is not, or that a backend cannot give.
+    """Refuse a network that is malformed, or that a backend cannot give.
 
     Raises: SandboxRefused with kind network.
     """
@@ -90,7 +90,7 @@ def refuse_network(network: str, backend: str) -> None:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`, the host in its one spelling. Raises: ValueError."""
+    """Return host and port of `HOST:PORT`, the host in canonical form. Raises: ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16):
         raise ValueError(f"{text!r} is not HOST:PORT")
@@ -98,7 +98,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def normalize_host(text: str) -> str:
-    """Return a host in its one spelling: lower case, no dot behind it, an IPv6 address at its shortest.
+    """Return a host in canonical form: lower case, no trailing dot, an IPv6 address at its shortest.
 
     Raises: ValueError for what is neither a name nor an address.
     """

@@ -145,13 +145,13 @@ class BubblewrapPlace:
         enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
 
     def kill(self) -> None:
-        """Kill process 1, and the kernel all others with it."""
+        """Kill process 1; the kernel then kills all others."""
         for descriptor in (self.holder, self._bwrap):
             with suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
-        """Return what was reached, by comparison of namespaces with this process's own."""
+        """Return the isolation reached, by comparing namespaces with this process's own."""
         own = own_namespaces(facts, self._namespaces)
         root_is = root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
         is_separate = is_contained(facts, own, own, uid=self.first_id, network=self._network)
@@ -171,7 +171,7 @@ class BubblewrapPlace:
         )
 
     def close(self) -> None:
-        """Let go; the kernel has removed the file systems with their last process."""
+        """Remove the groups and close descriptors; the kernel removed its file systems with the last process."""
         self.cgroup.remove()
         for descriptor in (self._cat_in, self._cat_out, self.holder, self._bwrap):
             os.close(descriptor)
@@ -208,7 +208,7 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
 
 
 def copy_first(runtime_dir: str) -> str:
-    """Copy what is to be process 1, and return where it is.
+    """Copy `cat`, which is to be process 1, and return where it is.
 
     Only this user, who must be root, may read it: so the kernel lets no program trace the process, or see its
     memory, although both are the same user.

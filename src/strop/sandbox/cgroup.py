@@ -28,7 +28,7 @@ _PERIOD_US = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """One resource that a hierarchy limits: where this process stands in it."""
+    """One resource that a hierarchy limits, and this process's own directory in it."""
 
     name: str
     version: int
@@ -67,7 +67,7 @@ class Cgroup:
         self.dirs.clear()
 
     def read_memory(self) -> tuple[int, int] | None:
-        """Return bytes now and at most so far; None where the kernel does not count them."""
+        """Return current and peak bytes; None where the kernel does not count them."""
         path = self.dirs.get("memory")
         names = ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
         if path is None:
@@ -113,7 +113,7 @@ def clear_container_groups(container_id: str) -> None:
 
 
 def remove_abandoned(controllers: list[Controller]) -> None:
-    """Remove groups of sandboxes whose supervisors were killed, and all who would have done it."""
+    """Remove groups of sandboxes that were left when supervisor and daemon were killed."""
     for controller in controllers:
         for path in controller.own_dir.glob("strop-[0-9]*"):
             if not Path("/proc", path.name.removeprefix("strop-")).exists():

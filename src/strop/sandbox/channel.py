@@ -35,7 +35,7 @@ def receive_descriptors(
 
 
 class Channel:
-    """One end."""
+    """One end of a connection that carries frames and descriptors."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -46,7 +46,7 @@ class Channel:
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What waits for the other side to read."""
+        """Bytes that wait until the other side reads."""
         return sum(len(data) for data, _ in self._outgoing)
 
     def receive(self) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -137,7 +137,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSpec:
-    """What is asked of a backend."""
+    """A request for a sandbox."""
 
     limits: Limits = field(default_factory=Limits)
     mounts: tuple[Mount, ...] = ()
@@ -326,7 +326,7 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
-        """Start a program and return. What it would take to start it is its result, as of `exec`.
+        """Start a program and return. If it cannot be started, its result says so, as that of `exec` does.
 
         Without `has_stdin` it meets the end of its standard input at once. `Limits.flood_bytes` holds for
         its whole life.

@@ -164,7 +164,7 @@ class _Daemon:
         gc.freeze()
 
     def _find_image(self, order: Order, connection: socket.socket) -> bool:
-        """Note where an order's image is on this host; if it is not, refuse and return False."""
+        """Find an order's image on this host; if it is not there, refuse the order and return False."""
         try:
             for layer in order.layers:
                 layer_files(layer)
@@ -193,7 +193,7 @@ class _Daemon:
         return True
 
     def _stage(self, host_path: str, seen: list[int] | None, *, is_for_programs: bool = True) -> None:
-        """Show a path that programs' users or this process cannot reach where they can, until it ends.
+        """Show a path at a place that programs' users and this process can reach, until it ends.
 
         `seen`: `identify` of it by the client. What the host has mounted since this process began may not
         have arrived here.

@@ -78,7 +78,7 @@ class DockerPlace(PodmanPlace):
 
     @staticmethod
     def drop_images(engine: Engine, images: Mapping[str, str]) -> None:
-        """Let go of images, by where they are. Raises: OSError."""
+        """Unmount images, and remove the containers that lend them. Raises: OSError."""
         for place in images.values():
             engine.remove(container_name(str(Path(place).parent), Path(place).name))
             detach_mount(place)
@@ -142,7 +142,7 @@ def _find_process(engine: Engine, container: str) -> int:
 
 
 def _own_image() -> tuple[str, dict[str, bytes]]:
-    """Return the image that containers begin with, by a name that says what is in it, and its archive."""
+    """Return the image that containers begin with: a name made of its digest, and its archive."""
     init = make_init(platform.machine())
     layer = _pack({INIT: init, f"{_NEW_ROOT}/": b""})
     config = json.dumps(
@@ -174,7 +174,7 @@ def _give(engine: Engine, files: Mapping[str, bytes], *words: str) -> None:
 
 
 def _pack(files: Mapping[str, bytes]) -> bytes:
-    """Return a tar archive of files, the same for the same; a name that ends with / is a directory's."""
+    """Return a reproducible tar archive of files; a name that ends with / is a directory's."""
     # Here: a daemon that makes no containers of docker's needs none.
     import tarfile
 

@@ -125,7 +125,7 @@ async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
 
 
 def read_facts() -> dict[str, str]:
-    """Return what decides about sandboxes here, by a short name."""
+    """Return the facts that decide which sandboxes this host allows, by a short name."""
     user = os.geteuid()
     num_ids = count_ids(ranges_of(read_or_empty("/etc/subuid"), names_of(user)))
     return {
@@ -154,7 +154,7 @@ def keep_confirmed(levels: Mapping[str, IsolationLevel]) -> None:
 
 
 def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
-    """Return what was remembered of a host with these facts."""
+    """Return the levels that `keep_confirmed` kept for a host with these facts."""
     try:
         content = json.loads((user_cache_dir() / _CONFIRMED_NAME).read_bytes())
         if content["host"] != _digest_host(facts):
@@ -165,7 +165,7 @@ def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
 
 
 def _digest_host(facts: Mapping[str, str]) -> str:
-    """Return what is the same as long as attacks would end as they did."""
+    """Return a digest that stays the same as long as attacks would end as they did."""
     deciding = {name: facts[name] for name in _DECIDING}
     parts = [read_boot_id(), __version__, deciding]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -57,7 +57,7 @@ class Engine:
         return done.stdout.decode(errors="replace")
 
     def remove(self, container: str, container_id: str = "") -> None:
-        """Remove a container, running or not, or there is none.
+        """Remove a container if there is one, running or not.
 
         `container_id`: the engine's own, empty if it has none yet. Where podman itself or its monitor was
         killed, it forgets the container and leaves what the runtime has of it, which is found by that.
@@ -72,14 +72,14 @@ class Engine:
                 remove_tree(f"/run/{runtime}/{container_id}")
 
     def list_containers(self, part: str) -> dict[str, str]:
-        """Return the ids of containers, running or not, by their names that have a part. Raises: OSError."""
+        """Return the ids, by name, of containers with `part` in the name, running or not. Raises: OSError."""
         words = ("--all", "--no-trunc", "--format", "{{.Names}} {{.ID}}", "--filter", f"name={part}")
         lines = self.run("ps", *words).splitlines()
         return {name: container_id for name, _, container_id in (line.partition(" ") for line in lines)}
 
 
 def engine_environ() -> dict[str, str]:
-    """Return what an engine is started with, of this process's environment."""
+    """Return the variables of this process that an engine is started with."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
@@ -139,7 +139,7 @@ def require_engine(name: str, program: str) -> None:
 
 
 def require_local(graph_root: Path, *, mounts: str | None = None) -> None:
-    """Refuse a place for containers that machines share. `mounts` is the text of /proc/self/mountinfo.
+    """Refuse a place for containers that machines share. `mounts`: the text of /proc/self/mountinfo.
 
     Raises: SandboxRefused with kind graph_root.
     """

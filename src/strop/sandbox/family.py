@@ -49,7 +49,7 @@ def signal_processes(pids: Collection[int], number: int) -> None:
 
 
 def find_grandchildren(root_pid: int) -> list[int]:
-    """Return what is below the children of a process, and not they themselves."""
+    """Return all descendants of a process but its children."""
     return [pid for child in _read_children(root_pid) for pid in find_descendants(child)]
 
 
@@ -75,7 +75,7 @@ def start_times(pids: Collection[int]) -> dict[int, str]:
 
 
 def find_copies(group: int) -> dict[int, str]:
-    """Return the command lines of those in a program's process group that are forks and no programs yet."""
+    """Return the command lines of forks in a program's process group that have not become programs yet."""
     found = {}
     for pid in find_descendants(group):
         stat, line = _read_stat(pid), read_or_empty(f"/proc/{pid}/cmdline")
@@ -87,7 +87,10 @@ def find_copies(group: int) -> dict[int, str]:
 
 
 def became_killable(pid: int, line: str, number: int) -> bool:
-    """Return whether a copy has become a program that a signal ends, by what `find_copies` said of it."""
+    """Return whether a process of `find_copies` has become a program that a signal ends.
+
+    `line`: its command line as a copy.
+    """
     try:
         status = read_file(f"/proc/{pid}/status")
     except OSError:

@@ -1,4 +1,4 @@
-"""All programs of a sandbox kept from running, by the kernel where a control group can be made.
+"""Keeps all programs of a sandbox from running, by the kernel where a control group can be made.
 
 The group is made at the first pause and processes are moved into it then, so commands of a sandbox that is
 never paused do not pay for it. Version 1 has a controller for it; version 2 can freeze every group, also
@@ -44,7 +44,7 @@ class Freezer:
         """Processes that were stopped by signal, and when each was started."""
 
     def freeze(self) -> FrozenBy:
-        """Return once nothing runs any more. Raises: OSError if something goes on; then all does."""
+        """Return once no process runs. Raises: OSError if one cannot be stopped; then all go on."""
         try:
             if self._find_group():
                 self._freeze_group()
@@ -56,7 +56,7 @@ class Freezer:
             raise
 
     def thaw(self) -> None:
-        """Let everything run again that did."""
+        """Let all that was frozen run again."""
         if self._dir is not None:
             name, _, word = FREEZER_FILES[self._version]
             with suppress(FileNotFoundError):
@@ -67,7 +67,7 @@ class Freezer:
         self._stopped.clear()
 
     def close(self) -> None:
-        """Remove what was made; nothing must be left in it."""
+        """Remove the group, which must be empty."""
         if self._is_made and self._dir is not None:
             remove_group(self._dir)
         self._dir = None

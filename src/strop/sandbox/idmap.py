@@ -1,4 +1,4 @@
-"""Users of a container as its image knows them, root too, who are unprivileged users of the host.
+"""The users of a container's image, root among them, as unprivileged users of the host.
 
 A container gets a range of the host's user ids that no other has. Its image belongs to the host's root; an
 id-mapped mount shows it as the container's root's, without a change of any file. That needs Linux 5.19 for

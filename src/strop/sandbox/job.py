@@ -165,7 +165,7 @@ class Job:
     # Its end.
 
     def shift(self, delay_s: float) -> None:
-        """Take a time in which nothing ran off its clock."""
+        """Do not count a time in which nothing ran."""
         self.started_at += delay_s
         self.next_at += delay_s
 
@@ -175,7 +175,7 @@ class Job:
             self.started.control.send(order)
 
     def look_at_clock(self, now: float) -> None:
-        """Act on its next time, which has come."""
+        """Act on `next_at`, which has come."""
         if self.report is not None or self.is_lost:
             for descriptor in list(self._streams):
                 self._close(descriptor)
@@ -231,7 +231,7 @@ class Job:
         """Note that the runner has carried out an order."""
 
     def _close_rest(self) -> None:
-        """Close what a command of another kind has beside."""
+        """Close what a subclass has opened."""
 
     def describe_end(self) -> tuple[dict[str, Any], bytes]:
         """Return the result's fields, and its output."""
@@ -262,7 +262,7 @@ class Job:
         }, output
 
     def describe_output(self) -> tuple[dict[str, Any], bytes]:
-        """Return what says how much of the output is kept, and the output."""
+        """Return the fields that say how much of the output is kept, and the output."""
         stdout, stderr = self.stdout.kept(), self.stderr.kept()
         return {
             "stdout_bytes": len(stdout),

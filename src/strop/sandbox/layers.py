@@ -1,4 +1,4 @@
-"""What programs have written, copied: how a snapshot is taken, and how a sandbox begins with one.
+"""Copies of what programs have written: how a snapshot is taken, and how a sandbox begins with one.
 
 A layer is a directory of the daemon's, bounded like the sandbox that it is a copy of. Containers mount it
 below their own changes, so any number of them share it and a start copies nothing; what was deleted is in
@@ -106,7 +106,7 @@ def layer_files(path: str) -> str:
 
 
 def remove_layer(path: str, *, can_mount: bool) -> None:
-    """Remove a layer, or what there is of it."""
+    """Remove a layer, whole or in part."""
     if can_mount:
         with suppress(OSError):
             detach_mount(path)

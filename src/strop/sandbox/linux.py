@@ -110,7 +110,7 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
 
 
 def show_of(mounts: int, source: str, target: str, *, is_whole: bool) -> None:
-    """Show what others see at a path, who have the mounts of a namespace (its descriptor).
+    """Show at `target` what processes of another mount namespace (`mounts`, a descriptor) see at `source`.
 
     `is_whole`: with what is mounted below it. Raises: OSError.
     """
@@ -129,7 +129,7 @@ def show_of(mounts: int, source: str, target: str, *, is_whole: bool) -> None:
 def replace_root(
     pid: int, mount_point: str, root: str, *, kept: Sequence[str], binds: Sequence[tuple[str, str, bool]]
 ) -> None:
-    """Give a process, and all that have its mounts, another root in the place of theirs.
+    """Replace the root of a process, and of all that share its mounts.
 
     `mount_point`: a directory of the old root. `kept`: what is mounted in the old root and stays where it is.
     `binds`: what is shown in the new root: path here, path inside, read-only. Raises: OSError.
@@ -219,7 +219,7 @@ def _change_mount(tree: int, flags: int, attributes: bytes) -> None:
 
 
 def _attach(tree: int, where: int) -> None:
-    """Mount what a descriptor stands for where another one does."""
+    """Mount the tree of one descriptor at the place of another."""
     flags = ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH)
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", where, b"", flags), "move_mount")
 
@@ -256,7 +256,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def read_file(path: str | Path) -> str:
-    """Return what the kernel says in a file. Raises: OSError.
+    """Return the text of a file of the kernel's. Raises: OSError.
 
     Not `Path.read_text`, which makes five more system calls.
     """
@@ -271,7 +271,7 @@ def read_file(path: str | Path) -> str:
 
 
 def read_or_empty(path: str | Path) -> str:
-    """Return what the kernel says in a file; nothing if it is not there, or closed to this process."""
+    """Return the text of a file of the kernel's; empty if it is not there, or closed to this process."""
     try:
         return read_file(path)
     except OSError:
@@ -279,7 +279,7 @@ def read_or_empty(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Tell the kernel something in a file. Raises: OSError."""
+    """Write to a file of the kernel's. Raises: OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, text.encode())

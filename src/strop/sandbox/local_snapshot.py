@@ -1,4 +1,4 @@
-"""A snapshot of a local sandbox, from the side that asks: who uses it, and what becomes of it then."""
+"""A snapshot of a local sandbox, from the side that asks; its layers are removed with their last user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.sandbox.daemon_handle import daemon_of
 
 @dataclass(slots=True)
 class Layer:
-    """One directory of the daemon's, and how many need it: snapshots that are open, sandboxes that live."""
+    """One directory of the daemon's, and how many open snapshots and living sandboxes use it."""
 
     path: str
     num_users: int = 0
@@ -39,7 +39,7 @@ class LocalSnapshot:
         self._release = self.hold()
 
     def hold(self) -> Callable[[], None]:
-        """Need its layers until what is returned is called, once."""
+        """Keep its layers until the function that is returned is called, once."""
         for layer in self.layers:
             layer.num_users += 1
 

@@ -23,7 +23,7 @@ def identify(path: str) -> list[int] | None:
 
 @dataclass(kw_only=True, slots=True)
 class Order:
-    """What a daemon is asked to make."""
+    """A request to a daemon for a sandbox."""
 
     backend: str
     limits: Limits
@@ -146,7 +146,7 @@ class Place(Protocol):
 
 
 def clean_env(scratch: str) -> dict[str, str]:
-    """Return all that a program learns from its environment unless it is given more."""
+    """Return the whole environment of a program that is given no variables."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -157,7 +157,7 @@ def clean_env(scratch: str) -> dict[str, str]:
 
 
 def guard(is_enforced: bool, *, is_watched: bool) -> Guard:
-    """Name how a limit is kept."""
+    """Return how a limit is kept."""
     if is_enforced:
         return Guard.ENFORCED
     return Guard.WATCHED if is_watched else Guard.NONE
@@ -177,7 +177,7 @@ def is_contained(
     network: str,
     capabilities: int = 0,
 ) -> bool:
-    """Return whether a program has namespaces of its own of the kinds that are needed, and no power beyond.
+    """Return whether a program has its own namespaces of the kinds that are needed, and no further rights.
 
     The network's counts unless a sandbox was asked to have the host's. `capabilities`: what it may have, over
     a user namespace of its own.

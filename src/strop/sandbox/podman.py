@@ -167,7 +167,7 @@ class PodmanPlace:
 
     @staticmethod
     def drop_images(engine: Engine, images: Mapping[str, str]) -> None:
-        """Let go of images, by where they are. Raises: OSError."""
+        """Unmount images, by their names. Raises: OSError."""
         engine.run("image", "unmount", *images)
 
     def _give_users(self, user: int, snapshot_first_id: int | None) -> None:
@@ -274,12 +274,12 @@ class PodmanPlace:
         enter_namespaces(self.holder, self._joined)
 
     def kill(self) -> None:
-        """Kill process 1, and the kernel all others with it."""
+        """Kill process 1; the kernel then kills all others."""
         with suppress(OSError):
             signal.pidfd_send_signal(self.holder, signal.SIGKILL)
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
-        """Return what was reached, by comparison of namespaces with this process's own."""
+        """Return the isolation reached, by comparing namespaces with this process's own."""
         own = own_namespaces(facts, self._ground.namespaces)
         has_memory, has_pids = "memory" in self.cgroup.dirs, "pids" in self.cgroup.dirs
         needed = own.keys() - {"user"}

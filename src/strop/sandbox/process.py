@@ -71,13 +71,13 @@ class ProcessPlace:
         return self._has_private_uid or "pids" in self.cgroup.dirs
 
     def enter(self) -> None:
-        """Stay: there is nowhere to go."""
+        """Do nothing: there is no namespace to join."""
 
     def kill(self) -> None:
-        """Nothing but the commands themselves holds the directory."""
+        """Do nothing: only the commands themselves hold the directory."""
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
-        """Return what was reached; namespaces are the host's."""
+        """Return the isolation reached; namespaces are the host's."""
         is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self.first_id != 0
         own = own_namespaces(facts, self._namespaces)
         return Isolation(

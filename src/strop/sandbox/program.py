@@ -37,7 +37,7 @@ STATUS_FD = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to run."""
+    """A request to run a program, a builtin or `main`."""
 
     argv: list[str]
     env: dict[str, str]
@@ -146,7 +146,7 @@ class Program:
 
 
 def restore_signals() -> None:
-    """Let every signal do what a program expects.
+    """Undo what is ignored, as a program expects.
 
     Python ignores two; a shell lets what it runs in the background ignore interrupts, `nohup` hang-ups.
     """
@@ -157,7 +157,7 @@ def restore_signals() -> None:
 
 
 def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
-    """Go on as an interpreter that has just been started."""
+    """Become like an interpreter that has just been started, and run `main`."""
     exit_code = 1
     try:
         restore_signals()

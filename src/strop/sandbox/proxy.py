@@ -46,7 +46,7 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ask:
-    """What a caller wants."""
+    """A caller's request."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class _Ask:
 
 
 class _No(Exception):
-    """The answer to a caller that gets nothing."""
+    """A refusal, and how it is answered."""
 
     def __init__(self, status: str, target: str, why: str, *, is_refusal: bool = True) -> None:
         super().__init__(why)
@@ -118,7 +118,7 @@ def _serve_one(caller: socket.socket, allowed: AllowList, refuse: Report) -> Non
 
 
 def _drain(caller: socket.socket) -> None:
-    """Take what is still sent, for a while: a connection that is closed before loses its answer."""
+    """Read what is still sent, for a while: a connection that is closed before loses its answer."""
     caller.shutdown(socket.SHUT_WR)
     caller.settimeout(_DRAIN_LIMIT_S)
     num_left = _MAX_DRAINED_BYTES
@@ -264,7 +264,7 @@ class _Way:
         self.is_done = False
 
     def wanted(self) -> list[tuple[int, int]]:
-        """Return what it waits for."""
+        """Return the descriptors and poll events that it waits for."""
         if self._held:
             return [(self._target.fileno(), select.POLLOUT)]
         if self._has_end:
@@ -275,7 +275,7 @@ class _Way:
         return [(self._source.fileno(), select.POLLIN)]
 
     def move(self) -> None:
-        """Do what can be done now. Raises: OSError if an end is broken."""
+        """Pass on what can be passed on now. Raises: OSError if an end is broken."""
         with suppress(BlockingIOError):
             if not self._held and not self._has_end and self._num_left != 0:
                 self._held = self._source.recv(min(_CHUNK_BYTES, self._num_left or _CHUNK_BYTES))

@@ -137,7 +137,7 @@ class RemoteSandbox(ServedSandbox):
         end: Callable[[], Awaitable[None]],
         service: str,
     ) -> None:
-        """`end` has the service end it, whose address is `service`."""
+        """`end` has the service end the sandbox; `service` is the service's address."""
         super().__init__(
             client,
             read_isolation(reply["isolation"]),
@@ -213,7 +213,7 @@ class RemoteSnapshot:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Have it kept until the end of the block, though it be closed meanwhile."""
+        """Keep it until the end of the block, even if it is closed meanwhile."""
         self._num_users += 1
         try:
             yield
@@ -395,7 +395,7 @@ class _Service:
             await self._http.post("/stop", json={"runtime_id": runtime_id}, timeout=_STOP_LIMIT_S)
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Ask, again where nothing answers: a start that is asked for twice is one.
+        """Ask, and repeat it where nothing answers: two requests with one session are one start.
 
         Raises: SandboxRefused with kind key, limits, capacity or service.
         """

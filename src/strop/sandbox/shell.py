@@ -121,14 +121,14 @@ class Shell(Job):
             self._run.signals.append(number)
 
     def shift(self, delay_s: float) -> None:
-        """Take a time in which nothing ran off its clock."""
+        """Do not count a time in which nothing ran."""
         super().shift(delay_s)
         if (run := self._run) is not None:
             run.started_at += delay_s
             run.deadline += delay_s
 
     def look_at_clock(self, now: float) -> None:
-        """Act on its next time, which has come."""
+        """Act on `next_at`, which has come."""
         run = self._run
         if self.report is not None or self.is_lost or run is None:
             super().look_at_clock(now)
@@ -218,7 +218,7 @@ class Shell(Job):
             self._insist(run)
 
     def on_order_done(self) -> None:
-        """Go on: the runner knows what runs already, or has killed what it was told to."""
+        """Go on: the runner has noted what runs already, or has killed what the command started."""
         run = self._run
         if run is None:
             return

@@ -260,7 +260,7 @@ class Supervisor:
         self._num_connecting -= 1
 
     def _snapshot(self, request_id: int) -> None:
-        """Copy what was written while nothing runs; what is asked meanwhile waits."""
+        """Copy what was written while nothing runs; requests wait meanwhile."""
         was_paused = self._paused_at is not None
         if "failed" in (refusal := self._pause()):
             self.send({"id": request_id, **refusal})

@@ -1,4 +1,4 @@
-"""What strop's own client and a node say to each other before frames flow: paths and headers.
+"""Paths and headers that strop's own client and a node exchange before frames flow.
 
 Frames are those of `client`. On a node they are taken by `runtime.owner_plane`.
 """
@@ -26,7 +26,7 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEP
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the end of a TCP connection noticed, also where the other side cannot say it."""
+    """Have the kernel notice the end of a TCP connection when the other side is gone without a word."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
