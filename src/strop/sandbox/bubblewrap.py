@@ -171,7 +171,7 @@ class BubblewrapPlace:
         )
 
     def close(self) -> None:
-        """Remove the groups and close descriptors; the kernel removed its file systems with the last process."""
+        """Remove the groups and close descriptors; the file systems went with their last process."""
         self.cgroup.remove()
         for descriptor in (self._cat_in, self._cat_out, self.holder, self._bwrap):
             os.close(descriptor)

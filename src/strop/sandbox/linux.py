@@ -287,7 +287,7 @@ def write_file(path: str | Path, text: str) -> None:
         os.close(descriptor)
 
 
-def close_all_but(kept: Collection[int]) -> None:
+def close_all_but(kept: Collection[int | None]) -> None:
     """Close the descriptors of this process that are not among `kept`."""
     # Not os.closerange: where the C library is old it tries each of a billion numbers.
     for name in os.listdir("/proc/self/fd"):

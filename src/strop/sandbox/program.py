@@ -70,8 +70,7 @@ class Program:
     def prepare(self, control: socket.socket) -> None:
         """Keep only the descriptors of this command, and join its place."""
         # A reader of another command's input sees its end only when all copies of the other end are closed.
-        kept = {0, 1, 2, *self._streams, self._orders, control.fileno(), self.place.holder}
-        close_all_but({descriptor for descriptor in kept if descriptor is not None})
+        close_all_but({0, 1, 2, *self._streams, self._orders, control.fileno(), self.place.holder})
         # From before the change of root.
         paths = self.place.cgroup.member_paths
         self._members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in paths]
@@ -146,7 +145,7 @@ class Program:
 
 
 def restore_signals() -> None:
-    """Undo what is ignored, as a program expects.
+    """Reset signals that are ignored or blocked, as a program expects.
 
     Python ignores two; a shell lets what it runs in the background ignore interrupts, `nohup` hang-ups.
     """

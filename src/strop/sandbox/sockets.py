@@ -209,6 +209,5 @@ def _enter(place: Place, answer: socket.socket, limit_s: int) -> None:
     """Enter a place with no descriptor but the answer's, and end when the time is up. Raises: OSError."""
     signal.set_wakeup_fd(-1)
     signal.alarm(limit_s)
-    kept = {0, 1, 2, answer.fileno(), place.holder}
-    close_all_but({descriptor for descriptor in kept if descriptor is not None})
+    close_all_but({0, 1, 2, answer.fileno(), place.holder})
     place.enter()
