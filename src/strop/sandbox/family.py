@@ -33,9 +33,9 @@ def find_descendants(root_pid: int, spared: Collection[int] = ()) -> list[int]:
     return found
 
 
-def signal_descendants(root_pid: int, number: int, spared: Collection[int] = ()) -> None:
-    """Send a signal to all that are below a process, as `find_descendants` finds them."""
-    descendants = find_descendants(root_pid, spared)
+def signal_descendants(root_pid: int, number: int) -> None:
+    """Send a signal to all that are below a process."""
+    descendants = find_descendants(root_pid)
     family = {root_pid, *descendants}
     for pid in descendants:
         _signal_one(pid, number, family)
