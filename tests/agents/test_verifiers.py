@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.agents.attempts import lease_face
+from strop.agents.face import lease_face
 from strop.agents.verifiers import VerifiersSpec, environment_of, to_outcome
 from strop.engine import Completion
 from strop.environments import RolloutPlan, choose_environment, run_rollout

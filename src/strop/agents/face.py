@@ -16,9 +16,10 @@ import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from strop.agents.chat import Chat
 from strop.agents.dialect import Asked, Dialect, Refused
@@ -119,7 +120,13 @@ class Face:
             else:
                 raise Refused(404, f"there is no {scope['method']} {path!r:.100}", "not_found")
         except Refused as refused:
-            await _send_json(send, refused.status, _error(str(refused), refused.code))
+            error = {
+                "message": str(refused),
+                "type": "invalid_request_error",
+                "param": None,
+                "code": refused.code,
+            }
+            await _send_json(send, refused.status, {"error": error})
 
     def _authorize(self, scope: Mapping[str, Any]) -> _Open:
         parts = scope["path"].split("/")
@@ -135,12 +142,48 @@ class Face:
         return rollout
 
 
+@dataclass(kw_only=True, eq=False)
+class _Shared:
+    """The face of an event loop."""
+
+    face: Face = field(default_factory=Face)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    num_users: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def lease_face() -> AsyncIterator[Face]:
+    """Return the face of this event loop; its server ends with the last attempt that uses it."""
+    shared = _shared.setdefault(asyncio.get_running_loop(), _Shared())
+    async with shared.lock:
+        if not shared.num_users:
+            await shared.stack.enter_async_context(shared.face.serving())
+        shared.num_users += 1
+    try:
+        yield shared.face
+    finally:
+        async with shared.lock:
+            shared.num_users -= 1
+            if not shared.num_users:
+                await shared.stack.aclose()
+
+
 async def _complete(
     rollout: _Open, dialect: Dialect, scope: Mapping[str, Any], receive: Receive, send: Send
 ) -> None:
-    """Answer a request. A library that sends the same bytes again, and says so, gets the same replies."""
+    """Answer a request. A library that sends the same bytes again, and says so, gets the same replies.
+
+    Raises: Refused.
+    """
     body = await _read_body(receive)
-    asked = _read(dialect, body)
+    try:
+        asked = dialect.read(json.loads(body))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError) as error:
+        raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(scope["path"].encode() + b"\n" + body).digest()
     known = rollout.answers.get(digest)
     is_again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
@@ -212,18 +255,6 @@ async def _read_body(receive: Receive) -> bytes:
 async def _wait_for_end(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-def _read(dialect: Dialect, body: bytes) -> Asked:
-    """Read a request. Raises: Refused."""
-    try:
-        return dialect.read(json.loads(body))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError) as error:
-        raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
-
-
-def _error(message: str, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 async def _send_json(send: Send, status: int, content: Mapping[str, Any]) -> None:

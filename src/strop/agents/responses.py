@@ -76,12 +76,32 @@ class Responses:
         said = replace(call.said, reasoning=call.spoken.reasoning)
         self._kept[name] = (*asked.messages[len(_read_instructions(asked.body)) :], said)
         is_cut = call.reply.finish_reason is FinishReason.LENGTH
+        num_prompt, num_said = len(call.prompt_ids), len(call.reply.token_ids)
+        body = asked.body
         return {
-            **_head(asked, name),
+            "id": name,
+            "object": "response",
+            "created_at": time.time(),
+            "model": str(body.get("model", "policy")),
+            "error": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "max_output_tokens": asked.max_tokens,
+            "parallel_tool_calls": not asked.is_one_call,
+            "previous_response_id": body.get("previous_response_id"),
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": [*(body.get("tools") or ())],
+            "truncation": "disabled",
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._to_items(asked, call, name),
-            "usage": _usage_of(call),
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": num_said,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt + num_said,
+            },
         }
 
     def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
@@ -197,36 +217,6 @@ def _read_text(content: Any) -> str:
         if part["type"] not in _TEXT_PARTS:
             raise ValueError(f"a part of the type {part['type']!r:.60}; allowed: {', '.join(_TEXT_PARTS)}")
     return "".join(part["text"] for part in content)
-
-
-def _head(asked: Asked, name: str) -> dict[str, Any]:
-    body = asked.body
-    return {
-        "id": name,
-        "object": "response",
-        "created_at": time.time(),
-        "model": str(body.get("model", "policy")),
-        "error": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata") or {},
-        "max_output_tokens": asked.max_tokens,
-        "parallel_tool_calls": not asked.is_one_call,
-        "previous_response_id": body.get("previous_response_id"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [*(body.get("tools") or ())],
-        "truncation": "disabled",
-    }
-
-
-def _usage_of(call: Call) -> dict[str, Any]:
-    num_prompt, num_said = len(call.prompt_ids), len(call.reply.token_ids)
-    return {
-        "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": num_said,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_prompt + num_said,
-    }
 
 
 def _message_pieces(item: Mapping[str, Any], where: Mapping[str, Any]) -> list[dict[str, Any]]:

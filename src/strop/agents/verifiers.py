@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.agents.attempts import lease_face
-from strop.environments.contract import Action, StepResult
+from strop.agents.face import lease_face
+from strop.agents.task import Conducted
 from strop.environments.guests.guest import Guest, guest_of
 from strop.environments.recording import Recorder
 from strop.errors import ConfigError, DataError
@@ -194,19 +194,6 @@ class VerifiersTask:
         module = "for_verifiers.py" if spec.form == "v1" else "for_verifiers_v0.py"
         return guest_of(python, module, settings)
 
-    @cached_property
-    def _rows(self) -> list[dict[str, Any]]:
-        spec = self.spec
-        number = spec.num_held_out + (spec.num_train or _MOST_TASKS)
-        rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number)
-        if len(rows) <= spec.num_held_out:
-            raise DataError(
-                f"taskset {spec.taskset} has {len(rows)} tasks, and {spec.num_held_out} are held out",
-                allowed=f"1 to {len(rows) - 1} held-out tasks",
-                next_step="set task.num_held_out",
-            )
-        return rows
-
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the tasks of a split: the first are held out.
 
@@ -216,8 +203,15 @@ class VerifiersTask:
 
     @cached_property
     def _split(self) -> Mapping[Split, tuple[Example, ...]]:
-        made = [make_example(self.name, {"task": row}, None) for row in self._rows]
-        number = self.spec.num_held_out
+        number, num_train = self.spec.num_held_out, self.spec.num_train or _MOST_TASKS
+        rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number + num_train)
+        if len(rows) <= number:
+            raise DataError(
+                f"taskset {self.spec.taskset} has {len(rows)} tasks, and {number} are held out",
+                allowed=f"1 to {len(rows) - 1} held-out tasks",
+                next_step="set task.num_held_out",
+            )
+        made = [make_example(self.name, {"task": row}, None) for row in rows]
         return {Split.HELD_OUT: tuple(made[:number]), Split.TRAIN: tuple(made[number:])}
 
     def render(self, example: Example) -> tuple[Message, ...]:
@@ -260,12 +254,8 @@ class VerifiersTask:
         return self.spec.agent_tokens
 
 
-class VerifiersEnvironment:
+class VerifiersEnvironment(Conducted):
     """One episode."""
-
-    max_turns = 1 << 30
-    stop_strings = ()
-    max_attempt_s = None
 
     def __init__(self, task: VerifiersTask) -> None:
         self._task = task
@@ -278,10 +268,6 @@ class VerifiersEnvironment:
         require_whole(self._task.name, example)
         self._example, self._outcome = example, None
         return self._task.render(example)
-
-    async def step(self, action: Action) -> StepResult:
-        """Never called: the package conducts the episode."""
-        raise DataError(f"{self._task.name}: step of an episode that verifiers conducts")
 
     async def act(self, recorder: Recorder) -> None:
         """Have the package play the episode. Raises: AttemptFailed."""
@@ -311,9 +297,6 @@ class VerifiersEnvironment:
         if self._outcome is None:
             return Outcome.lost(FailureOwner.TASK, "no_episode", "verifiers scored no episode")
         return within_bounds(self._outcome, self._task.limits)
-
-    async def close(self) -> None:
-        """Hold nothing."""
 
 
 def to_outcome(found: Mapping[str, Any], full_marks: float) -> Outcome:
