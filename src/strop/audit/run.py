@@ -14,7 +14,7 @@ from strop.audit import answer_probes, code_probes, probes
 from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.audit.world_probes import WORLD_PROBES
-from strop.environments.worlds import World
+from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks.contract import Task
@@ -157,7 +157,7 @@ async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(FailureOwner.TASK) as caught:
         async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
-            probe = WORLD_PROBES.get(name) if isinstance(world_of(context.task), World) else None
+            probe = WORLD_PROBES.get(name) if isinstance(world_of(context.task), WorldTask) else None
             result = await (probe or _PROBES[name])(context)
     if caught.failure is not None:
         detail = describe_failure(caught.failure)

@@ -29,7 +29,7 @@ from strop.audit.context import SLACK, AuditContext, Judged, not_applicable
 from strop.audit.probes import INJECTIONS
 from strop.audit.report import ProbeResult, ProbeStatus
 from strop.audit.world_attacks import fill, find_slots, pairs
-from strop.environments.worlds import World
+from strop.environments.worlds import WorldTask
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.contract import TURN, Task
 from strop.tasks.failures import catch_failure
@@ -57,7 +57,7 @@ class Seen:
 
 
 async def play_scripts(
-    world: World, example: Example, scripts: Sequence[Script], *, is_held: bool
+    world: WorldTask, example: Example, scripts: Sequence[Script], *, is_held: bool
 ) -> list[Seen]:
     """Play attempts one after the other; `is_held`: none is closed before all are over."""
     held, found = [], []
@@ -127,7 +127,7 @@ class Arena:
 
     def __init__(self, context: AuditContext) -> None:
         world = world_of(context.task)
-        assert isinstance(world, World)
+        assert isinstance(world, WorldTask)
         self.world = world
         self.max_turns: int = world.make_environment().max_turns
         self.slots = find_slots(world.tools, has_step=world.has_step)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from strop import bring_when_asked
 
 if TYPE_CHECKING:
-    from strop.environments.contract import Action, Choosing, Done, Environment, StepResult
+    from strop.environments.contract import Action, Done, Environment, StepResult
     from strop.environments.extending import PromptCache, encode_next_messages, reads_as
     from strop.environments.groups import run_group, run_groups
     from strop.environments.rollout import RolloutPlan, run_rollout
@@ -30,7 +30,7 @@ else:
     __getattr__ = bring_when_asked(
         __name__,
         {
-            "strop.environments.contract": "Action Choosing Done Environment StepResult",
+            "strop.environments.contract": "Action Done Environment StepResult",
             "strop.environments.extending": "PromptCache encode_next_messages reads_as",
             "strop.environments.groups": "run_group run_groups",
             "strop.environments.rollout": "RolloutPlan run_rollout",
@@ -44,7 +44,6 @@ else:
 __all__ = [
     "Action",
     "AttemptFailed",
-    "Choosing",
     "Done",
     "Environment",
     "PromptCache",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 from strop.rollout import Example, FinishReason, Message, Outcome
 from strop.tool_calls import Spoken
-
-if TYPE_CHECKING:
-    from strop.environments.recording import Recorder
 
 PROFILE_AREA = "profile_area"
 """Metric of an attempt at a suite of tasks whose best scores are known: what it adds, from 0 to 1, to the
@@ -47,44 +44,6 @@ class StepResult:
     """Whether the attempt is over."""
 
 
-@runtime_checkable
-class PlainlyStopped(Protocol):
-    """Optional capability: further texts end a reply to a prompt in plain text."""
-
-    @property
-    def base_stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a reply there, beside `stop_strings`."""
-        ...
-
-
-@runtime_checkable
-class Choosing(Protocol):
-    """Optional capability: the policy chooses among fixed replies instead of writing one."""
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The replies to choose from, since `reset`; empty where the policy writes."""
-        ...
-
-
-@runtime_checkable
-class Bounded(Protocol):
-    """Optional capability: an attempt ends, and is scored, when it has used this up. None: no such bound."""
-
-    @property
-    def max_attempt_tokens(self) -> int | None:
-        """Tokens that the policy may say in all its turns."""
-        ...
-
-    @property
-    def max_attempt_s(self) -> float | None:
-        """Wall time from `reset` on, in seconds; a reply that is not done by then is given up.
-
-        What `reset` waited for a place, as the attribute `waited_s` says where there is one, does not count.
-        """
-        ...
-
-
 Made = TypeVar("Made")
 Other = TypeVar("Other")
 
@@ -107,32 +66,25 @@ class Kept(Generic[Made]):
         return Kept(restore, self.close)
 
 
-class Snapshotting(Protocol):
-    """Optional capability: others go on from where an attempt stands; without it, it is played again."""
-
-    @property
-    def snapshot(self) -> Callable[[], Awaitable[Kept[Environment] | None]] | None:
-        """What keeps where it stands, and returns None where that is not possible yet. None: nothing does."""
-        ...
-
-
-class Acting(Protocol):
-    """Optional capability: a program conducts the attempt, and asks the model as often as it likes."""
-
-    async def act(self, recorder: Recorder) -> None:
-        """Return once the program has ended; `step` is never called, and `score` judges what it made.
-
-        Raises: AttemptFailed if it failed.
-        """
-        ...
-
-
 class Environment(Protocol):
     """One attempt at one example. Every random draw comes from the seed that `reset` was given.
 
     An exception leaves the rollout without a score. `AttemptFailed` says whose failure it is, for example
     `AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")`; an error of the sandbox is
     the machine's; any other is the task's. `score` may return an outcome that holds a failure instead.
+
+    Optional members, asked for with `getattr`:
+
+    base_stop_strings: texts that end a reply to a prompt in plain text, beside `stop_strings`.
+    choices: replies among which the policy chooses instead of writing one, since `reset`; () where it writes.
+    max_attempt_tokens: tokens that the policy may say in all its turns; then the attempt is scored. None: no
+        bound.
+    max_attempt_s: wall time from `reset` on, in seconds, with the same end; a reply that is not done by then
+        is given up. None: no bound. What `reset` waited for a place, `waited_s`, does not count.
+    snapshot: awaited, a `Kept` environment, from which others go on; or None where that is not possible yet.
+        None in its place: the attempt is played again for others.
+    act: takes a `Recorder`, and lets a program conduct the attempt, asking the model as often as it likes,
+        until the program ends; `step` is never called; `score` judges what it made. Raises: AttemptFailed.
     """
 
     @property

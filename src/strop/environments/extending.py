@@ -24,7 +24,7 @@ from strop.tasks.prompt import (
     spell_tools,
 )
 from strop.tokenizer import Tokenizer
-from strop.tool_calls import Spoken, name_calls, read_reply
+from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
 
 _STAND_IN = "reply"
 
@@ -37,6 +37,11 @@ class PromptCache:
         self.prompt_format = resolve_prompt_format(tokenizer, prompt_format)
         """Chat or base."""
         self._prompts: dict[tuple[Message, ...], tuple[str, IntArray]] = {}
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How the model writes that it calls a tool."""
+        return call_format_of(self.tokenizer, self.prompt_format)
 
     def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
         """Return the prompt as text and as ids; the same array object for equal messages."""
@@ -119,5 +124,5 @@ def take_apart(prompts: PromptCache, completion: Completion, tools: tuple[str, .
         text = prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
     functions = [json.loads(tool)["function"] for tool in tools]
     schemas = {one["name"]: one.get("parameters") or {} for one in functions}
-    spoken = read_reply(text, call_format_of(prompts.tokenizer, prompts.prompt_format), schemas)
+    spoken = read_reply(text, prompts.call_format, schemas)
     return replace(spoken, calls=name_calls(spoken.calls, turn))

@@ -4,24 +4,26 @@ What the machine or the engine failed at is attempted again, with the same seeds
 would have been. What the task or its world failed at would fail again.
 
 Attempts may share their first turns: these are played once, and each goes on from a copy of the world, with
-what was told and said as exact ids.
+what was told and said as exact ids. A world that cannot be copied is played again, with the same seed and the
+same replies, and must tell the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from strop.engine import Engine
-from strop.environments.branching import take_snapshot
 from strop.environments.contract import Environment, Kept
 from strop.environments.extending import PromptCache
 from strop.environments.rollout import Attempt, RolloutPlan
 from strop.errors import ConfigError, DataError
-from strop.rollout import FailureOwner, Group, Outcome, Rollout
+from strop.rollout import FailureOwner, Group, Message, Outcome, Rollout
+from strop.tasks.failures import AttemptFailed
 from strop.tokenizer import Tokenizer
 
 MAX_REFILLS = 2
@@ -123,7 +125,7 @@ class _Trees:
             _require_branching(attempt)
             until = plan.num_shared_turns
             while (outcome := await attempt.run(until)) is None:
-                if (snapshot := await take_snapshot(attempt, self._make_environment)) is not None:
+                if (snapshot := await _take_snapshot(attempt, self._make_environment)) is not None:
                     kept.append((attempt, snapshot))
                     return None
                 until += 1
@@ -149,7 +151,6 @@ class _Trees:
 def _require_branching(attempt: Attempt) -> None:
     """Refuse attempts that no others can go on from. Raises: ConfigError."""
     environment, plan = attempt.environment, attempt.plan
-    # As `Acting` says.
     is_conducted = getattr(environment, "act", None) is not None
     if is_conducted or environment.max_turns <= plan.num_shared_turns:
         why = (
@@ -162,6 +163,43 @@ def _require_branching(attempt: Attempt) -> None:
             allowed="an environment that answers reply by reply, in more turns than are shared",
             next_step="lower train.shared_turns, or remove train.branches",
         )
+
+
+async def _take_snapshot(
+    attempt: Attempt, make_environment: Callable[[], Environment]
+) -> Kept[Environment] | None:
+    """Keep where an attempt's world stands; None where that is not possible yet."""
+    take = getattr(attempt.environment, "snapshot", None)
+    kept: Kept[Environment] | None = _play_again(attempt, make_environment) if take is None else await take()
+    return kept
+
+
+def _play_again(attempt: Attempt, make_environment: Callable[[], Environment]) -> Kept[Environment]:
+    """Keep what was said and told up to now, to come to the same place by it."""
+    example, seed = attempt.plan.example, attempt.world_seed
+    actions, expected = tuple(attempt.actions), tuple(attempt.told)
+
+    async def restore() -> Environment:
+        environment = make_environment()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(environment.close)
+            _require_equal(0, await environment.reset(example, seed), expected[0])
+            for number, action in enumerate(actions, start=1):
+                _require_equal(number, (await environment.step(action)).messages, expected[number])
+            stack.pop_all()
+        return environment
+
+    async def close() -> None:
+        """Hold nothing, release nothing."""
+
+    return Kept(restore, close)
+
+
+def _require_equal(number: int, told: tuple[Message, ...], expected: tuple[Message, ...]) -> None:
+    """Refuse a world that says anything else when it is played again. Raises: AttemptFailed, the task's."""
+    if tuple(told) != expected:
+        detail = f"after {number} equal replies the world says {told!r:.200}, and said {expected!r:.200}"
+        raise AttemptFailed(FailureOwner.TASK, "snapshot_mismatch", detail)
 
 
 async def _run_all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

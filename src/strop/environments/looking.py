@@ -16,11 +16,11 @@ from strop.user_code.probe import answer_order
 
 def main(descriptor: int) -> None:
     """Answer one order: the settings, as the class completed them."""
-    answer_order(descriptor, _look)
 
+    def look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+        return {**pose(found, order), "facts": read_facts(make_task(found, order["values"]))}
 
-def _look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-    return {**pose(found, order), "facts": read_facts(make_task(found, order["values"]))}
+    answer_order(descriptor, look)
 
 
 if __name__ == "__main__":

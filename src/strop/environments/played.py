@@ -18,7 +18,7 @@ from strop.rollout import Example, Message, Outcome, ToolCall
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import within_bounds
 from strop.tasks.user.own_task import require_whole
-from strop.tool_calls import CallFormat, Spoken, read_reply
+from strop.tool_calls import CallFormat, read_reply
 
 if TYPE_CHECKING:
     from strop.environments.worlds import WorldTask
@@ -93,7 +93,7 @@ class PlayedWorld:
 
     @property
     def snapshot(self) -> Callable[[], Awaitable[Kept[PlayedWorld] | None]] | None:
-        """What keeps where the attempt stands; see `Snapshotting`. None: its object cannot be copied."""
+        """What keeps where the attempt stands; see `Environment`. None: its object cannot be copied."""
         take = getattr(self._object, "snapshot", None)
         return None if take is None else partial(self._keep, take)
 
@@ -118,7 +118,11 @@ class PlayedWorld:
 
     async def _act(self, made: WorldObject, action: Action) -> tuple[Message, ...]:
         """Make the calls of a reply, and tell of those that were written wrongly."""
-        spoken = action.spoken or self._read(action.text)
+        spoken = action.spoken
+        if spoken is None:
+            functions = {name: json.loads(one)["function"] for name, one in self._task.tools.items()}
+            schemas = {name: one["parameters"] for name, one in functions.items()}
+            spoken = read_reply(action.text, CallFormat.FENCE, schemas)
         messages, num_wrong = [], len(spoken.mistakes)
         for call in spoken.calls:
             if not self._is_over:
@@ -132,7 +136,7 @@ class PlayedWorld:
             self._is_over = True
         if spoken.calls or spoken.mistakes or self._is_over:
             return tuple(messages)
-        if not self._task.facts["has_step"]:
+        if not self._task.has_step:
             self._is_over = True
             return ()
         told, self._is_over = await made.step(spoken.content)
@@ -150,7 +154,3 @@ class PlayedWorld:
             self._counts["num_tool_errors"] += 1
             return cut_text(f"error: {error}", max_chars), False
         return text, False
-
-    def _read(self, text: str) -> Spoken:
-        schemas = {name: json.loads(one)["function"]["parameters"] for name, one in self._task.tools.items()}
-        return read_reply(text, CallFormat.FENCE, schemas)

@@ -22,7 +22,7 @@ from strop.engine import Completion
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
 from strop.errors import ConfigError
 from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
-from strop.tasks.prompt import call_format_of, pose_messages
+from strop.tasks.prompt import pose_messages
 from strop.tokenizer import Tokenizer
 from strop.tool_calls import CallFormat, Spoken
 
@@ -182,7 +182,9 @@ class Recorder:
             completion = await self._sample(prompt_ids, wanted, seed)
             self._num_said += len(completion.token_ids)
         finally:
-            await self._give_back(wanted)
+            async with self._given_back:
+                self._num_set_aside -= wanted
+                self._given_back.notify_all()
         return completion
 
     def _keep(self, call: Call) -> Call:
@@ -237,11 +239,6 @@ class Recorder:
         self.refusal = None
         return wanted
 
-    async def _give_back(self, num_tokens: int) -> None:
-        async with self._given_back:
-            self._num_set_aside -= num_tokens
-            self._given_back.notify_all()
-
     def _count_left(self) -> int:
         """Return how many tokens are neither sampled nor set aside, of those that an attempt may have."""
         assert self._max_tokens is not None
@@ -268,7 +265,7 @@ class Recorder:
     def _extend(self, parent: Call, new_messages: tuple[Message, ...]) -> tuple[str, IntArray] | None:
         tokenizer, prompt_format = self._prompts.tokenizer, self._prompts.prompt_format
         calls: tuple[ToolCall, ...] = parent.said.tool_calls
-        if call_format_of(tokenizer, prompt_format) is CallFormat.FENCE:
+        if self._prompts.call_format is CallFormat.FENCE:
             calls = ()
         reason = parent.reply.finish_reason
         if reason is None or not reads_as(tokenizer, parent.reply):

@@ -39,7 +39,7 @@ from strop.rollout import (
     Turn,
 )
 from strop.tasks.failures import catch_failure
-from strop.tasks.prompt import PromptFormat, call_format_of, tools_of
+from strop.tasks.prompt import PromptFormat, tools_of
 from strop.tokenizer import Tokenizer
 from strop.tool_calls import CallFormat
 
@@ -126,7 +126,6 @@ class Attempt:
             if getattr(self.environment, "max_attempt_s", None) is not None:
                 self.started_at = self.clock()
             self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
-            # As `Bounded` says.
             self.started_at += getattr(self.environment, "waited_s", 0.0)
             self.told = [tuple(self.history)]
         ended = await self._converse(until)
@@ -135,7 +134,6 @@ class Attempt:
     async def _converse(self, until: int | None) -> Outcome | Stop | None:
         """Let the policy and the world take turns; return why they ended, or why there is no score."""
         environment = self.environment
-        # As `Acting` says.
         if (act := getattr(environment, "act", None)) is not None:
             return await self._let_act(act)
         tools = tools_of(self.history)
@@ -144,11 +142,11 @@ class Attempt:
             self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
         end = environment.max_turns if until is None else min(until, environment.max_turns)
         for turn_index in range(len(self.actions), end):
-            choices = self._encode_choices(self.context_ids)
-            if (ended := self._find_end(self.context_ids, choices, turn_index)) is not None:
+            choices = self._encode_choices()
+            if (ended := self._find_end(choices, turn_index)) is not None:
                 return ended
             if choices is None:
-                completion = await self._generate(self.context_ids, turn_index)
+                completion = await self._generate(turn_index)
             else:
                 self.context_ids, completion = choices.context_ids, await self._choose(choices)
             if completion is None:
@@ -165,10 +163,9 @@ class Attempt:
                 return Stop.DONE if result.done else Stop.TOKENS
             if turn_index + 1 < environment.max_turns:
                 said = Message(role="assistant", content=completion.text)
-                if spoken is not None and spoken.calls and self._call_format is not CallFormat.FENCE:
+                if spoken is not None and spoken.calls and self.prompts.call_format is not CallFormat.FENCE:
                     said = replace(said, content=spoken.content, tool_calls=spoken.calls)
-                self.context_ids = self._continue(self.context_ids, self.history, result.messages, said)
-                self.history += [said, *result.messages]
+                self._continue(said, result.messages)
         return Stop.TURNS if end == environment.max_turns else None
 
     def fork(self, plan: RolloutPlan) -> Attempt:
@@ -194,10 +191,12 @@ class Attempt:
             with catch_failure(lambda: self.stage_owner) as caught:
                 outcome = await walk or Outcome(parts={})
         finally:
-            close_failure = await _close(self.environment)
+            with catch_failure(lambda: FailureOwner.INFRA) as closing:
+                async with asyncio.timeout(_CLOSE_LIMIT_S):
+                    await self.environment.close()
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)
-        if close_failure is not None:
+        if closing.failure is not None:
             # The score was given before and stands; the leak must be seen all the same.
             outcome = replace(outcome, metrics={**outcome.metrics, "close_failed": 1.0})
         plan = self.plan
@@ -212,17 +211,15 @@ class Attempt:
             branch=self.branch,
         )
 
-    def _find_end(
-        self, context_ids: IntArray, choices: EncodedChoices | None, turn_index: int
-    ) -> Outcome | Stop | None:
+    def _find_end(self, choices: EncodedChoices | None, turn_index: int) -> Outcome | Stop | None:
         """Say why the policy is not asked any more; None where it is."""
-        plan = self.plan
+        plan, num_context = self.plan, len(self.context_ids)
         num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
-        if not plan.has_room_behind(len(context_ids), num_reply_tokens):
+        if not plan.has_room_behind(num_context, num_reply_tokens):
             if turn_index:
                 return Stop.CONTEXT
             detail = (
-                f"a prompt of {len(context_ids)} tokens and a reply of {num_reply_tokens} exceed"
+                f"a prompt of {num_context} tokens and a reply of {num_reply_tokens} exceed"
                 f" the model's {plan.max_positions} positions"
             )
             return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
@@ -233,49 +230,44 @@ class Attempt:
 
     def _left(self) -> tuple[float, float]:
         """Return the tokens and the seconds that the attempt has left."""
-        # As `Bounded` says.
         max_tokens = getattr(self.environment, "max_attempt_tokens", None)
         max_s = getattr(self.environment, "max_attempt_s", None)
         num_said = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
         left_tokens = math.inf if max_tokens is None else max_tokens - num_said
         return left_tokens, math.inf if max_s is None else max_s - (self.clock() - self.started_at)
 
-    @property
-    def _call_format(self) -> CallFormat:
-        return call_format_of(self.prompts.tokenizer, self.prompts.prompt_format)
+    def _continue(self, said: Message, new_messages: Sequence[Message]) -> None:
+        """Add the turn that answers the last reply, and make the conversation that much longer.
 
-    def _continue(
-        self,
-        context_ids: IntArray,
-        history: Sequence[Message],
-        new_messages: Sequence[Message],
-        said: Message,
-    ) -> IntArray:
-        """Add the turn that answers the last reply; return the ids of the whole conversation.
-
-        They are never rendered again, only extended. Where it cannot be shown that this gives what the
+        Its ids are never rendered again, only extended. Where it cannot be shown that this gives what the
         model would be asked, they are given up and rendered anew: a new sample begins (`prefix_break`).
         """
         reply, tokenizer = self.turns[-1], self.prompts.tokenizer
         assert reply.finish_reason is not None
         extension = encode_next_messages(
-            tokenizer, self.prompts.prompt_format, history, new_messages, reply.finish_reason, said.tool_calls
+            tokenizer,
+            self.prompts.prompt_format,
+            self.history,
+            new_messages,
+            reply.finish_reason,
+            said.tool_calls,
         )
+        self.history += [said, *new_messages]
         if extension is not None and reads_as(tokenizer, reply):
             text, new_ids = extension
             self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
-            return np.concatenate([context_ids, reply.token_ids, new_ids])
-        text, new_ids = self.prompts.render((*history, said, *new_messages))
-        self.turns.append(Turn(role=RESTART, text=text, token_ids=new_ids))
-        return new_ids
+            self.context_ids = np.concatenate([self.context_ids, reply.token_ids, new_ids])
+        else:
+            text, self.context_ids = self.prompts.render(tuple(self.history))
+            self.turns.append(Turn(role=RESTART, text=text, token_ids=self.context_ids))
 
-    async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion | None:
+    async def _generate(self, turn_index: int) -> Completion | None:
         """Sample a reply; None if it was not done in the time that is left."""
         plan = self.plan
         left_tokens, left_s = self._left()
         num_tokens = int(min(plan.max_reply_tokens, left_tokens))
         self.stage_owner = FailureOwner.ENGINE
-        completion = await _in_time(self._sample(context_ids, num_tokens, turn_index), left_s)
+        completion = await _in_time(self._sample(self.context_ids, num_tokens, turn_index), left_s)
         if completion is not None:
             # A reply whose parts do not fit together is the engine's failure too.
             self.turns.append(spoken_turn(completion))
@@ -287,7 +279,6 @@ class Attempt:
         plan = self.plan
         stop_strings = self.environment.stop_strings
         if self.prompts.prompt_format is PromptFormat.BASE:
-            # As `PlainlyStopped` says: in plain text a world may have further ones.
             stop_strings += getattr(self.environment, "base_stop_strings", ())
         request = GenerationRequest(
             prompt_ids=context_ids,
@@ -347,14 +338,13 @@ class Attempt:
             return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
         return Stop.TIME if recorder.is_late else Stop.DONE
 
-    def _encode_choices(self, context_ids: IntArray) -> EncodedChoices | None:
+    def _encode_choices(self) -> EncodedChoices | None:
         """Return the replies to choose from, or None where the policy writes."""
-        # As `Choosing` says. Asked at every turn, where `isinstance` of a protocol takes ten times as long.
         choices: tuple[str, ...] = getattr(self.environment, "choices", ())
         if not choices:
             return None
         prompt = self.turns[-1]
-        earlier_ids = context_ids[: len(context_ids) - len(prompt.token_ids)]
+        earlier_ids = self.context_ids[: len(self.context_ids) - len(prompt.token_ids)]
         found = encode_choices(self.prompts.tokenizer, prompt.text, choices, self.prompts.prompt_format)
         self.turns[-1] = replace(prompt, token_ids=found.context_ids)
         return replace(found, context_ids=np.concatenate([earlier_ids, found.context_ids]))
@@ -381,19 +371,6 @@ class Attempt:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
-        self._require_fit(outcome)
-        metrics = {**outcome.metrics, **self.choice_nats}
-        if self.environment.max_turns > 1:
-            num_turns = sum(turn.is_sampled for turn in self.turns)
-            metrics |= {"num_turns": float(num_turns), f"stopped_by_{stop}": 1.0}
-        if metrics:
-            outcome = replace(outcome, metrics=metrics)
-        is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
-        is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
-        return replace(outcome, truncated=outcome.truncated or is_cut)
-
-    def _require_fit(self, outcome: Outcome) -> None:
-        """Refuse rewards of turns that are not the attempt's. Raises: DataError, the task's failure."""
         given, num_replies = outcome.turn_rewards, sum(turn.is_sampled for turn in self.turns)
         if given and (len(given) != num_replies or not all(map(math.isfinite, given))):
             raise DataError(
@@ -401,6 +378,14 @@ class Attempt:
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
+        metrics = {**outcome.metrics, **self.choice_nats}
+        if self.environment.max_turns > 1:
+            metrics |= {"num_turns": float(num_replies), f"stopped_by_{stop}": 1.0}
+        if metrics:
+            outcome = replace(outcome, metrics=metrics)
+        is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
+        is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
+        return replace(outcome, truncated=outcome.truncated or is_cut)
 
 
 async def _in_time(completion: Awaitable[Completion], left_s: float) -> Completion | None:
@@ -440,10 +425,3 @@ async def run_rollout(
     prompts = prompts or PromptCache(tokenizer, plan.prompt_format)
     attempt = Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
     return await attempt.conclude(attempt.run())
-
-
-async def _close(environment: Environment) -> Failure | None:
-    with catch_failure(lambda: FailureOwner.INFRA) as caught:
-        async with asyncio.timeout(_CLOSE_LIMIT_S):
-            await environment.close()
-    return caught.failure

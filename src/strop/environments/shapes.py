@@ -192,7 +192,10 @@ class _TrlWorld:
         names = {one.name for one in parameters}
         told = reset(**{name: one for name, one in row.items() if takes_all or name in names})
         prompt = row.get("prompt", getattr(self, "instructions", ""))
-        asked = [Message(role="user", content=prompt)] if isinstance(prompt, str) else [*_to_messages(prompt)]
+        if isinstance(prompt, str):
+            asked = [Message(role="user", content=prompt)]
+        else:
+            asked = [one if isinstance(one, Message) else Message.from_json(one) for one in prompt]
         if told is None:
             return asked
         last = asked[-1]
@@ -202,10 +205,6 @@ class _TrlWorld:
         """Return the class's reward."""
         own = getattr(super(), "score", None) or self.get_reward  # type: ignore[attr-defined]
         return own()
-
-
-def _to_messages(prompt: Any) -> Iterator[Message]:
-    return (one if isinstance(one, Message) else Message.from_json(one) for one in prompt)
 
 
 class _Telling:

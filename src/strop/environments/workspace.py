@@ -256,7 +256,12 @@ class Workspace:
         isolation = self.sandbox.isolation
         if told.exit_code or "snapshots" in isolation.lacks or isolation.backend == "process":
             # Of `process` each private directory has a name of its own, which the model has been told.
-            raise _no_branches(self.sandbox, "no bash" if told.exit_code else "nothing to begin others with")
+            why = "no bash" if told.exit_code else "nothing to begin others with"
+            raise ConfigError(
+                f"train.branches with a sandbox of {isolation.backend} that has {why}",
+                allowed="a sandbox with snapshots and bash: bubblewrap, podman or docker",
+                next_step="set task.sandbox, or remove train.branches",
+            )
         files = await self.sandbox.snapshot()
         # What it changes later, such as when it is closed, is not in it.
         kept = self._copy()
@@ -379,7 +384,9 @@ class Workspace:
         if not result.has_shell:
             notes.append("the shell has ended; the next command begins in a new one")
             await self._close_shell()
-        return _join(_read_output(result, self._head_bytes), notes)
+        text = _read_output(result, self._head_bytes)
+        said = [text.rstrip("\n")] if text.strip() else []
+        return "\n".join([*said, *(f"[{note}]" for note in notes)])
 
     async def _view(self, path: str, first_line: int, last_line: int | None) -> str:
         place = self._place_of(path)
@@ -388,16 +395,13 @@ class Workspace:
         except SandboxError as error:
             if error.kind != "directory":
                 raise
-            return await self._list(place)
+            # `--`: a name may begin with a dash.
+            argv = ["ls", "-1Ap", "--", place]
+            result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
+            return result.stdout.decode(errors="replace") or result.stderr.decode(errors="replace")
         lines = data.decode(errors="replace").splitlines()
         shown = enumerate(lines[max(0, first_line - 1) : last_line], max(1, first_line))
         return "\n".join(f"{number:6}\t{line}" for number, line in shown)
-
-    async def _list(self, place: str) -> str:
-        # `--`: a name may begin with a dash.
-        argv = ["ls", "-1Ap", "--", place]
-        result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
-        return result.stdout.decode(errors="replace") or result.stderr.decode(errors="replace")
 
     async def _create_file(self, path: str, text: str) -> str:
         data = text.encode()
@@ -422,14 +426,6 @@ class Workspace:
         return f"{path} is changed at line {line}."
 
 
-def _no_branches(sandbox: ServedSandbox, why: str) -> ConfigError:
-    return ConfigError(
-        f"train.branches with a sandbox of {sandbox.isolation.backend} that has {why}",
-        allowed="a sandbox with snapshots and bash: bubblewrap, podman or docker",
-        next_step="set task.sandbox, or remove train.branches",
-    )
-
-
 def _read_output(result: ShellResult, head_bytes: int) -> str:
     """Return both streams, with a note where the middle was left out."""
     text = result.stdout.decode(errors="replace")
@@ -438,8 +434,3 @@ def _read_output(result: ShellResult, head_bytes: int) -> str:
         note = f"\n[... {result.stdout_omitted} bytes left out ...]\n"
         text = head.decode(errors="replace") + note + tail.decode(errors="replace")
     return text + result.stderr.decode(errors="replace")
-
-
-def _join(text: str, notes: list[str]) -> str:
-    said = [text.rstrip("\n")] if text.strip() else []
-    return "\n".join([*said, *(f"[{note}]" for note in notes)])

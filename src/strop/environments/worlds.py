@@ -77,9 +77,14 @@ class WorldTask:
         raise NotImplementedError
 
     @property
-    def world(self) -> World:
-        """Where its examples are attempted; see `tasks.traits`."""
-        return World(self)
+    def world(self) -> WorldTask:
+        """Itself; see `tasks.traits`."""
+        return self
+
+    def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
+        """Make one attempt; the class judges it by itself. Raises: CheckRefused like `require_gpus`."""
+        require_gpus(self.section)
+        return PlayedWorld(self)
 
     def make_attempt(self, gpus: tuple[str, ...]) -> WorldObject:
         """Return what one attempt is made on, whose sandboxes see GPUs, with the servers of the run file."""
@@ -87,7 +92,7 @@ class WorldTask:
         owners = {name: server for name, (server, _) in self.served_tools.items()}
         return ServedObject(made, owners, servers, self.object_limits) if servers else made
 
-    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...]) -> WorldObject:
         """Return the class's part of an attempt."""
         return ObjectHere(partial(self.make_placed, gpus), self.to_outcome, self.object_limits)
 
@@ -115,13 +120,18 @@ class WorldTask:
         """What the class shows of itself; see `read_facts`. Raises: ConfigError like it."""
         raise NotImplementedError
 
+    @property
+    def has_step(self) -> bool:
+        """Whether it takes replies that call no tool."""
+        return bool(self.facts["has_step"])
+
     @cached_property
     def tools(self) -> Mapping[str, str]:
         """The schemas of its tools, by name. Raises: ConfigError if it has neither `step` nor a tool."""
         own, served = self.facts["tools"], self.served_tools
         require_apart(own, served)
         tools: Mapping[str, str] = {**own, **{name: schema for name, (_, schema) in served.items()}}
-        if not tools and not self.facts["has_step"]:
+        if not tools and not self.has_step:
             raise ConfigError(
                 f"the environment {self.name} has neither step nor a tool: the policy could do nothing",
                 allowed="a method step(text), or public methods with types, which are tools",
@@ -153,46 +163,8 @@ class WorldTask:
         return with_system(posed, self.section.system_prompt, example)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Play an attempt of which the replies are the text's: see `World.play`."""
-        return asyncio.run(self.world.play(example, text))
-
-
-class World:
-    """Where the examples of one environment are attempted."""
-
-    def __init__(self, task: WorldTask) -> None:
-        self._task = task
-
-    def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
-        """Make one attempt; the class judges it by itself. Raises: CheckRefused like `require_gpus`."""
-        require_gpus(self._task.section)
-        return PlayedWorld(self._task)
-
-    @property
-    def tools(self) -> Mapping[str, str]:
-        """The schemas of its tools, by name."""
-        return self._task.tools
-
-    @property
-    def has_step(self) -> bool:
-        """Whether it takes replies that call no tool."""
-        return bool(self._task.facts["has_step"])
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether its class lives in sandboxes."""
-        return self._task.is_apart
-
-    @property
-    def file(self) -> Path:
-        """The file that its class is in."""
-        return self._task.file
-
-    def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return how many tokens the policy may say in all turns together."""
-        section = self._task.section
-        in_turns = self._task.max_turns * limits.max_reply_tokens
-        return min(in_turns, section.max_attempt_tokens or in_turns)
+        """Play an attempt of which the replies are the text's: see `play`."""
+        return asyncio.run(self.play(example, text))
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Play an attempt without a model: the replies stand in the text, with `TURN` between them.
@@ -213,8 +185,16 @@ class World:
         Raises: as the environment does; ConfigError for another opening than an earlier process saw.
         """
         # Before, and in a thread: it may open an attempt too, and wait for room that attempts here hold.
-        posed = await asyncio.to_thread(self._task.render, example)
-        self._require_posed(example, posed, await environment.reset(example, OPENING_SEED))
+        posed = await asyncio.to_thread(self.render, example)
+        opening = await environment.reset(example, OPENING_SEED)
+        first, second = ([one.to_json() for one in messages] for messages in (posed, opening))
+        if first != second:
+            raise ConfigError(
+                f"{self.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
+                f" and in another process with {second!r:.200}",
+                allowed="a reset that draws from its seed alone",
+                next_step="sort what comes from a set, and ask neither the clock nor the machine",
+            )
         for turn in range(environment.max_turns):
             reply = replies[min(turn, len(replies) - 1)]
             result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
@@ -223,16 +203,10 @@ class World:
                 break
         return await environment.score()
 
-    def _require_posed(self, example: Example, posed: Sequence[Message], opening: Sequence[Message]) -> None:
-        """Refuse another opening than the one that another process saw. Raises: ConfigError."""
-        first, second = ([one.to_json() for one in messages] for messages in (posed, opening))
-        if first != second:
-            raise ConfigError(
-                f"{self._task.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
-                f" and in another process with {second!r:.200}",
-                allowed="a reset that draws from its seed alone",
-                next_step="sort what comes from a set, and ask neither the clock nor the machine",
-            )
+    def attempt_tokens(self, limits: TaskLimits) -> int:
+        """Return how many tokens the policy may say in all turns together."""
+        in_turns = self.max_turns * limits.max_reply_tokens
+        return min(in_turns, self.section.max_attempt_tokens or in_turns)
 
 
 class BuiltInWorld(WorldTask):
@@ -366,7 +340,7 @@ class OwnWorld(WorldTask, OwnTask):
         """Whether its class is a `Workspace`."""
         return self._inspected.has_sandbox
 
-    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...]) -> WorldObject:
         """Return what one attempt is made on: in this process, or in a sandbox."""
         return SandboxedObject(self._sandboxed, gpus) if self.is_apart else super().make_object(gpus)
 

@@ -39,7 +39,7 @@ class _Attempt:
 
     @property
     def is_late(self) -> bool:
-        """Whether its time is used up; see `Bounded`."""
+        """Whether its time is used up; see `Environment`."""
         limit_s: float | None = getattr(self.environment, "max_attempt_s", None)
         return limit_s is not None and time.monotonic() - self.started_at >= limit_s
 
