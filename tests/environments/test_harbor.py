@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from strop.environments.harbor.directories import digest_tree, list_directories
-from strop.environments.harbor.environment import Harbor, HarborSpec, parse_rewards
-from strop.environments.harbor.images import Image, choose_engine
+from strop.environments.harbor.environment import Harbor, HarborSpec, Image, choose_engine, parse_rewards
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Rollout, Split, make_example
 from strop.sandbox.allowlist import parse_network

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.environments.mlgym.checkout import Marks, list_tasks
-from strop.environments.mlgym.environment import MlgymSpec
+from strop.environments.mlgym import Marks, MlgymSpec, list_tasks
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task

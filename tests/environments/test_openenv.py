@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from strop.environments.openenv.environment import Openenv, OpenenvSpec
-from strop.environments.openenv.websocket import WebSocket
+from strop.environments.openenv import Openenv, OpenenvSpec, WebSocket
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.failures import AttemptFailed

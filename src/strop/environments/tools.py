@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,18 @@ def to_text(returned: Any, name: str) -> str:
     except (TypeError, ValueError) as error:
         detail = f"{name} returned a {type(returned).__name__}, which has no form as text"
         raise AttemptFailed(FailureOwner.TASK, "no_text", detail) from error
+
+
+def read_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a text, one behind the other; what is no JSON is passed over."""
+    place, decoder = 0, json.JSONDecoder()
+    while (start := text.find("{", place)) >= 0:
+        try:
+            found, place = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            place = start + 1
+            continue
+        yield found
 
 
 def cut_text(text: str, max_chars: int) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import posixpath
 import tempfile
@@ -36,7 +37,7 @@ from typing import Any, TypeVar
 from strop.environments.contract import Done, Kept
 from strop.environments.tools import ToolError
 from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused
-from strop.rollout import Example, FailureOwner, Outcome
+from strop.rollout import Example, FailureOwner, Outcome, ToolCall
 from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.following import Shell, ShellResult
@@ -45,6 +46,7 @@ from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.user.rewards import as_outcome
+from strop.tool_calls import write_call
 
 T = TypeVar("T")
 
@@ -424,6 +426,12 @@ class Workspace:
         if result.exit_code:
             raise ToolError(result.stderr.decode(errors="replace"))
         return f"{path} is changed at line {line}."
+
+
+def submitted(command: str) -> tuple[str, str]:
+    """Return the replies of an attempt that runs one command and submits, for `gold_replies`."""
+    bash = ToolCall(name="bash", arguments=json.dumps({"command": command}))
+    return write_call(bash), write_call(ToolCall(name="submit"))
 
 
 def _read_output(result: ShellResult, head_bytes: int) -> str:

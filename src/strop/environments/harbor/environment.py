@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import math
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Awaitable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +27,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.environments.contract import Done
-from strop.environments.harbor.directories import HarborTask, list_directories
-from strop.environments.harbor.images import Image, choose_engine, find_image
-from strop.environments.workspace import Workspace
-from strop.errors import SandboxError, SandboxLost
+from strop.environments.harbor.directories import HarborTask, digest_tree, list_directories
+from strop.environments.workspace import Workspace, submitted
+from strop.errors import ConfigError, SandboxError, SandboxLost
+from strop.io import FileLock
+from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.engine import ENGINES, Engine, engine_environ
+from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
 from strop.spec.sandboxing import RoomSettings
@@ -43,6 +48,7 @@ _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"
 _REWARD_BYTES = 64 * 1024
 _ORDER_LIMIT_S = 60.0
+_PULL_LIMIT_S = 1800.0
 _PREPARE = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _CLEAR = f"rm -rf /tests {_LOGS} && {_PREPARE}"
 _TEST = f'chmod +x "$0" && exec "$0" > {_LOGS}/test-stdout.txt 2>&1'
@@ -132,7 +138,7 @@ class Harbor(Workspace):
             lines += [f"mkdir -p $(dirname {place})", f"base64 -d > {place} <<'END_OF_FILE'"]
             lines += [base64.b64encode(path.read_bytes()).decode(), "END_OF_FILE"]
         lines += ["chmod +x /solution/solve.sh", "/solution/solve.sh"]
-        yield _call("bash", command="\n".join(lines)), _call("submit")
+        yield submitted("\n".join(lines))
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return the model's container."""
@@ -283,5 +289,61 @@ def parse_rewards(data: bytes) -> dict[str, float] | None:
     return values if values and all(map(math.isfinite, values.values())) else None
 
 
-def _call(name: str, **arguments: str) -> str:
-    return f"```tool\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """What sandboxes are made of."""
+
+    name: str
+    """Of the engine's store, or the path of a directory tree."""
+    workdir: str = "/"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def choose_engine(backend: str) -> str:
+    """Return the backend whose sandboxes have images: the one that is asked for. Raises: ConfigError."""
+    if backend == "auto":
+        return next((name for name in ENGINES if shutil.which(name)), ENGINES[0])
+    if backend not in ENGINES:
+        raise ConfigError(
+            f"task.sandbox={backend} has no images, and tasks of Harbor's are images",
+            allowed="podman or docker",
+            next_step="set task.sandbox",
+        )
+    return backend
+
+
+def find_image(task: HarborTask, backend: str) -> Image:
+    """Return a task's image, pulled or built where it is not in the store.
+
+    Raises: AttemptFailed if it cannot be had; SandboxRefused if there is no such engine.
+    """
+    if task.image is not None and Path(task.image).is_absolute():
+        return Image(name=task.image)
+    engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
+    # Of what it is built from: other tests need no other image.
+    name = task.image or f"localhost/strop-harbor:{digest_tree(task.folder / 'environment')[:24]}"
+    # Many attempts at once want the same.
+    lock = hashlib.sha256(f"{backend} {name}".encode()).hexdigest()[:16]
+    folder = user_cache_dir() / "harbor"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f"{lock}.lock"):
+            try:
+                return _inspect(engine, name)
+            except OSError:
+                if task.image is not None:
+                    engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
+                else:
+                    context = str(task.folder / "environment")
+                    engine.run("build", "--quiet", "--tag", name, context, limit_s=task.build_limit_s)
+                return _inspect(engine, name)
+    except OSError as error:
+        detail = f"the image of {task.name}: {error}"
+        raise AttemptFailed(FailureOwner.INFRA, "no_image", detail) from error
+
+
+def _inspect(engine: Engine, name: str) -> Image:
+    """Return what an image of the store says. Raises: OSError if it is not there."""
+    config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
+    env = dict(one.split("=", 1) for one in config.get("Env") or () if "=" in one)
+    return Image(name=name, workdir=config.get("WorkingDir") or "/", env=env)

@@ -11,21 +11,21 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import posixpath
 import re
 import shlex
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.repair.rows import Hidden, to_example
-from strop.environments.repair.test_logs import read_passed
-from strop.environments.workspace import Workspace
+from strop.environments.workspace import Workspace, submitted
 from strop.errors import ConfigError, SandboxError
-from strop.rollout import Example, FailureOwner, Outcome, Split
+from strop.rollout import Example, FailureOwner, Outcome, Split, make_example
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
@@ -34,8 +34,15 @@ from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.registry import built_in
-from strop.tasks.rows.layout import DataLayout
-from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import (
+    RowReading,
+    SplitExamples,
+    optional_text,
+    read_examples,
+    require_texts,
+    wrong_type,
+)
 
 _FOLDER = "/testbed"
 _OWN_FOLDER = "repository"
@@ -64,6 +71,8 @@ _AT_BASE = """
 git merge-base --is-ancestor "$1" HEAD 2>/dev/null || git checkout -q -f "$1"
 """
 """Images may stand at a commit of their own behind the row's."""
+IMAGE_COLUMNS = ("image", "docker_image", "image_name")
+_COMMAND_COLUMNS = ("test_command", "test_cmd")
 
 
 class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
@@ -170,7 +179,7 @@ class RepoRepair(Workspace):
         if patch:
             word = f"END_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
             command = f"git apply - <<'{word}'\n{patch.rstrip()}\n{word}"
-            yield _call("bash", command=command), _call("submit")
+            yield submitted(command)
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return a sandbox of the row's image."""
@@ -327,12 +336,119 @@ def _pack(folder: str) -> bytes:
     return packed.getvalue()
 
 
-def _call(name: str, **arguments: str) -> str:
-    return f"```tool\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
-
-
 def _to_outcome(*, solved: bool, **metrics: float) -> Outcome:
     return Outcome(parts={"solved": float(solved)}, is_correct=solved, metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hidden:
+    """What decides, and no model sees: it stands in an example's answer, not in its fields."""
+
+    test_command: str
+    """Empty: the run file's."""
+    test_patch: str
+    """A diff that brings the tests; maybe empty."""
+    hidden_tests: dict[str, str]
+    """Files that bring the tests, by path."""
+    hidden_paths: tuple[str, ...]
+    """What of the repository or the image the grader alone has."""
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    """Without names in either, the exit code of the command decides."""
+    patch: str
+    """A right diff, for the self-test; maybe empty."""
+
+    @classmethod
+    def of(cls, example: Example) -> Hidden:
+        """Read an example's answer."""
+        found = json.loads(example.answer or "{}")
+        lists = ("hidden_paths", "fail_to_pass", "pass_to_pass")
+        return cls(**{**found, **{name: tuple(found[name]) for name in lists}})
+
+
+def to_example(row: Row) -> Example:
+    """Return a row as an example. Raises: DataError naming the row, if a column is missing or malformed."""
+    (problem,) = require_texts(row, "problem_statement")
+    image = _first_text(row, IMAGE_COLUMNS)
+    expected = _table(row, "expected_output_json")
+    hidden = Hidden(
+        test_command=_first_text(row, _COMMAND_COLUMNS)
+        or _table(row, "install_config").get("test_cmd")
+        or "",
+        test_patch=optional_text(row, "test_patch"),
+        hidden_tests={name: str(text) for name, text in _table(row, "hidden_tests").items()},
+        hidden_paths=_names(row, "hidden_paths"),
+        fail_to_pass=_names(row, "FAIL_TO_PASS"),
+        pass_to_pass=_names(row, "PASS_TO_PASS") or tuple(n for n, s in expected.items() if s == "PASSED"),
+        patch=optional_text(row, "patch"),
+    )
+    fields = {
+        "instance_id": _first_text(row, ("instance_id",)) or row.place,
+        "problem_statement": problem,
+        "image": image,
+        "repository": os.path.expanduser(optional_text(row, "repository")),
+        "folder": optional_text(row, "folder"),
+        "base_commit": _first_text(row, ("base_commit", "commit_hash")),
+    }
+    return make_example("repo-repair", fields, json.dumps(asdict(hidden), sort_keys=True))
+
+
+def _first_text(row: Row, columns: tuple[str, ...]) -> str:
+    return next((text for column in columns if (text := optional_text(row, column))), "")
+
+
+def _table(row: Row, column: str) -> Mapping[str, Any]:
+    found = _read_json(row, column, "a table, or one as JSON")
+    if found is not None and not isinstance(found, dict):
+        raise wrong_type(row, column, "a table, or one as JSON")
+    # What Arrow has no value for in this row.
+    return {name: value for name, value in (found or {}).items() if value is not None}
+
+
+def _names(row: Row, column: str) -> tuple[str, ...]:
+    allowed = "a list of texts, or one as JSON"
+    found = _read_json(row, column, allowed)
+    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
+        raise wrong_type(row, column, allowed)
+    return tuple(found or ())
+
+
+def _read_json(row: Row, column: str, allowed: str) -> Any:
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise bad_row(f"{row.place} has a {column} that is no JSON ({error})", allowed) from error
+
+
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_PYTEST = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR|SKIPPED|XPASS) +(\S.*)$")
+_UNITTEST = re.compile(
+    r"^(test\w* \([\w.]+\))(?:\n.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure)", re.MULTILINE
+)
+_GOOD = frozenset({"PASSED", "XFAIL", "ok", "expected failure"})
+
+
+def read_passed(log: str) -> dict[str, bool]:
+    """Return whether each test passed, as a log says, under each name that rows of data give it.
+
+    Logs are pytest's with -rA, and unittest's and Django's with -v 2. pytest's `a/b.py::C::test_d[x y]` is
+    also known up to its first space, and as `C.test_d[x y]`. The code under test writes to the log, too: of
+    several things that are said of a test the worst counts.
+    """
+    log = _STYLE.sub("", log)
+    said = [(found[2], found[1]) for line in log.splitlines() if (found := _PYTEST.match(line.rstrip()))]
+    said += [(found[1], found[2]) for found in _UNITTEST.finditer(log)]
+    passed: dict[str, bool] = {}
+    for name, status in said:
+        # Behind a failure stands its message.
+        whole = name if status in _GOOD else name.partition(" - ")[0]
+        within = ".".join(whole.split("::")[1:])
+        for one in {whole, whole.split()[0] if "::" in whole else whole, within or whole}:
+            passed[one] = passed.get(one, True) and status in _GOOD
+    return passed
 
 
 _READING = RowReading(

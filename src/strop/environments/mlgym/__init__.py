@@ -1,1 +1,0 @@
-"""Tasks of MLGym, from a checkout of the user's: read, and attempted in sandboxes of strop's own."""

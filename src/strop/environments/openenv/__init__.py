@@ -1,1 +1,0 @@
-"""Environments that an OpenEnv server has: the connection to it, and attempts on it."""
