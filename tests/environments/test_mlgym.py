@@ -114,6 +114,7 @@ def test_the_tests_own_metric_is_seen_where_a_run_wants_that(tmp_path: Path) -> 
     [
         ("import random\nprint('{\"Score\": %f}' % random.uniform(0, 100))\n", "unstable"),
         ("print('no result')\n", "grader_broken"),
+        ("print('{\"a\":' * 3000)\n", "grader_broken"),
     ],
 )
 def test_a_grader_that_cannot_grade_is_the_tasks_failure(tmp_path: Path, source: str, kind: str) -> None:
