@@ -1,4 +1,7 @@
-"""The built-in environment `research`: an attempt at an instance of the suite, in a workspace."""
+"""The built-in environment `research`: an attempt at an instance of the suite, in a workspace.
+
+An artefact of data is judged here; source is a program in the grader's sandbox that answers questions.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ from pydantic import Field, model_validator
 
 from strop.environments.contract import Done
 from strop.environments.research.contract import (
+    MAX_ARTEFACT_BYTES,
     SUITE_VERSION,
     ArtefactRefused,
     Instance,
     Phase,
     profile_area,
 )
-from strop.environments.research.judging import judge_artefact, read_artefact
-from strop.environments.research.suite import SUMMARIES, make_instance
+from strop.environments.research.suite import TASKS, make_instance
 from strop.environments.tools import ToolError
 from strop.environments.workspace import Workspace
-from strop.errors import ConfigError
+from strop.errors import ConfigError, SandboxError, SandboxLost
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
-from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.contract import MIB, ExecKind, Limits, SandboxSpec
+from strop.sandbox.following import Job
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import SpecConflict, expert
 from strop.spec.sandboxing import SandboxSettings
@@ -55,6 +59,36 @@ _FIRST_TRAINED = 1_000_000
 _EXACT = frozenset({"blotto", "sat3", "cpole"})
 """Tasks whose oracle earns full marks to the digit: what the self-test may ask of it."""
 _MIN_SALT_BYTES = 16
+_MAX_ANSWER_BYTES = 4 << 20
+_UNREADABLE = frozenset({"missing", "directory", "not_regular", "denied", "too_large"})
+"""Kinds of a sandbox's errors that say something of the artefact."""
+_DRIVER = """
+import json, os, sys
+
+def main():
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    path, name = sys.argv[1:]
+
+    def answer(found):
+        answers.write(json.dumps(found).encode() + b"\\n")
+        answers.flush()
+
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        names = {"__name__": "artefact"}
+        exec(compile(source, path, "exec"), names)
+        function = names[name]
+        for question in questions:
+            answer([function(*arguments) for arguments in json.loads(question)])
+    except BaseException as error:
+        answer({"raised": f"{type(error).__name__}: {error}"[:400]})
+
+main()
+"""
 _LIMITS = Limits(
     memory_bytes=1024 * MIB,
     has_address_limit=False,
@@ -161,7 +195,7 @@ class Research(Workspace):
 
     def opening(self, example: Example, seed: int) -> str:
         """Ask for the work, and say what there is to do it with."""
-        summary, number = SUMMARIES[example.fields["task"]], self._spec.num_evaluations
+        summary, number = TASKS[example.fields["task"]].summary, self._spec.num_evaluations
         return (
             f"{summary} The file is there already, and is to become better; README.md says exactly what is"
             " asked. Work with the tools; Python has its standard library, and there is no network. evaluate"
@@ -196,7 +230,7 @@ class Research(Workspace):
     async def _evaluate(self, instance: Instance) -> str:
         async with self._open_grader(instance.artefact) as grader:
             try:
-                artefact = await read_artefact(instance, grader)
+                artefact = await _read_artefact(instance, grader)
                 score = await self._judge(instance, grader, artefact, Phase.DEV)
             except ArtefactRefused as error:
                 raise ToolError(f"{error} ({self._num_left} evaluations left)") from error
@@ -208,7 +242,7 @@ class Research(Workspace):
         """Judge on the sealed draws."""
         instance = self._instance_of(self.example)
         try:
-            artefact = await read_artefact(instance, sandbox)
+            artefact = await _read_artefact(instance, sandbox)
             if artefact == instance.starter:
                 # No work was done, so no luck of the draws is to be had.
                 return replace(to_outcome(instance, instance.marks.baseline), format_ok=False)
@@ -224,7 +258,18 @@ class Research(Workspace):
     async def _judge(
         self, instance: Instance, sandbox: ServedSandbox, artefact: bytes, phase: Phase
     ) -> float:
-        return await judge_artefact(instance, sandbox, artefact, phase, self.place.command_limit_s)
+        """Return the score of an artefact, in the unit of the instance's marks; source runs in its sandbox.
+
+        Raises: ArtefactRefused; SandboxError if the sandbox fails and no program had it do so.
+        """
+        if instance.score is not None:
+            return instance.score(artefact, phase)
+        try:
+            return await _play(instance, sandbox, phase, self.place.command_limit_s)
+        except SandboxLost as error:
+            if error.kind != ExecKind.FROM_INSIDE:
+                raise
+            raise ArtefactRefused("the program ended its sandbox") from error
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the oracle's work, where it earns full marks to the digit."""
@@ -291,3 +336,82 @@ def to_outcome(instance: Instance, score: float | None, refusal: str | None = No
         extracted=refusal,
         metrics=metrics,
     )
+
+
+async def _read_artefact(instance: Instance, sandbox: ServedSandbox) -> bytes:
+    """Return the artefact that lies in a sandbox. Raises: ArtefactRefused if none does; SandboxError."""
+    try:
+        return await sandbox.read(instance.artefact, max_bytes=MAX_ARTEFACT_BYTES)
+    except SandboxError as error:
+        if error.kind not in _UNREADABLE:
+            raise
+        raise ArtefactRefused(
+            f"{instance.artefact} is no file of at most {MAX_ARTEFACT_BYTES} bytes"
+        ) from error
+
+
+async def _play(instance: Instance, sandbox: ServedSandbox, phase: Phase, limit_s: float) -> float:
+    """Have a program answer the judge's questions; `limit_s`: its wall time, with all that it is asked."""
+    assert instance.play is not None
+    assert instance.function is not None
+    # -I: what else lies in the directory is no module.
+    argv = [*sandbox.python_argv, "-I", "-c", _DRIVER, instance.artefact, instance.function]
+    job = await sandbox.start(argv, wall_limit_s=limit_s, has_stdin=True)
+    program, play = _Program(job), instance.play(phase)
+    try:
+        calls = next(play)
+        while True:
+            calls = play.send(await program.ask(calls))
+    except StopIteration as end:
+        return float(end.value)
+    finally:
+        play.close()
+        await job.stop()
+
+
+class _Program:
+    """The function of an artefact, where it runs.
+
+    It is asked over its standard input and answers a line for each; what it prints goes nowhere. All that an
+    answer can do is to be a good or a bad one: this process holds opponents, labels and the score.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._unread = bytearray()
+
+    async def ask(self, calls: list[list[Any]]) -> list[Any]:
+        """Return what the function returns for each list of arguments.
+
+        Raises: ArtefactRefused if it raises, ends, takes too long, or returns what JSON has no form for.
+        """
+        if not await self._job.write(json.dumps(calls).encode() + b"\n"):
+            await self._refuse_end()
+        while b"\n" not in self._unread:
+            output = await self._job.read()
+            if output is None:
+                await self._refuse_end()
+            elif output.stdout_omitted or len(self._unread) > _MAX_ANSWER_BYTES:
+                raise ArtefactRefused("the answers of the program are too long")
+            else:
+                self._unread += output.stdout
+        line, _, rest = bytes(self._unread).partition(b"\n")
+        self._unread[:] = rest
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("raised"), str):
+            raise ArtefactRefused(f"the program failed: {found['raised'][:400]}")
+        if not isinstance(found, list) or len(found) != len(calls):
+            raise ArtefactRefused("the program answered in another form than its function's")
+        return found
+
+    async def _refuse_end(self) -> None:
+        """Say how the program ended. Raises: ArtefactRefused."""
+        result = await self._job.wait()
+        words = {
+            ExecKind.TIMED_OUT: f"the program was ended after {result.duration_s:.0f} s",
+            ExecKind.OOM: "the program ran out of memory",
+        }
+        raise ArtefactRefused(words.get(result.kind, f"the program ended ({result.kind.value})"))

@@ -185,11 +185,6 @@ def act(history):
 '''
 
 
-def _oracle(game: Game) -> bytes:
-    moves = [of_round.tolist() for of_round in game.best()[1]]
-    return _BEST_PLAY.format(moves=moves, following=game.next_S.tolist()).encode()
-
-
 _COPYING = '''"""A player to improve."""
 
 
@@ -251,8 +246,10 @@ def make_prisoners(seed: int) -> Instance:
 def _make(
     task: str, seed: int, game: Game, *, starter: str, floor: float, baseline: float, story: str
 ) -> Instance:
-    best, _, deviation = game.best()
-
+    best, moves, deviation = game.best()
+    oracle = _BEST_PLAY.format(
+        moves=[of_round.tolist() for of_round in moves], following=game.next_S.tolist()
+    )
     payoffs = "; ".join(
         f"I play {mine}, the partner {theirs}: {game.payoff[mine, theirs]:g}"
         for mine in (0, 1)
@@ -276,7 +273,7 @@ def _make(
             ceiling_kind="exact",
             standard_error=deviation / _NUM_GAMES[Phase.SEALED] ** 0.5,
         ),
-        oracle=_oracle(game),
+        oracle=oracle.encode(),
         cheats=cheating_sources("act", starter),
         function="act",
         play=lambda phase: game.play(seed_stream(task, seed, phase), _NUM_GAMES[phase]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from types import MappingProxyType
@@ -17,41 +18,53 @@ from strop.environments.research.glyphs import make_glyphs
 from strop.environments.research.sat import make_sat
 from strop.environments.research.tabular import make_class, make_price
 
-TASKS: Mapping[str, Callable[[int], Instance]] = MappingProxyType(
-    {
-        "tab_class": make_class,
-        "tab_reg": make_price,
-        "bos": make_sexes,
-        "ipd": make_prisoners,
-        "blotto": make_blotto,
-        "sat3": make_sat,
-        "glyphs": make_glyphs,
-        "mcar": make_car,
-        "cpole": make_pole,
-        "charlm": make_charlm,
-        "fixtrain": make_fixtrain,
-    }
-)
-"""What makes an instance from its seed; equal seeds, equal instances."""
-SUMMARIES: Mapping[str, str] = MappingProxyType(
-    {
-        "tab_class": "Predict from a table of people who of others survived: predictions.csv.",
-        "tab_reg": "Predict the prices of houses from a table of others: predictions.csv.",
-        "bos": "Play a matrix game well, again and again, with a partner that remembers little: player.py.",
-        "ipd": "Play a prisoner's dilemma well, again and again, with a partner of some habits: player.py.",
-        "blotto": "Spread an army over fields against a commander whose past allocations are known:"
-        " allocation.json.",
-        "sat3": "Choose where a solver of Boolean formulas branches, so that it tries little: branching.py.",
-        "glyphs": "Tell which small shape is somewhere on a noisy canvas: predictions.csv.",
-        "mcar": "Drive a weak car up a hill with little effort: controller.py.",
-        "cpole": "Balance a pole on a cart: controller.py.",
-        "charlm": "Predict the next symbol of a text of an unknown language: logprobs.json.",
-        "fixtrain": "Find what is broken in a program that trains a network, and repair it: train.py.",
-    }
-)
-"""What is asked in a sentence, and the artefact: the same for every instance."""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A task of the suite."""
+
+    make: Callable[[int], Instance]
+    """Makes an instance from its seed; equal seeds, equal instances."""
+    summary: str
+    """What is asked in a sentence, and the artefact: the same for every instance."""
 
 
+TASKS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "tab_class": Kind(
+            make_class, "Predict from a table of people who of others survived: predictions.csv."
+        ),
+        "tab_reg": Kind(make_price, "Predict the prices of houses from a table of others: predictions.csv."),
+        "bos": Kind(
+            make_sexes,
+            "Play a matrix game well, again and again, with a partner that remembers little: player.py.",
+        ),
+        "ipd": Kind(
+            make_prisoners,
+            "Play a prisoner's dilemma well, again and again, with a partner of some habits: player.py.",
+        ),
+        "blotto": Kind(
+            make_blotto,
+            "Spread an army over fields against a commander whose past allocations are known:"
+            " allocation.json.",
+        ),
+        "sat3": Kind(
+            make_sat,
+            "Choose where a solver of Boolean formulas branches, so that it tries little: branching.py.",
+        ),
+        "glyphs": Kind(
+            make_glyphs, "Tell which small shape is somewhere on a noisy canvas: predictions.csv."
+        ),
+        "mcar": Kind(make_car, "Drive a weak car up a hill with little effort: controller.py."),
+        "cpole": Kind(make_pole, "Balance a pole on a cart: controller.py."),
+        "charlm": Kind(
+            make_charlm, "Predict the next symbol of a text of an unknown language: logprobs.json."
+        ),
+        "fixtrain": Kind(
+            make_fixtrain, "Find what is broken in a program that trains a network, and repair it: train.py."
+        ),
+    }
+)
 _making = Lock()
 
 
@@ -64,4 +77,4 @@ def make_instance(task: str, seed: int) -> Instance:
 
 @lru_cache(maxsize=64)
 def _make_once(task: str, seed: int) -> Instance:
-    return TASKS[task](seed)
+    return TASKS[task].make(seed)
