@@ -14,11 +14,11 @@ from strop.environments.research.contract import (
     Phase,
     read_json,
     seed_stream,
+    split_draws,
 )
 
 _ARTEFACT = "logprobs.json"
 _NUM_CHARS, _NUM_TEST, _CONTEXT = 20_000, 2500, 8
-_DEV_FRAC = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +89,8 @@ def make_charlm(seed: int) -> Instance:
     text = _walk(seed_stream("charlm", seed, "train"), table, 100, _NUM_CHARS // 100)
     walks = _walk(seed_stream("charlm", seed, "test"), table, _NUM_TEST, _CONTEXT + 1)
     truth, targets = table[walks[:, -3], walks[:, -2]], walks[:, -1]
-    is_dev = seed_stream("charlm", seed, "split").random(_NUM_TEST) < _DEV_FRAC
-    masks = {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
-    sealed = truth[~is_dev]
+    masks = split_draws("charlm", seed, _NUM_TEST)
+    sealed = truth[masks[Phase.SEALED]]
     entropy_N = -(sealed * np.log2(sealed)).sum(axis=1)
     variance_N = (sealed * np.log2(sealed) ** 2).sum(axis=1) - entropy_N**2
     bigram = _fit_bigram(text, num_symbols)[walks[:, -2]]

@@ -19,6 +19,7 @@ import numpy as np
 
 SUITE_VERSION = "research-1"
 MAX_ARTEFACT_BYTES = 1 << 20
+_DEV_FRAC = 0.2
 _MAX_FOLD = 10.0
 """Share of the range, as one in so many, from which on an attempt counts in the profile."""
 _ALARM_ERRORS = 5.0
@@ -145,10 +146,21 @@ def seed_stream(task: str, seed: int, purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
+def split_draws(task: str, seed: int, num_draws: int) -> dict[Phase, np.ndarray]:
+    """Return which hidden draws of an instance count in each phase, as masks; a fifth is for development."""
+    is_dev = seed_stream(task, seed, "split").random(num_draws) < _DEV_FRAC
+    return {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
+
+
 def to_csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> bytes:
     """Return a table as CSV; no cell may need quotes."""
     lines = [",".join(header), *(",".join(map(str, row)) for row in rows)]
     return ("\n".join(lines) + "\n").encode()
+
+
+def to_predictions(values: np.ndarray) -> bytes:
+    """Return the table `id,prediction` that `read_column` reads."""
+    return to_csv(("id", "prediction"), list(enumerate(values.tolist())))
 
 
 def read_column(artefact: bytes, num_rows: int) -> np.ndarray:

@@ -10,13 +10,14 @@ from strop.environments.research.contract import (
     Phase,
     read_column,
     seed_stream,
+    split_draws,
     to_csv,
+    to_predictions,
 )
 
 SIZE = 12
 _HEIGHT, _WIDTH = 7, 5
 _NUM_TRAIN, _NUM_TEST = 1000, 2500
-_DEV_FRAC = 0.2
 _ARTEFACT = "predictions.csv"
 _SHAPES = (
     "01110 10001 10011 10101 11001 10001 01110",
@@ -74,8 +75,7 @@ def make_glyphs(seed: int) -> Instance:
     placed = place_everywhere(digit_shapes()[rng.permutation(10)] * contrast)
     train, y_train = draw_images(seed_stream("glyphs", seed, "train"), placed, noise, _NUM_TRAIN)
     test, y_test = draw_images(seed_stream("glyphs", seed, "test"), placed, noise, _NUM_TEST)
-    is_dev = seed_stream("glyphs", seed, "split").random(_NUM_TEST) < _DEV_FRAC
-    masks = {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
+    masks = split_draws("glyphs", seed, _NUM_TEST)
     best = classify(test, placed, noise)
     nearest = y_train[((train**2).sum(axis=1)[None] - 2 * test @ train.T).argmin(axis=1)]
 
@@ -100,7 +100,7 @@ def make_glyphs(seed: int) -> Instance:
             "test.csv": to_csv(
                 ("id", *pixels), [(row, *image) for row, image in enumerate(_in_tenths(test))]
             ),
-            _ARTEFACT: _predictions(nearest),
+            _ARTEFACT: to_predictions(nearest),
         },
         artefact=_ARTEFACT,
         marks=Marks(
@@ -108,17 +108,17 @@ def make_glyphs(seed: int) -> Instance:
             baseline=accuracy(nearest, Phase.SEALED),
             ceiling=ceiling,
             ceiling_kind="bayes",
-            standard_error=float(np.sqrt(ceiling * (1 - ceiling) / (~is_dev).sum())),
+            standard_error=float(np.sqrt(ceiling * (1 - ceiling) / masks[Phase.SEALED].sum())),
         ),
-        oracle=_predictions(best),
+        oracle=to_predictions(best),
         cheats={
-            "constant": _predictions(constant),
-            "echo of the ids": _predictions(np.arange(_NUM_TEST)),
+            "constant": to_predictions(constant),
+            "echo of the ids": to_predictions(np.arange(_NUM_TEST)),
             "every label at once": to_csv(
                 ("id", "prediction"), [(row, label) for row in range(_NUM_TEST) for label in range(10)]
             ),
         },
-        leaked=_predictions(y_test),
+        leaked=to_predictions(y_test),
         score=lambda artefact, phase: accuracy(read_column(artefact, _NUM_TEST), phase),
     )
 
@@ -126,7 +126,3 @@ def make_glyphs(seed: int) -> Instance:
 def _in_tenths(images: np.ndarray) -> list[list[int]]:
     found: list[list[int]] = np.rint(10 * images).astype(int).tolist()
     return found
-
-
-def _predictions(values: np.ndarray) -> bytes:
-    return to_csv(("id", "prediction"), list(enumerate(values.tolist())))

@@ -16,7 +16,9 @@ from strop.environments.research.contract import (
     Phase,
     read_column,
     seed_stream,
+    split_draws,
     to_csv,
+    to_predictions,
 )
 
 _PREDICTIONS = "predictions.csv"
@@ -25,7 +27,6 @@ _FORM = (
     " scores a hidden fifth of the test rows, and the result counts the others."
 )
 _NUM_TEST_C, _NUM_TEST_R = 4000, 3000
-_DEV_FRAC = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +88,7 @@ def make_class(seed: int) -> Instance:
     labels_rng = seed_stream("tab_class", seed, "labels")
     p_train, p_test = probability(rule.log_odds(train)), probability(rule.log_odds(test))
     y_train, y_test = labels_rng.random(len(p_train)) < p_train, labels_rng.random(len(p_test)) < p_test
-    is_dev = seed_stream("tab_class", seed, "split").random(_NUM_TEST_C) < _DEV_FRAC
-    masks = {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
+    masks = split_draws("tab_class", seed, _NUM_TEST_C)
     noise = seed_stream("tab_class", seed, "nuisance")
     columns = ("sex", "class", "age", "kin", "fare", "ticket", "port", "deck")
 
@@ -96,13 +96,13 @@ def make_class(seed: int) -> Instance:
         predicted = read_column(artefact, _NUM_TEST_C)
         return float(np.mean((predicted == y_test)[masks[phase]]))
 
-    sealed = p_test[~is_dev]
+    is_sealed = masks[Phase.SEALED]
+    sealed = p_test[is_sealed]
     starter = test["female"].astype(int)
-    is_right = masks[Phase.SEALED]
     majority = int(y_train.mean() > 0.5)
     marks = Marks(
-        floor=float(np.mean(np.equal(y_test, majority)[is_right])),
-        baseline=float(np.mean((starter == y_test)[is_right])),
+        floor=float(np.mean(np.equal(y_test, majority)[is_sealed])),
+        baseline=float(np.mean((starter == y_test)[is_sealed])),
         ceiling=float(np.mean(np.maximum(sealed, 1 - sealed))),
         ceiling_kind="bayes",
         standard_error=float(np.sqrt(np.sum(sealed * (1 - sealed))) / len(sealed)),
@@ -117,17 +117,17 @@ def make_class(seed: int) -> Instance:
                 ("id", *columns, "survived"), _people(train, noise, y_train.astype(int).tolist())
             ),
             "test.csv": to_csv(("id", *columns), _people(test, noise)),
-            _PREDICTIONS: _predictions(starter),
+            _PREDICTIONS: to_predictions(starter),
         },
         artefact=_PREDICTIONS,
         marks=marks,
-        oracle=_predictions((p_test > 0.5).astype(int)),
+        oracle=to_predictions((p_test > 0.5).astype(int)),
         cheats={
-            "constant": _predictions(np.full(_NUM_TEST_C, majority)),
-            "echo of the ids": _predictions(np.arange(_NUM_TEST_C)),
-            "a value between the classes": _predictions(np.full(_NUM_TEST_C, 0.5)),
+            "constant": to_predictions(np.full(_NUM_TEST_C, majority)),
+            "echo of the ids": to_predictions(np.arange(_NUM_TEST_C)),
+            "a value between the classes": to_predictions(np.full(_NUM_TEST_C, 0.5)),
         },
-        leaked=_predictions(y_test.astype(int)),
+        leaked=to_predictions(y_test.astype(int)),
         score=score,
     )
 
@@ -164,10 +164,6 @@ def _people(
         )
         for row in range(num_rows)
     ]
-
-
-def _predictions(values: np.ndarray) -> bytes:
-    return to_csv(("id", "prediction"), list(enumerate(values.tolist())))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,15 +219,14 @@ def make_price(seed: int) -> Instance:
     noise = seed_stream("tab_reg", seed, "labels")
     y_train = rule.mean(train) + noise.normal(0, PRICE_NOISE, 1200)
     y_test = rule.mean(test) + noise.normal(0, PRICE_NOISE, _NUM_TEST_R)
-    is_dev = seed_stream("tab_reg", seed, "split").random(_NUM_TEST_R) < _DEV_FRAC
-    masks = {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
+    masks = split_draws("tab_reg", seed, _NUM_TEST_R)
 
     def error(predicted: np.ndarray, phase: Phase) -> float:
         return float(np.sqrt(np.mean((predicted - y_test)[masks[phase]] ** 2)))
 
     constant = np.full(_NUM_TEST_R, y_train.mean())
     starter = _fit_lines(train, y_train, test, names)
-    num_sealed = int((~is_dev).sum())
+    num_sealed = int(masks[Phase.SEALED].sum())
     marks = Marks(
         floor=error(constant, Phase.SEALED),
         baseline=error(starter, Phase.SEALED),
@@ -249,17 +244,17 @@ def make_price(seed: int) -> Instance:
         files={
             "train.csv": to_csv(("id", *columns, "log_price"), _houses(train, names, y_train)),
             "test.csv": to_csv(("id", *columns), _houses(test, names)),
-            _PREDICTIONS: _predictions(starter.round(4)),
+            _PREDICTIONS: to_predictions(starter.round(4)),
         },
         artefact=_PREDICTIONS,
         marks=marks,
-        oracle=_predictions(rule.mean(test).round(5)),
+        oracle=to_predictions(rule.mean(test).round(5)),
         cheats={
-            "constant": _predictions(constant.round(4)),
-            "echo of a column": _predictions(test["area"].round(1)),
-            "zeros": _predictions(np.zeros(_NUM_TEST_R)),
+            "constant": to_predictions(constant.round(4)),
+            "echo of a column": to_predictions(test["area"].round(1)),
+            "zeros": to_predictions(np.zeros(_NUM_TEST_R)),
         },
-        leaked=_predictions(y_test),
+        leaked=to_predictions(y_test),
         score=lambda artefact, phase: error(read_column(artefact, _NUM_TEST_R), phase),
     )
 
