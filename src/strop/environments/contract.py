@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from strop.rollout import Example, FinishReason, Message, Outcome
+from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tool_calls import Spoken
 
 PROFILE_AREA = "profile_area"
@@ -64,6 +64,11 @@ class Kept(Generic[Made]):
             return wrap(await self.restore())
 
         return Kept(restore, self.close)
+
+
+def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
+    """Return the numbers of a split's examples, where examples are numbers: those held out come first."""
+    return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
 
 
 class Environment(Protocol):

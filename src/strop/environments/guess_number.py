@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, numbers_of
 from strop.rollout import Example, Message, Split
 from strop.spec.base import expert
 from strop.spec.task import EnvironmentSection
@@ -67,9 +67,9 @@ class GuessNumber:
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield games. The number is drawn when a game begins: an example names its own draw only."""
-        first = 0 if split is Split.HELD_OUT else self._spec.num_held_out
-        number = self._spec.num_held_out if split is Split.HELD_OUT else self._spec.num_train
-        return ({"game": first + index} for index in range(number))
+        spec = self._spec
+        numbers = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return ({"game": number} for number in numbers)
 
     def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Draw the number, and ask for the first guess behind a guess that was right.

@@ -23,11 +23,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from strop.environments.contract import numbers_of
 from strop.environments.tools import ToolError, read_objects
-from strop.environments.workspace import Workspace
+from strop.environments.workspace import Workspace, room_limits
 from strop.errors import ConfigError, DataError, SandboxError
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
 from strop.spec.sandboxing import RoomSettings
@@ -115,11 +116,11 @@ class Mlgym(Workspace):
         return " ".join(task.digest for _, task in sorted(self._tasks().items()))
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
-        """Yield attempts. Raises: DataError, ConfigError as `list_tasks`."""
-        spec = self._spec
-        is_held_out = split is Split.HELD_OUT
-        first, number = (0, spec.num_held_out) if is_held_out else (spec.num_held_out, spec.num_train)
-        return iterate_attempts(self._tasks(), first, number)
+        """Yield attempts, the tasks taking turns. Raises: DataError, ConfigError as `list_tasks`."""
+        spec, tasks = self._spec, [task for _, task in sorted(self._tasks().items())]
+        for number in numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out):
+            task = tasks[number % len(tasks)]
+            yield {"task": task.task_id, "attempt": number, "digest": task.digest}
 
     def opening(self, example: Example, seed: int) -> str:
         """Tell the task."""
@@ -132,16 +133,7 @@ class Mlgym(Workspace):
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return a sandbox for training."""
-        disk_bytes = int(self._spec.disk_gib * 1024 * MIB)
-        limits = Limits(
-            memory_bytes=int(self._spec.memory_gib * 1024 * MIB),
-            has_address_limit=False,
-            max_processes=1024,
-            file_bytes=disk_bytes,
-            scratch_bytes=disk_bytes,
-            max_scratch_files=200_000,
-            max_open_files=4096,
-        )
+        limits = replace(room_limits(self._spec), max_scratch_files=200_000)
         return SandboxSpec(limits=limits, image=self._spec.image)
 
     async def prepare(self, example: Example, seed: int) -> None:
@@ -474,11 +466,3 @@ def _malformed(path: Path, what: str) -> DataError:
         allowed="a task as MLGym's own are written, its files in the checkout",
         next_step="correct it, or leave it out of task.tasks",
     )
-
-
-def iterate_attempts(tasks: Mapping[str, MlgymTask], first: int, number: int) -> Iterator[Mapping[str, Any]]:
-    """Yield attempts: the tasks one after the other, each with a number of its own."""
-    names = sorted(tasks)
-    for index in range(first, first + number):
-        task = tasks[names[index % len(names)]]
-        yield {"task": task.task_id, "attempt": index, "digest": task.digest}

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, numbers_of
 from strop.environments.tools import read_objects
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.base import FreeTable, expert
@@ -121,10 +121,9 @@ class Openenv:
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield a seed for each attempt."""
-        is_held_out = split is Split.HELD_OUT
-        first = 0 if is_held_out else self._spec.num_held_out
-        number = self._spec.num_held_out if is_held_out else self._spec.num_train
-        return ({"seed": first + index} for index in range(number))
+        spec = self._spec
+        seeds = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return ({"seed": seed} for seed in seeds)
 
     async def reset(self, example: Example, seed: int) -> str:
         """Open a session with the example's seed. Raises: AttemptFailed."""

@@ -17,16 +17,16 @@ import re
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.workspace import Workspace, submitted
+from strop.environments.workspace import Workspace, room_limits, submitted
 from strop.errors import ConfigError, SandboxError
 from strop.rollout import Example, FailureOwner, Outcome, Split, make_example
-from strop.sandbox.contract import MIB, ExecKind, ExecResult, Limits, SandboxSpec
+from strop.sandbox.contract import MIB, ExecKind, ExecResult, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
 from strop.spec.sandboxing import RoomSettings
@@ -183,19 +183,7 @@ class RepoRepair(Workspace):
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return a sandbox of the row's image."""
-        spec, kept_bytes = self._spec, 8 * MIB
-        disk_bytes = int(spec.disk_gib * 1024 * MIB)
-        limits = Limits(
-            memory_bytes=int(spec.memory_gib * 1024 * MIB),
-            has_address_limit=False,
-            max_processes=1024,
-            file_bytes=disk_bytes,
-            scratch_bytes=disk_bytes,
-            max_scratch_files=1_000_000,
-            max_open_files=4096,
-            output_head_bytes=kept_bytes,
-            output_tail_bytes=kept_bytes,
-        )
+        limits = replace(room_limits(self._spec), output_head_bytes=8 * MIB, output_tail_bytes=8 * MIB)
         image = self._image_of(example)
         # Its files are root's.
         return SandboxSpec(limits=limits, image=image or None, user=0 if image else None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from typing import Any
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, numbers_of
 from strop.environments.tools import RESERVED, ToolError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import TaskLimits
@@ -44,8 +44,8 @@ def adapt(kind: type) -> Callable[[], Any]:
 
 def number_examples(split: Split | str) -> Iterator[Mapping[str, int]]:
     """Yield examples that are a seed and nothing else; the splits share none."""
-    first, number = (NUM_HELD_OUT, NUM_TRAIN) if split == Split.TRAIN else (0, NUM_HELD_OUT)
-    return ({"seed": seed} for seed in range(first, first + number))
+    seeds = numbers_of(Split(split), num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT)
+    return ({"seed": seed} for seed in seeds)
 
 
 class GymnasiumWorld:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.contract import Done
+from strop.environments.contract import Done, numbers_of
 from strop.environments.guests.guest import Guest, guest_of
 from strop.errors import ConfigError
 from strop.io.notices import tell
@@ -67,9 +67,9 @@ class Textarena:
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield a seed for each game."""
-        first = 0 if split is Split.HELD_OUT else self._spec.num_held_out
-        number = self._spec.num_held_out if split is Split.HELD_OUT else self._spec.num_train
-        return ({"game": self._spec.game, "seed": first + index} for index in range(number))
+        spec = self._spec
+        seeds = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return ({"game": spec.game, "seed": seed} for seed in seeds)
 
     async def reset(self, example: Example, seed: int) -> str:
         """Begin the game of the example's seed."""

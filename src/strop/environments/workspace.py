@@ -42,7 +42,7 @@ from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.following import Shell, ShellResult
 from strop.sandbox.served import ServedSandbox
-from strop.spec.sandboxing import SandboxSettings
+from strop.spec.sandboxing import RoomSettings, SandboxSettings
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.user.rewards import as_outcome
@@ -426,6 +426,20 @@ class Workspace:
         if result.exit_code:
             raise ToolError(result.stderr.decode(errors="replace"))
         return f"{path} is changed at line {line}."
+
+
+def room_limits(room: RoomSettings) -> Limits:
+    """Return the limits of a sandbox in which software is built and tested, with the room of the run file."""
+    disk_bytes = int(room.disk_gib * 1024 * MIB)
+    return Limits(
+        memory_bytes=int(room.memory_gib * 1024 * MIB),
+        has_address_limit=False,
+        max_processes=1024,
+        file_bytes=disk_bytes,
+        scratch_bytes=disk_bytes,
+        max_scratch_files=1_000_000,
+        max_open_files=4096,
+    )
 
 
 def submitted(command: str) -> tuple[str, str]:

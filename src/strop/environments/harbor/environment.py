@@ -28,12 +28,12 @@ from pydantic import Field
 
 from strop.environments.contract import Done
 from strop.environments.harbor.directories import HarborTask, digest_tree, list_directories
-from strop.environments.workspace import Workspace, submitted
+from strop.environments.workspace import Workspace, room_limits, submitted
 from strop.errors import ConfigError, SandboxError, SandboxLost
 from strop.io import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.sandbox.contract import MIB, Limits, SandboxSpec
+from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.engine import ENGINES, Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
@@ -222,17 +222,11 @@ class Harbor(Workspace):
 
     def _container_of(self, network: str) -> SandboxSpec:
         task, spec = self._task, self._spec
-        disk_bytes = task.disk_bytes or int(spec.disk_gib * 1024 * MIB)
-        limits = Limits(
-            memory_bytes=task.memory_bytes or int(spec.memory_gib * 1024 * MIB),
-            has_address_limit=False,
-            max_processes=1024,
-            file_bytes=disk_bytes,
-            scratch_bytes=disk_bytes,
-            max_scratch_files=1_000_000,
-            max_open_files=4096,
-            cpus=task.cpus,
-        )
+        limits = replace(room_limits(spec), cpus=task.cpus)
+        if task.memory_bytes:
+            limits = replace(limits, memory_bytes=task.memory_bytes)
+        if task.disk_bytes:
+            limits = replace(limits, file_bytes=task.disk_bytes, scratch_bytes=task.disk_bytes)
         return SandboxSpec(
             limits=limits,
             image=self._image.name,
