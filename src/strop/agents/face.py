@@ -264,7 +264,7 @@ async def _send_json(send: Send, status: int, content: Mapping[str, Any]) -> Non
 async def _send(send: Send, status: int, kind: bytes, body: bytes) -> None:
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     if status == 500:
-        # What the engine failed to do is lost for this rollout: asking again helps nobody.
+        # What the engine failed to do is lost for this rollout: asking again is of no use.
         headers.append((b"x-should-retry", b"false"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -72,5 +72,5 @@ class Generate:
         }
 
     def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
-        """Refuse: nobody asks so. Raises: Refused."""
+        """Refuse: ids come in one answer. Raises: Refused."""
         raise Refused(400, "there is no stream of ids", "unsupported_value")

@@ -31,7 +31,7 @@ class Done:
     """What a step or a tool of an author's environment returns to end the attempt."""
 
     text: str = ""
-    """Why, for people: nobody is asked again."""
+    """Why it ended, for people: the model does not see it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

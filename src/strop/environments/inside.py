@@ -43,7 +43,7 @@ def main() -> None:
         listener.listen(1)
         os.write(1, READY)
         connection, _ = listener.accept()
-    # Nobody else gets one.
+    # One connection is all there is.
     os.unlink(SOCKET)
     connection.setblocking(False)
     asyncio.run(_serve(connection))

@@ -280,7 +280,7 @@ class Marks:
     metric: str
     baseline: float
     ceiling: float | None = None
-    """What nothing can beat; None where nobody knows."""
+    """The best value that is possible; None where it is unknown."""
     is_lower_better: bool = False
 
     def normalise(self, value: float) -> float:

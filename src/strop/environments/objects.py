@@ -102,7 +102,7 @@ class ObjectHere:
 
     @property
     def snapshot(self) -> Callable[[], Awaitable[Kept[ObjectHere] | None]] | None:
-        """What keeps where a workspace stands; None: nobody knows what any other object shares."""
+        """What keeps where a workspace stands. None for any other object: what it shares is unknown."""
         # Private, as public methods are tools.
         take = getattr(self._own, "_snapshot", None)
         return None if take is None else partial(self._keep, take)

@@ -251,7 +251,7 @@ class WebSocket:
 
     @classmethod
     async def connect(cls, url: str) -> Self:
-        """Connect to a `ws`, `wss`, `http` or `https` URL. Raises: OSError if nobody speaks so there."""
+        """Connect to a `ws`, `wss`, `http` or `https` URL. Raises: OSError if no such server answers."""
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
         is_secure = True if parts.scheme in ("wss", "https") else None
@@ -303,7 +303,7 @@ class WebSocket:
                     return whole.decode(errors="replace")
 
     async def close(self) -> None:
-        """Take leave and hang up."""
+        """Send a closing frame, and close the connection."""
         with suppress(OSError):
             await self._send(_CLOSE, struct.pack(">H", 1000))
         self._writer.close()

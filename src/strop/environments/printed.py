@@ -1,8 +1,8 @@
-"""What code of environments prints: kept for people in one file, an attempt at a time; no model is told.
+"""What environments print: one file for people, written an attempt at a time; the model never sees it.
 
-A run says where (`keep_prints`). In the process of the rollouts `hearing` tells an attempt's words from all
-others', by the task that prints; words of a sandbox or of a guest's process are told by whoever reads them.
-Programs that code starts, and libraries in C, write past it, to the run's own log.
+A run says where (`keep_prints`). In the process of the rollouts `hearing` separates the output of concurrent
+attempts, by a context variable; what a sandbox or a guest's process prints is written by the code that reads
+it (`tell`). Child processes and libraries in C bypass all this and write to the run's own log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Heard:
         self._omitted = dict.fromkeys(STREAMS, 0)
 
     def add(self, stream: str, data: bytes) -> None:
-        """Hear some more."""
+        """Add output; its beginning and its end are kept."""
         room = END_BYTES - len(self._heads[stream])
         self._heads[stream] += data[:room]
         tail = self._tails[stream] + data[room:]
@@ -44,13 +44,13 @@ class Heard:
         self._omitted[stream] += len(tail) - len(self._tails[stream])
 
     def tell(self) -> None:
-        """Write it down."""
+        """Write to the log what was kept."""
         for stream in STREAMS:
             tell(self._about, stream, self._heads[stream] + self._tails[stream], self._omitted[stream])
 
 
 def tell(about: str, stream: str, data: bytes, num_omitted: int = 0) -> None:
-    """Write down what a stream was told, `num_omitted` bytes of its middle left out."""
+    """Write the output of a stream to the log; `num_omitted` bytes of its middle were left out."""
     if data:
         note = f" ({num_omitted} bytes left out in the middle)" if num_omitted else ""
         _printed.info("%s %s%s:\n%s", about, stream, note, data.decode(errors="replace").rstrip())
@@ -61,7 +61,7 @@ _hearing: ContextVar[Heard | None] = ContextVar("hearing", default=None)
 
 @contextmanager
 def hearing(heard: Heard | None) -> Iterator[None]:
-    """Hear what is printed in a block, and in the tasks and threads that it starts and waits for."""
+    """Collect what is printed in a block, and in the tasks and threads that it starts and waits for."""
     token = _hearing.set(heard)
     try:
         yield
@@ -70,7 +70,7 @@ def hearing(heard: Heard | None) -> Iterator[None]:
 
 
 class _Stream:
-    """A stream of this process; what is printed while somebody is heard goes to that attempt."""
+    """A stream of this process; within `hearing`, its output goes to that attempt."""
 
     def __init__(self, name: str, behind: IO[str]) -> None:
         self.name = name
@@ -115,7 +115,7 @@ def keep_prints(where: Path | IO[str]) -> None:
 
 
 def forget_prints() -> None:
-    """Keep nothing any more."""
+    """Undo `keep_prints`."""
     for handler in _printed.handlers[:]:
         _printed.removeHandler(handler)
         handler.close()
@@ -126,5 +126,5 @@ def forget_prints() -> None:
 
 
 def are_prints_kept() -> bool:
-    """Whether anybody hears of them."""
+    """Whether `keep_prints` is in force."""
     return bool(_printed.handlers)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from strop.environments.research.blotto import all_allocations, draw_scaled, value_of
-from strop.environments.research.charlm import Chain, entropies
+from strop.environments.research.charlm import Chain
 from strop.environments.research.contract import load_function, play_with
 from strop.environments.research.control import Car, Pole
 from strop.environments.research.games import prisoners_game, sexes_game
@@ -53,6 +53,20 @@ def test_table_of_classes() -> None:
 def test_table_of_prices() -> None:
     mean = PriceRule().mean(draw_houses(np.random.default_rng(0), 200_000))
     assert np.sqrt(mean.var() + 0.12**2) == pytest.approx(0.351, abs=0.003)
+
+
+def entropies(table: np.ndarray) -> tuple[float, float, float]:
+    """Return the entropy of a symbol in bits, given none, one and two before it."""
+    pairs = np.full(table.shape[:2], 1 / table.shape[0] ** 2)
+    for _ in range(500):
+        pairs = np.einsum("ab,abc->bc", pairs, table)
+    single = pairs.sum(axis=0)
+    given_one = np.einsum("ab,abc->bc", pairs, table) / single[:, None]
+    return (
+        -float(single @ np.log2(single)),
+        -float((single[:, None] * given_one * np.log2(given_one)).sum()),
+        -float((pairs[..., None] * table * np.log2(table)).sum()),
+    )
 
 
 def test_text() -> None:

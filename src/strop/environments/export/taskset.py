@@ -94,7 +94,7 @@ class Player:
                 self._process.stdin.write(json.dumps(line).encode() + b"\n")
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                # It has ended, and `_hear` says so to whoever waits.
+                # It has ended: `_hear` fails every request that still waits.
                 return
 
     def _hear(self) -> None:

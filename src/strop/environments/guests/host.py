@@ -55,7 +55,7 @@ async def main(make_guest: Callable[..., Any]) -> None:
             continue
         task = under_way[number] = asyncio.create_task(getattr(beginning.result(), name)(**asked))
         task.add_done_callback(partial(answer, number))
-    # Nobody is there to hear of an orderly end.
+    # The parent is gone: an orderly end has no reader.
     os._exit(0)
 
 

@@ -45,20 +45,6 @@ class Chain:
         return found
 
 
-def entropies(table: np.ndarray) -> tuple[float, float, float]:
-    """Return the entropy of a symbol in bits, given none, one and two before it."""
-    pairs = np.full(table.shape[:2], 1 / table.shape[0] ** 2)
-    for _ in range(500):
-        pairs = np.einsum("ab,abc->bc", pairs, table)
-    single = pairs.sum(axis=0)
-    given_one = np.einsum("ab,abc->bc", pairs, table) / single[:, None]
-    return (
-        -float(single @ np.log2(single)),
-        -float((single[:, None] * given_one * np.log2(given_one)).sum()),
-        -float((pairs[..., None] * table * np.log2(table)).sum()),
-    )
-
-
 def _walk(rng: np.random.Generator, table: np.ndarray, num_walks: int, num_steps: int) -> np.ndarray:
     """Return texts side by side, (num_walks, num_steps), from far enough into each."""
     num_symbols = len(table)

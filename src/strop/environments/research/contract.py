@@ -126,7 +126,7 @@ class Instance:
     cheats: Mapping[str, bytes] = field(default_factory=dict)
     """Artefacts that must earn no more than the floor, by what they try."""
     leaked: bytes | None = None
-    """What somebody writes who has seen the hidden draws; its score is alarming. None: nothing to see."""
+    """An artefact made by looking at the hidden draws; its score is alarming. None: there are none to see."""
     score: Callable[[bytes, Phase], float] | None = None
     """Judges data. Raises: ArtefactRefused."""
     function: str | None = None

@@ -285,7 +285,7 @@ class Research(Workspace):
 
 
 def instance_of(example: Example, salt: bytes = b"") -> Instance:
-    """Return the instance that an example names; with a salt, one that nobody makes without it."""
+    """Return the instance that an example names; with a salt, one that cannot be made without it."""
     task, number = example.fields["task"], example.fields["instance"]
     if salt:
         digest = hmac.digest(salt, f"{SUITE_VERSION}/{task}/{number}".encode(), "sha256")

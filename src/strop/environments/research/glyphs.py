@@ -1,4 +1,4 @@
-"""Digits somewhere on a noisy canvas: `glyphs`. Whoever looks at pixels in place sees almost nothing."""
+"""Digits somewhere on a noisy canvas: `glyphs`. Comparing pixels place by place finds almost nothing."""
 
 from __future__ import annotations
 
