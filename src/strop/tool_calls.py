@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from strop.errors import DataError
@@ -151,15 +152,7 @@ def _source_of(source: str, wanted: str) -> str:
     return found
 
 
-def _read_hermes(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Spoken:
-    return _read_tagged(text, _json_call)
-
-
-def _read_qwen_xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Spoken:
-    return _read_tagged(text, lambda source, start: _xml_call(source, start, schemas))
-
-
-def _read_tagged(text: str, read: Any) -> Spoken:
+def _read_tagged(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> Spoken:
     """Read what stands between `<tool_call>` and its end, by what is in it; a missing end is forgiven."""
     prose, calls, mistakes = [], [], []
     place = 0
@@ -302,9 +295,9 @@ def _mistake(source: str, error: ValueError) -> str:
     return f"a tool call that cannot be read: {why}: {source.strip():.200}"
 
 
-_READERS = {
-    CallFormat.HERMES: _read_hermes,
-    CallFormat.QWEN_XML: _read_qwen_xml,
+_READERS: Mapping[CallFormat, Callable[[str, Mapping[str, Mapping[str, Any]]], Spoken]] = {
+    CallFormat.HERMES: lambda text, schemas: _read_tagged(text, _json_call),
+    CallFormat.QWEN_XML: lambda text, schemas: _read_tagged(text, partial(_xml_call, schemas=schemas)),
     CallFormat.LLAMA: _read_llama,
     CallFormat.MISTRAL: _read_mistral,
     CallFormat.FENCE: _read_fences,

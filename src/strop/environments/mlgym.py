@@ -214,7 +214,9 @@ class Mlgym(Workspace):
             )
         output = result.stdout.decode(errors="replace")
         is_whole = result.exit_code == 0 and output.split()[-1:] == [nonce]
-        return _read_metrics(output.rpartition(nonce)[0]) if is_whole else None
+        # Over one line or several; two objects are no result.
+        found = list(read_objects(output.rpartition(nonce)[0]))
+        return found[0] if is_whole and len(found) == 1 else None
 
     def _task_of(self, example: Example) -> MlgymTask:
         return self._tasks()[example.fields["task"]]
@@ -231,12 +233,6 @@ def _read_checkout(root: str, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
 async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
     for name, path in files.items():
         await sandbox.upload(path, name)
-
-
-def _read_metrics(output: str) -> dict[str, Any] | None:
-    """Return the one JSON object that a script printed, over one line or several."""
-    found = list(read_objects(output))
-    return found[0] if len(found) == 1 else None
 
 
 def _find_fault(task: MlgymTask, data: bytes) -> str | None:
