@@ -341,12 +341,13 @@ def test_a_thousand_calls_at_once_have_the_tokens_of_an_attempt_together(tmp_pat
     assert len(said) == 50
 
 
+# Imported where it is used: looking at a function imports its module too.
 AGENT = '''
-import os, sys, time
-import openai
+import time
 
 async def two_calls(prompt, base_url, api_key, model, a, **others):
     """Ask, and ask whether it is right."""
+    import openai
     print("this is no answer")
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": prompt}]
@@ -358,6 +359,7 @@ async def two_calls(prompt, base_url, api_key, model, a, **others):
 
 def ends_early(prompt): return "7"
 def asks_until_it_fails(prompt, base_url, api_key):
+    import openai
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": prompt}]
     while True:
@@ -366,6 +368,7 @@ def asks_until_it_fails(prompt, base_url, api_key):
 
 def fails(prompt): raise RuntimeError("a bug")
 def hangs(prompt, base_url, api_key):
+    import openai
     openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(
         model="x", messages=[{"role": "user", "content": prompt}])
     time.sleep(600)
