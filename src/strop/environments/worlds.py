@@ -92,7 +92,7 @@ class WorldTask:
         owners = {name: server for name, (server, _) in self.served_tools.items()}
         return ServedObject(made, owners, servers, self.object_limits) if servers else made
 
-    def make_object(self, gpus: tuple[str, ...]) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
         """Return the class's part of an attempt."""
         return ObjectHere(partial(self.make_placed, gpus), self.to_outcome, self.object_limits)
 
@@ -340,7 +340,7 @@ class OwnWorld(WorldTask, OwnTask):
         """Whether its class is a `Workspace`."""
         return self._inspected.has_sandbox
 
-    def make_object(self, gpus: tuple[str, ...]) -> WorldObject:
+    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
         """Return what one attempt is made on: in this process, or in a sandbox."""
         return SandboxedObject(self._sandboxed, gpus) if self.is_apart else super().make_object(gpus)
 
