@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, StoreError
+from strop.errors import StoreError
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.lock import FileLock
 
@@ -119,34 +119,6 @@ class JobLog:
             # Without it: a change of state of a job that this log never saw.
             if "submitted" in record
         ]
-
-    def find(self, reference: str) -> JobRow:
-        """Return the job of a job name, a run's name or key (its newest job), or a prefix of one job alone.
-
-        Raises: ConfigError if none or several fit.
-        """
-        rows = self.read()
-        by_name = [row for row in rows if row.job_name == reference]
-        by_run = [row for row in rows if reference in (row.run, row.facts.get("run_key"))]
-        if reference and (by_name or by_run):
-            return (by_name or by_run)[-1]
-        found = [row for row in rows if row.job_name.startswith(reference)]
-        if len(found) == 1 and reference:
-            return found[0]
-        what = f"begins {len(found)} jobs" if found else "is no job of the job log"
-        names = ", ".join(row.job_name for row in (found or rows)[-5:]) or "none, the job log is empty"
-        raise ConfigError(
-            f"{reference!r} {what}",
-            allowed=f"a job name, a run's name, or a prefix that one job alone has; the newest: {names}",
-            next_step="give the whole name",
-        )
-
-    def rebuild(self) -> None:
-        """Render the table from the twin.
-
-        Raises: StoreError if it cannot be written.
-        """
-        self._write([])
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         try:
