@@ -240,8 +240,8 @@ def open_run(reference: str, say: Callable[[str], None]) -> tuple[LiveRun, Calla
 
     Raises: ConfigError if there is none, or several; StoreError if the place does not answer.
     """
-    from strop.launch.ending import TrialEnd, exit_code_of
     from strop.launch.job_dir import has_plan
+    from strop.launch.launcher import TrialEnd, ask_every_s, exit_code_of
     from strop.launch.submit import describe_status
     from strop.record.run_dir import STATE_NAME
     from strop.view.live import LiveRun
@@ -261,7 +261,7 @@ def open_run(reference: str, say: Callable[[str], None]) -> tuple[LiveRun, Calla
             )
         return runs[0], lambda: find_run_end(runs[0])
     launcher, ref, trial = open_job(reference)
-    asked = TrialEnd(launcher, ref, trial or 0, say)
+    asked = TrialEnd(launcher, ref, trial or 0, every_s=ask_every_s(ref), say=say)
 
     def find_end() -> RunEnd | None:
         status = asked.find()
@@ -308,9 +308,8 @@ def fetch(
     ] = False,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""
-    from strop.launch.backends import BACKENDS
     from strop.launch.fetch import Part, fetch_run, follow_run
-    from strop.launch.launcher import ASK_EVERY_S, ASK_HERE_EVERY_S, require_trial
+    from strop.launch.launcher import ask_every_s, require_trial
 
     output: Output = context.obj
     step = int(only) if only.isdecimal() else None
@@ -330,7 +329,7 @@ def fetch(
     record = launcher.backend.open_record(ref, trial or 0)
     if follow:
         # Requests to schedulers and stores are throttled and paid for.
-        every_s = ASK_HERE_EVERY_S if BACKENDS[ref.backend].is_here else ASK_EVERY_S
+        every_s = ask_every_s(ref)
         fetched = follow_run(
             record,
             to.absolute(),

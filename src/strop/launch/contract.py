@@ -390,8 +390,8 @@ class Renewable(Protocol):
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
         """Return the plan of the next job in the same directory: a new name, all else as it was. Pure."""
 
-    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
-        """Return the newest whole checkpoint that a next job would go on from, None if there is none.
+    def find_saved_step(self, ref: JobRef) -> int | None:
+        """Return the newest whole checkpoint that a run's next job would go on from, None if there is none.
 
         Raises: StoreError if its place does not answer.
         """

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError
+from strop.errors import EXIT_DONE, EXIT_FAILED, CheckRefused, ConfigError, StoreError
 from strop.hardware.findings import Finding
-from strop.launch.attempts import read_attempts
 from strop.launch.backends import BACKENDS
 from strop.launch.build_request import make_plan
 from strop.launch.contract import (
-    AttemptRecord,
     JobPlan,
     JobRef,
     JobRequest,
@@ -49,11 +47,11 @@ UNKNOWN_LIMIT_S = 60.0
 """How long logs of a job are followed that its scheduler does not know: it may just have been submitted."""
 LOST_LIMIT_S = 600.0
 """How long a job is watched that its scheduler, which does answer, does not know."""
-ASK_EVERY_S = 15.0
+_ASK_EVERY_S = 15.0
 """While watching. Schedulers with many users throttle more frequent queries."""
-ASK_HERE_EVERY_S = 1.0
+_ASK_HERE_EVERY_S = 1.0
 """While watching a job of this machine."""
-_ASK_EVERY_S = 0.5
+_POLL_S = 0.5
 """While a cancellation is waited for."""
 
 
@@ -100,7 +98,8 @@ class Launcher(Submitter):
 
     def watch_end(self, ref: JobRef, trial: int) -> Callable[[], bool]:
         """Return what tells whether a trial has ended, or has not been known for long."""
-        return _End(lambda: self._trials(ref, trial)[0]).is_seen
+        end = TrialEnd(self, ref, trial)
+        return lambda: end.find() is not None
 
     def cancel(self, ref: JobRef, *, trial: int | None = None, grace_s: float) -> CancelOutcome:
         """End a job: TERM, wait, KILL. What ended it is read from its state.
@@ -132,39 +131,67 @@ class Launcher(Submitter):
         mine = tuple(one for one in statuses if trial in {None, one.trial})
         return CancelOutcome(statuses=mine, ended_by=ended_by)
 
-    def read_attempts(self, ref: JobRef, trial: int) -> list[AttemptRecord]:
-        """Return what a trial wrote of its attempts. Raises: StoreError."""
-        return read_attempts(self.backend.open_record(ref, trial))
-
-    def _trials(self, ref: JobRef, trial: int | None) -> tuple[JobStatus, ...]:
-        return tuple(one for one in self.status([ref]) if trial in {None, one.trial})
-
     def _all_ended(self, ref: JobRef, trial: int | None) -> bool:
-        return all(one.state.is_terminal for one in self._trials(ref, trial))
+        return all(one.state.is_terminal for one in self.status([ref]) if trial in {None, one.trial})
 
     def _wait_for_end(self, ref: JobRef, trial: int | None, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while not (ended := self._all_ended(ref, trial)) and time.monotonic() < deadline:
-            time.sleep(_ASK_EVERY_S)
+            time.sleep(_POLL_S)
         return ended
 
 
-class _End:
-    """Decides when following logs ends: at the trial's end, or when no source has known it for long."""
+class TrialEnd:
+    """Finds out whether a trial has ended, or a scheduler that answers has not known it for long."""
 
-    def __init__(self, ask: Callable[[], JobStatus]) -> None:
-        self._ask = ask
+    def __init__(
+        self,
+        launcher: Launcher,
+        ref: JobRef,
+        trial: int,
+        *,
+        every_s: float = 0.0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`every_s`: the shortest pause between two queries. `say` gets each new state.
+
+        Raises: ConfigError if the job has no such trial.
+        """
+        require_trial(ref, trial)
+        self._launcher, self._ref, self._trial = launcher, ref, trial
+        self._every_s, self._say = every_s, say
+        self._ask_at = float("-inf")
         self._unknown_since: float | None = None
+        self._state: JobState | None = None
 
-    def is_seen(self) -> bool:
-        """Whether it has ended, or a scheduler that answers has not known it for long."""
-        status = self._ask()
-        is_unknown = status.state is JobState.UNKNOWN and not status.is_silent
-        if not is_unknown:
+    def find(self) -> JobStatus | None:
+        """Return the status at the end, or None while the trial goes on. Raises: StoreError."""
+        if time.monotonic() < self._ask_at:
+            return None
+        statuses = self._launcher.status([self._ref])
+        status = next(one for one in statuses if one.trial == self._trial)
+        self._ask_at = time.monotonic() + self._every_s
+        if status.state is not self._state:
+            self._state = status.state
+            self._say(f"{self._ref.job_id}: {describe_status(status)}")
+        if status.state is not JobState.UNKNOWN or status.is_silent:
             self._unknown_since = None
-            return status.state.is_terminal
+            return status if status.state.is_terminal else None
         self._unknown_since = self._unknown_since or time.monotonic()
-        return time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S
+        return status if time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S else None
+
+
+def exit_code_of(status: JobStatus) -> int:
+    """Return 0 for a success, else the code that the last attempt ended with, or 1."""
+    if status.state is JobState.SUCCEEDED:
+        return EXIT_DONE
+    code = None if status.attempt is None else status.attempt.exit_code
+    return code or EXIT_FAILED
+
+
+def ask_every_s(ref: JobRef) -> float:
+    """Return the pause between two queries about a job, in seconds."""
+    return _ASK_HERE_EVERY_S if BACKENDS.get(ref.backend, SiteOptions).is_here else _ASK_EVERY_S
 
 
 def require_trial(ref: JobRef, trial: int | None) -> None:
@@ -212,15 +239,13 @@ def watch(
     while True:
         # Read again each time: another process may have submitted the next job.
         ref = read_ref(job_path_of(home))
-        is_here = BACKENDS.get(ref.backend, SiteOptions).is_here
         statuses = launcher.status([ref])
         words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
         notices.say_new("state", words)
         has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
         if has_ended and not _goes_on(launcher, ref, statuses, notices, now):
             return
-        every_s = ASK_HERE_EVERY_S if is_here else ASK_EVERY_S
-        pause_s = every_s * random.uniform(1.0, 1.25)
+        pause_s = ask_every_s(ref) * random.uniform(1.0, 1.25)
         is_lost = any(one.state is JobState.UNKNOWN and not one.is_silent for one in statuses)
         unknown_s = unknown_s + pause_s if is_lost else 0.0
         if unknown_s > LOST_LIMIT_S:

@@ -122,7 +122,7 @@ class Submitter:
             if last is not None:
                 self._refuse_running(last)
                 if isinstance(self.backend, Renewable):
-                    start_step = self.backend.find_saved_step(last, 0)
+                    start_step = self.backend.find_saved_step(last)
                     plan = replace(plan, follows=last.job_id, start_step=start_step)
             require_none(check_plan(self.backend, plan))
             return self._write_and_submit(plan, request, is_resumed=True)
@@ -155,7 +155,7 @@ class Submitter:
                     submitted_at=submitted_at,
                     num_past=self._count_attempts(last, old),
                     follows=last.job_id,
-                    start_step=self.backend.find_saved_step(last, 0),
+                    start_step=self.backend.find_saved_step(last),
                     num_resubmitted=old.num_resubmitted + 1,
                 )
                 plan = self.backend.renew(plan, submitted_at=submitted_at)
@@ -349,7 +349,7 @@ def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
     """Return why a run may have no further job: its budget is spent, or the last one made no progress."""
     if plan.num_resubmitted >= plan.max_requeue:
         return f"job.max_requeue={plan.max_requeue}, and that often it was"
-    step = backend.find_saved_step(ref, 0)
+    step = backend.find_saved_step(ref)
     if step is not None and (plan.start_step is None or step > plan.start_step):
         return None
     began = "without one" if plan.start_step is None else f"from step {plan.start_step}"

@@ -244,9 +244,9 @@ class FakeOnceBackend(FakeBackend):
         self.calls.append(Call(verb="renew", detail=plan.follows))
         return replace(plan, argv=(*plan.argv[:2], f"next-after-{plan.follows}"))
 
-    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
-        """Return the newest checkpoint of the trial's directory."""
-        return max(find_checkpoints(self.open_record(ref, trial)), default=None)
+    def find_saved_step(self, ref: JobRef) -> int | None:
+        """Return the newest checkpoint of the run's directory."""
+        return max(find_checkpoints(self.open_record(ref, 0)), default=None)
 
 
 class SilentRecord(DirectoryRecord):

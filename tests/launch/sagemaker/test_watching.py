@@ -207,7 +207,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     def make_instance() -> Emulator:
         if emulators:
             # The second job has a little to do after whatever the first one had saved.
-            num_steps.append((site.backend.find_saved_step(ref, 0) or 0) + 5)
+            num_steps.append((site.backend.find_saved_step(ref) or 0) + 5)
         environment = {
             "TRAINEE_STEPS": str(num_steps[-1]),
             "TRAINEE_STEP_S": "0.1",
@@ -231,7 +231,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     state_uri = ref.details["jobs"][0]["state_uri"]
 
     def has_state() -> bool:
-        return site.backend.find_saved_step(ref, 0) is not None
+        return site.backend.find_saved_step(ref) is not None
 
     def run_out_of_time() -> None:
         wait_until(has_state, "no state came")

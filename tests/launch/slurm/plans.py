@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from strop.launch.attempts import read_attempts
 from strop.launch.contract import (
+    AttemptRecord,
     JobEnvironment,
     JobRef,
     JobRequest,
@@ -103,6 +105,10 @@ class LoginNode:
     def status(self, ref: JobRef) -> JobStatus:
         """The state of a job of one trial."""
         return self.launcher.status([ref])[0]
+
+    def attempts(self, ref: JobRef, trial: int) -> list[AttemptRecord]:
+        """What a trial wrote of its attempts."""
+        return read_attempts(self.backend.open_record(ref, trial))
 
     def wait_for(
         self, ref: JobRef, *states: JobState, limit_s: float = LIMIT_S, trial: int = 0, attempt: int = 0

@@ -41,7 +41,7 @@ def test_lau_3_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(
     end = json.loads((old / "end-0.json").read_text())
     assert (end["exit_code"], "this one is cut off" in end["cause"]) == (1, True), end
     assert login.status(ref).state is JobState.SUCCEEDED
-    assert len(login.launcher.read_attempts(ref, 0)) == 2
+    assert len(login.attempts(ref, 0)) == 2
     frail.start_node(lost)
     frail.await_nodes()
 

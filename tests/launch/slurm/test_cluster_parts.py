@@ -30,7 +30,7 @@ def test_a_sweep_is_an_array_whose_trials_live_apart(login: LoginNode, cluster: 
     login.let_go(ref, *(f"members/{trial}" for trial in range(4)))
     for trial in range(4):
         login.wait_for(ref, JobState.SUCCEEDED, trial=trial, attempt=1 if trial == 3 else 0)
-    numbers = [len(login.launcher.read_attempts(ref, trial)) for trial in range(4)]
+    numbers = [len(login.attempts(ref, trial)) for trial in range(4)]
     assert numbers == [1, 1, 1, 2]
     login.wait_until(lambda: cluster.run("squeue", "-h") == "")
 
@@ -68,7 +68,7 @@ def test_one_trial_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> Non
     login.let_go(ref, "members/0", "members/1")
     assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
     assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
-    assert [len(login.launcher.read_attempts(ref, trial)) for trial in (0, 1)] == [1, 2]
+    assert [len(login.attempts(ref, trial)) for trial in (0, 1)] == [1, 2]
 
 
 def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:

@@ -24,7 +24,7 @@ def test_lau_3_a_job_that_always_saves_is_requeued_as_often_as_it_may(login: Log
     status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert status.reason.startswith("requeue budget")
-    assert len(login.launcher.read_attempts(ref, 0)) == 3
+    assert len(login.attempts(ref, 0)) == 3
 
 
 def test_lau_10_a_node_whose_preflight_fails_is_left_out_of_the_next_life(
@@ -33,7 +33,7 @@ def test_lau_10_a_node_whose_preflight_fails_is_left_out_of_the_next_life(
     ref = early.refs["refused"]
     status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    first, second = (attempt.nodes[0] for attempt in login.launcher.read_attempts(ref, 0))
+    first, second = (attempt.nodes[0] for attempt in login.attempts(ref, 0))
     assert {first, second} == {"n1", "n2"}
     assert (Path(ref.home) / "excluded-nodes").read_text() == f"{first}\n"
 
@@ -49,7 +49,7 @@ def test_a_job_that_is_told_of_its_limit_goes_on_in_another_life(login: LoginNod
     ref = early.refs["told"]
     status = login.wait_for(ref, *ALL_ENDS, limit_s=300.0, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    attempts = login.launcher.read_attempts(ref, 0)
+    attempts = login.attempts(ref, 0)
     assert [attempt.exit_code for attempt in attempts] == [75] * (len(attempts) - 1) + [0]
     assert attempts[0].signal == "SIGUSR2"
     assert seen(ref, f"{ref.job_id}-1")["begin"] > 0

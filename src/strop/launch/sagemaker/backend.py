@@ -145,12 +145,12 @@ class SageMakerBackend:
         """Give all trials' jobs new names, and what is kept by a job's name the new places."""
         return renew_plan(plan, submitted_at)
 
-    def find_saved_step(self, ref: JobRef, trial: int) -> int | None:
+    def find_saved_step(self, ref: JobRef) -> int | None:
         """Return the newest state in S3, whichever job of the run it comes from, or what its mirror has."""
-        root = _job_of(ref, trial)["state_uri"].rstrip("/")
+        root = _job_of(ref, 0)["state_uri"].rstrip("/")
         names = (stored.uri[len(root) + 1 :] for stored in self._objects.list(root))
         steps = [step for name in names if (step := step_of_state(name)) is not None]
-        return max([*steps, *find_checkpoints(self.open_record(ref, trial))], default=None)
+        return max([*steps, *find_checkpoints(self.open_record(ref, 0))], default=None)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""
