@@ -29,7 +29,7 @@ from strop.launch.contract import (
     TrialPlan,
     VariableSource,
 )
-from strop.launch.environment import EnvironmentFlags
+from strop.launch.environment import EnvironmentFlags, gather_for_trackers
 from strop.launch.evaluating import (
     EVALUATION,
     carry_baselines,
@@ -50,7 +50,6 @@ from strop.launch.serving import (
 )
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
-from strop.launch.trackers import gather_for_trackers
 from strop.record.prediction import PRICE_VARIABLE
 from strop.spec import NOT_ASKED, ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value

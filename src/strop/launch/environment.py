@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.ports import ADDRESS_VARIABLE, NAMES_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
+from strop.io.logins import has_wandb_key
 from strop.io.redaction import REDACTED, is_secret
 from strop.launch.contract import JobEnvironment, VariableSource
 from strop.launch.dotenv import is_variable_name, parse_dotenv
@@ -39,6 +40,7 @@ from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 
 if TYPE_CHECKING:
     from strop.launch.options import Site, SiteOptions
+    from strop.spec import TrackersSpec
 
 ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
@@ -138,6 +140,39 @@ def gather_environment(
         secret_roles={name: secrets[name] for name in sorted(secrets) if secrets[name]},
     )
     return environment, tuple(layers.conflicts)
+
+
+def gather_for_trackers(
+    spec: TrackersSpec,
+    site: Site,
+    project_path: Path,
+    names: Sequence[str],
+    env_file: Path | None,
+    flags: EnvironmentFlags,
+    environ: Mapping[str, str],
+) -> tuple[JobEnvironment, tuple[str, ...]]:
+    """Return what `gather_environment` does, with what the submitter has set for the run's trackers.
+
+    Raises: ConfigError as it does, and where W&B would find no key in the job.
+    """
+    # Here: nodes read their variables without it.
+    from strop.store.policy import is_offline
+
+    said = {*read_dotenv(project_path), *read_env_file(env_file), *site.profile.env, *names}
+    wanted = () if spec.offline else spec.variables()
+    names = [*names, *(name for name in wanted if environ.get(name) and name not in said)]
+    environment, conflicts = gather_environment(site, project_path, names, env_file, flags, environ)
+    stays_here = spec.offline or not site.profile.has_network or is_offline(environment.variables)
+    if "wandb" in spec.use and not stays_here:
+        variables = {**dict.fromkeys(environment.secrets, REDACTED), **environment.variables}
+        if not has_wandb_key(variables, sees_home=site.profile.has_shared_disk):
+            raise ConfigError(
+                f"trackers.use names wandb, and a job of site {site.name!r} would have no key for it",
+                allowed="WANDB_API_KEY in your environment, .env, --env-file or the site's secrets;"
+                " or trackers.offline = true",
+                next_step="export WANDB_API_KEY, or set trackers.offline=true",
+            )
+    return environment, conflicts
 
 
 class _Layers:
