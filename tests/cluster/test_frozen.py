@@ -15,7 +15,7 @@ import pytest
 
 from strop.algorithm import ALGORITHMS
 from strop.cluster import LearnerRole, ModelSource, Roles
-from strop.cluster.build import with_frozen
+from strop.cluster.contract import with_frozen
 from strop.cluster.local import LocalLearner
 from strop.cluster.ray.learners import LearnerRank, RayLearner
 from strop.errors import ConfigError

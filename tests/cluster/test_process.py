@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.build import build_placement
+from strop.cluster.contract import build_placement
 from strop.cluster.engine_process import EngineProcess, can_swap_adapters
 from strop.cluster.local import InlinePlacement, LocalLearner, ProcessPlacement
 from strop.cluster.publishers import BroadcastPublisher, FilePublisher, clear_publications

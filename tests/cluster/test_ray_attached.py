@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from strop.cluster import ModelSource
-from strop.cluster.build import build_placement
+from strop.cluster.contract import build_placement
 from strop.cluster.ray.attached import AttachedCluster
 from strop.engine.contract import GenerationRequest
 from strop.errors import CheckRefused

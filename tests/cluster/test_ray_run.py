@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.build import build_placement, with_frozen
+from strop.cluster.contract import build_placement, with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
 from strop.engine.contract import GenerationRequest, WeightTransport

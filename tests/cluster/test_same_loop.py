@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.cluster import ModelSource
-from strop.cluster.build import build_placement
+from strop.cluster.contract import build_placement
 from strop.record import RunDir
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, new_run, read_curve, tiny_spec

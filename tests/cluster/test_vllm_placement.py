@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.cluster import ModelSource
-from strop.cluster.build import build_placement
+from strop.cluster.contract import build_placement
 from strop.engine.vllm.environment import VLLM
 from tests.conftest import require_system_part
 from tests.fixtures.tiny_model import tiny_model

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.build import with_frozen
+from strop.cluster.contract import with_frozen
 from strop.engine.sampler import truncate
 from strop.errors import CheckRefused
 from strop.policy.head import TOP_RANKS

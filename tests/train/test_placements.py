@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strop.cluster import ModelSource, Roles
-from strop.cluster.build import build_placement
+from strop.cluster.contract import build_placement
 from strop.cluster.local import InlinePlacement, ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import RunStopped

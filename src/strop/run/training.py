@@ -286,8 +286,7 @@ async def _train(
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
     with importing():
-        from strop.cluster import ModelSource
-        from strop.cluster.build import build_placement, with_frozen
+        from strop.cluster.contract import ModelSource, build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole
         from strop.environments.printed import forget_prints, keep_prints
         from strop.train.loop import TrainInput, TrainLoop
