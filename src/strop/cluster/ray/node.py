@@ -1,68 +1,180 @@
-"""A node of a job that joins the run's Ray cluster: `python -m strop.cluster.ray.node RUN`.
+"""Keeps one Ray node of a run: `python -m strop.cluster.ray.node`, with `--settings FILE` the head.
 
-A role like any other, started by the node's agent with the run's environment, which all roles that Ray
-places here inherit. It waits for the head's file (`record.fence`), joins, and ends its Ray processes when
-that file goes; then it waits for the agent's order, since a sidecar does not leave a run by itself.
+With the directory of a run it joins that run's cluster: a role like any other, started by the node's agent
+with the run's environment, which all roles that Ray places here inherit. It waits for the head's file
+(`record.fence`), joins, and ends its Ray processes when that file goes; then it waits for the agent's order,
+since a sidecar does not leave a run by itself.
+
+It starts `ray start --block`, waits, and ends everything that it started when it is told to (SIGTERM), when
+the process that started it dies, or when the node ends by itself. Ray's own processes watch each other,
+but its agents outlive a killed raylet by more than a minute (2.60): this process adopts them.
+
+Covered: kill -9 of the owner; death of any of Ray's processes; workers in sessions of their own.
+Not covered: kill -9 of this process itself, after which Ray's processes end with it, agents a minute later;
+the temporary directory is then removed by the next keeper of this user.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import shutil
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.ray.keeper import Order, keep_node, say
 from strop.cluster.ray.runtime import HEAD_LIMIT_S, TOKEN_NAME
 from strop.cluster.ray.settings import (
     RAY_VERSION,
     NodeSettings,
     check_object_store,
+    choose_ports,
     choose_temp_dir,
     describe_here,
+    ray_environment,
     require_ray,
     require_same_version,
+    start_args,
 )
-from strop.errors import EXIT_DONE, CheckRefused, StropError
-from strop.hardware.leftovers import SHARED_MEMORY
+from strop.errors import EXIT_DONE, EXIT_FAILED, CheckRefused, StropError
+from strop.hardware.leftovers import SHARED_MEMORY, own_dir
 from strop.hardware.ports import NODE_VARIABLE, find_host_address
+from strop.hardware.process import (
+    TAIL_BYTES,
+    become_subreaper,
+    end_descendants,
+    reap_orphans,
+    spawn,
+    tail,
+    terminate,
+)
+from strop.hardware.tuning import tune_process
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import write_secret
 from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
 from strop.spec.layout import RAY_NODE_MODULE
 
-_POLL_S = 0.2
+_POLL_S = 0.1
+_GRACE_S = 3.0
+_END_LIMIT_S = 10.0
+_LOG_ENDINGS = {".out", ".err", ".log"}
+
+
+class Order:
+    """Whether this process is to end, and why. Made before anything is started, by the main thread."""
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+        self._owner_pid = os.getppid()
+        # The kernel's kill at the owner's death would come before anything is cleared. 1 is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        become_subreaper()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.signal_name = signal.Signals(number).name
+
+    def find(self) -> str | None:
+        """Return why the node is to end; None while it is not."""
+        if self.signal_name:
+            return f"told to by {self.signal_name}"
+        return "its owner has ended" if os.getppid() != self._owner_pid else None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Join, stay as long as the head does, and return 0 after an order to end."""
+    """Keep a node until it is to end; return 0 if it was told to, 1 if it ended by itself."""
     order = Order()
     parser = argparse.ArgumentParser(prog=RAY_NODE_MODULE, description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's directory")
-    run_path = parser.parse_args(arguments).run.absolute()
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("run", nargs="?", type=Path, help="the directory of the run that is joined")
+    which.add_argument("--settings", type=Path, help="those of a head")
+    given = parser.parse_args(arguments)
     try:
-        require_ray()
-        head_path = rendezvous_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
-        head = await_head(head_path, order.find)
-        require_same_python(head)
-        settings = _choose_settings(head, run_path)
-        code = keep_node(
-            settings,
-            head["address"],
-            lambda: order.find() or (None if head_path.exists() else "the head has ended"),
-        )
-        Path(settings.token_path).unlink(missing_ok=True)
+        if given.settings is not None:
+            return keep_node(NodeSettings.read(given.settings), None, order.find)
+        code = join_run(given.run.absolute(), order)
     except StropError as error:
         say(str(error))
         return error.exit_code
     while code == EXIT_DONE and order.find() is None:
         time.sleep(_POLL_S)
     return code
+
+
+def join_run(run_path: Path, order: Order) -> int:
+    """Keep a node of a run's cluster as long as its head lives; return what `keep_node` does.
+
+    Raises: as `keep_node`; CheckRefused if there is no head, or one with other software.
+    """
+    require_ray()
+    head_path = rendezvous_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
+    head = await_head(head_path, order.find)
+    require_same_python(head)
+    settings = _choose_settings(head, run_path)
+    code = keep_node(
+        settings,
+        head["address"],
+        lambda: order.find() or (None if head_path.exists() else "the head has ended"),
+    )
+    Path(settings.token_path).unlink(missing_ok=True)
+    return code
+
+
+def say(text: str) -> None:
+    """Write a line to this process's log."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[[], str | None]) -> int:
+    """Start a node, of the head at `address` or the head itself, and wait for its end; nothing is left then.
+
+    `find_order` says why it is to end, None while it is not. Returns 0 after an order, 1 otherwise.
+    Raises: CheckRefused if its ports are taken; StoreError if its directories cannot be made.
+    """
+    log_path = Path(settings.log_path)
+    # For the roles that Ray starts here: on a node that joins, no run has done it.
+    tune_process()
+    environment = ray_environment(os.environ, host=settings.host, token_path=Path(settings.token_path))
+    ports = choose_ports(settings)
+    with own_dir(Path(settings.temp_dir)), own_dir(Path(settings.shared_dir)):
+        child = spawn(start_args(settings, address, ports), log_path, environment)
+        why = None
+        try:
+            while child.poll() is None and (why := find_order()) is None:
+                reap_orphans([child.pid])
+                time.sleep(_POLL_S)
+        finally:
+            terminate(child, _GRACE_S)
+            left = end_descendants(_END_LIMIT_S)
+            if left:
+                say(f"processes {', '.join(map(str, left))} did not end")
+            _keep_logs(Path(settings.temp_dir), Path(settings.keep_logs_dir))
+    if why is None:
+        say(f"Ray node {settings.index} ended by itself; it said last:\n{tail(log_path)}")
+        return EXIT_FAILED
+    say(f"Ray node {settings.index} ends: {why}")
+    return EXIT_DONE
+
+
+def _keep_logs(temp_dir: Path, target: Path) -> None:
+    """Copy the ends of the logs of Ray's processes, of those that said anything."""
+    with suppress(OSError):
+        for path in sorted(temp_dir.glob("session_2*/logs/*")):
+            if path.suffix not in _LOG_ENDINGS or not path.stat().st_size:
+                continue
+            target.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as source, (target / path.name).open("wb") as copy:
+                source.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                shutil.copyfileobj(source, copy)
 
 
 def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:

@@ -33,7 +33,7 @@ from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import write_secret
-from strop.spec.layout import RoleSlot
+from strop.spec.layout import RAY_NODE_MODULE, RoleSlot
 
 START_LIMIT_S = 120.0
 """Ray's own processes take two to ten seconds."""
@@ -109,7 +109,7 @@ class RayHead:
             self._settings.write(settings_path)
         except OSError as error:
             raise explain_write_failure(error, settings_path) from error
-        args = [sys.executable, "-P", "-m", "strop.cluster.ray.keeper", "--settings", str(settings_path)]
+        args = [sys.executable, "-P", "-m", RAY_NODE_MODULE, "--settings", str(settings_path)]
         self._keeper = spawn(args, Path(self._settings.log_path).with_name("ray-keeper.log"))
 
     async def connect(self) -> str:
