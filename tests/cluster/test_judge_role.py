@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from strop.cluster import ModelSource, servers
-from strop.cluster.servers import JudgeRoles
+from strop.cluster.servers import JudgeRoles, guard
 from strop.engine.server import CHAT_PATH
 from strop.errors import ConfigError, EngineError
 from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
@@ -69,7 +69,7 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         with pytest.raises(
             EngineError, match=r"the judge org/judge is gone: its process \d+ ended with signal 9"
         ):
-            await judges.guard(asyncio.sleep(300))
+            await guard(asyncio.sleep(300), judges.find_failure)
         outcome = await asyncio.to_thread(task.verify, example, "word-7")
         assert outcome.parts == {"judge": None}
         assert isinstance(outcome.failure, Failure)
@@ -99,7 +99,7 @@ def test_a_judge_listens_where_it_is_asked(
 
 def test_what_passes_while_no_judge_dies_is_handed_on(tiny_model_dir: Path, tmp_path: Path) -> None:
     judges = roles_of(run_of(tmp_path), tiny_model_dir, tmp_path / "judges")
-    assert asyncio.run(judges.guard(asyncio.sleep(0, "done"))) == "done"
+    assert asyncio.run(guard(asyncio.sleep(0, "done"), judges.find_failure)) == "done"
 
 
 def test_a_judge_of_another_revision_and_the_policy_itself_are_refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.cluster import servers
-from strop.cluster.servers import RuntimeRole
+from strop.cluster.servers import RuntimeRole, guard
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
 from strop.sandbox import remote
@@ -89,13 +89,13 @@ def test_one_that_comes_with_the_run_lives_as_long_and_its_death_ends_the_run(tm
         found = find_endpoint("runtime")
         assert found is not None
         assert found.key == "run-key"
-        assert await role.guard(asyncio.sleep(0, "done")) == "done"
+        assert await guard(asyncio.sleep(0, "done"), role.find_failure) == "done"
         child = role._child
         assert child is not None
         os.kill(child.pid, signal.SIGKILL)
         try:
             with pytest.raises(SandboxLost, match="the sandbox service ended with -9") as caught:
-                await role.guard(asyncio.sleep(60))
+                await guard(asyncio.sleep(60), role.find_failure)
             assert caught.value.kind == "infra"
         finally:
             await role.stop()

@@ -91,7 +91,7 @@ class EngineProcess:
     @property
     def log_path(self) -> Path:
         """Where it writes from its first byte."""
-        return self._log_path
+        return self._log_dir / "engine.log"
 
     def find_death(self) -> str | None:
         """Say how the process ended, None while it runs."""
@@ -119,7 +119,7 @@ class EngineProcess:
             added |= vllm_environment(self._modules_dir)
         added |= self._environment
         environment = {**os.environ, **added} if added else None
-        self._child = spawn(self._server_args(), self._log_path, environment)
+        self._child = spawn(self._server_args(), self.log_path, environment)
 
     async def connect(self) -> RemoteEngine:
         """Wait until it listens.
@@ -199,10 +199,6 @@ class EngineProcess:
                 allowed="a directory that this user may write to",
                 next_step="mend its permissions and start the run again",
             ) from error
-
-    @property
-    def _log_path(self) -> Path:
-        return self._log_dir / "engine.log"
 
     @property
     def _modules_dir(self) -> Path:

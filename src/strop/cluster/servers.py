@@ -12,7 +12,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,12 +41,6 @@ _SERVICE_LIMIT_S = 300.0
 _SERVICE_GRACE_S = 20.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Started:
-    model: str
-    process: EngineProcess
-
-
 class JudgeRoles:
     """The judges that a run starts itself; there may be none."""
 
@@ -62,7 +55,8 @@ class JudgeRoles:
         self._spec = spec
         self._models = dict(models)
         self._work_dir = work_dir.absolute()
-        self._started: list[_Started] = []
+        self._started: dict[str, EngineProcess] = {}
+        """By model."""
         self._sections = {one.judge_model: one for one in role_judges(spec.task)}
         for name, section in self._sections.items():
             found = models[name]
@@ -90,18 +84,23 @@ class JudgeRoles:
         Raises: EngineError with its last log lines if one does not come up; StoreError if the directory of
         the run cannot be written; CheckRefused if other nodes are to ask it and could not.
         """
-        host = _find_host(self._spec) if self._sections else LOOPBACK
+        host = LOOPBACK
+        if self._sections and self._spec.placement.rollout_workers:
+            # Here: a run without Ray does without this module.
+            from strop.cluster.ray.node import find_own_address
+
+            host = find_own_address(os.environ, len(self._spec.layout.nodes))
         slots = self._spec.layout.of(RoleKind.JUDGE)
         for index, (name, section) in enumerate(self._sections.items()):
             process = self._make_process(
                 section, self._work_dir / f"judge-{index}", host, slots[index].devices
             )
-            self._started.append(_Started(model=name, process=process))
+            self._started[name] = process
             process.launch()
-        for one in self._started:
-            await one.process.connect()
-            found = one.process.endpoint
-            judge = {endpoint_name(one.model): Endpoint(url=f"{found.url}/v1", key=found.key)}
+        for name, process in self._started.items():
+            await process.connect()
+            found = process.endpoint
+            judge = {endpoint_name(name): Endpoint(url=f"{found.url}/v1", key=found.key)}
             try:
                 hand_over(self._work_dir, judge)
             except OSError as error:
@@ -109,25 +108,18 @@ class JudgeRoles:
 
     async def stop(self) -> None:
         """End every judge and remove what was handed over. May be called at any time, and twice."""
-        for one in self._started:
-            withdraw(self._work_dir, [endpoint_name(one.model)])
-            await one.process.stop()
-        self._started = []
+        for name, process in self._started.items():
+            withdraw(self._work_dir, [endpoint_name(name)])
+            await process.stop()
+        self._started = {}
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a work, and end it if a judge dies meanwhile.
-
-        Raises: EngineError naming the judge, its process and its last log lines.
-        """
-        return await guard_work(work, self._find_failure)
-
-    def _find_failure(self) -> EngineError | None:
-        for one in self._started:
-            end = one.process.find_death()
+    def find_failure(self) -> EngineError | None:
+        """Return an error with the name of a judge that has ended, its process and its last log lines."""
+        for name, process in self._started.items():
+            end = process.find_death()
             if end is not None:
                 return EngineError(
-                    f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
-                    f"{tail(one.process.log_path)}\n",
+                    f"the judge {name} is gone: {end}\nIts last log lines:\n{tail(process.log_path)}\n",
                     allowed="a judge that lives as long as the run",
                     next_step="mend the cause and start the run again; it goes on from its last"
                     " checkpoint, and no reply was scored without the judge",
@@ -187,13 +179,6 @@ class RuntimeRole:
             )
         return await self._folder.wait_for(self._folder.find, limit_s=_SERVICE_LIMIT_S, check=self._check)
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a work, and end it if a service that was started here dies meanwhile.
-
-        Raises: SandboxLost with its last log lines.
-        """
-        return await guard_work(work, self._find_failure)
-
     async def stop(self) -> None:
         """End a service that was started here, with all of its sandboxes. May be called twice."""
         withdraw(self._servers_dir, [RUNTIME])
@@ -202,11 +187,12 @@ class RuntimeRole:
             await asyncio.to_thread(terminate, child, _SERVICE_GRACE_S)
 
     def _check(self) -> None:
-        failure = self._find_failure()
+        failure = self.find_failure()
         if failure is not None:
             raise failure
 
-    def _find_failure(self) -> SandboxLost | None:
+    def find_failure(self) -> SandboxLost | None:
+        """Return an error with the last log lines of a service that was started here and has ended."""
         if self._child is None or (code := self._child.poll()) is None:
             return None
         return SandboxLost(
@@ -217,24 +203,14 @@ class RuntimeRole:
         )
 
 
-def _find_host(spec: RunSpec) -> str:
-    """Return the address of this machine at which all ask who judge in this run."""
-    if not spec.placement.rollout_workers:
-        return LOOPBACK
-    # Here: a run without Ray does without this module.
-    from strop.cluster.ray.node import find_own_address
-
-    return find_own_address(os.environ, len(spec.layout.nodes))
-
-
-async def guard_work(work: Coroutine[Any, Any, T], find_failure: Callable[[], Exception | None]) -> T:
-    """Wait for a work, and end it once `find_failure` returns why it cannot go on, which is raised."""
+async def guard(work: Coroutine[Any, Any, T], *find_failures: Callable[[], Exception | None]) -> T:
+    """Wait for a work, and end it once one of `find_failures` says why it cannot go on, which is raised."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
-            failure = find_failure()
-            if failure is not None:
-                raise failure
+            for find_failure in find_failures:
+                if (failure := find_failure()) is not None:
+                    raise failure
         return await task
     finally:
         if not task.done():

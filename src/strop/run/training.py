@@ -287,7 +287,7 @@ async def _train(
     """Start the roles, train, and stop them whatever happens."""
     with importing():
         from strop.cluster.contract import ModelSource, build_placement, with_frozen
-        from strop.cluster.servers import JudgeRoles, RuntimeRole
+        from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
         from strop.environments.printed import forget_prints, keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 
@@ -327,7 +327,7 @@ async def _train(
                 prediction=prediction,
             )
         )
-        await runtime.guard(judges.guard(loop.run()))
+        await guard(loop.run(), judges.find_failure, runtime.find_failure)
     finally:
         await placement.stop()
         await judge.close()

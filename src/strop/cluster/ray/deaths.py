@@ -93,7 +93,7 @@ class DeathWatch:
         from ray.exceptions import RayError, RayTaskError
 
         assert self._death is not None, "start comes first"
-        task = asyncio.ensure_future(_wait(call))
+        task = asyncio.ensure_future(call)
         both: set[asyncio.Future[Any]] = {task, self._death}
         await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -124,7 +124,7 @@ class DeathWatch:
         from ray.exceptions import RayError
 
         try:
-            cause = await _wait(ending)
+            cause = await ending
         except RayError as error:
             cause = await self._explain_loss(error)
         words = read_log(role.log_path, role.host)
@@ -195,11 +195,6 @@ class DeathWatch:
 def read_log(path: Path, host: str) -> str:
     """Return the last lines of a role's log, or where they are if that is another machine's disk."""
     return tail(path) if path.exists() else f"(they are on {host})"
-
-
-async def _wait(call: Awaitable[T]) -> T:
-    # Ray's references can be awaited and are no coroutines, which a task must be made of.
-    return await call
 
 
 def _explain(given: str, cause: str) -> str:

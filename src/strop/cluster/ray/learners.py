@@ -311,7 +311,7 @@ class RayLearner:
 
     async def hold(self) -> None:
         """Keep the weights as they are now. See `LearnerRole.hold`."""
-        await self._gather([rank.hold.remote() for rank in self._ranks])
+        await self._ask_all("hold")
 
     async def score(
         self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
@@ -325,16 +325,13 @@ class RayLearner:
 
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
         """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
-        digests: list[dict[str, str]] = await self._gather(
-            [rank.digest_tensors.remote(role) for rank in self._ranks]
-        )
-        return digests[0]
+        return dict(await self._ask_all("digest_tensors", role))
 
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""
         # Ranks may run elsewhere than in the folder of the run.
         found = replace(source, path=source.path.absolute())
-        await self._gather([rank.add_frozen.remote(role, found) for rank in self._ranks])
+        await self._ask_all("add_frozen", role, found)
         return _RayScorer(self, role)
 
     async def score_frozen(
@@ -347,38 +344,32 @@ class RayLearner:
 
     async def write_weights(self, path: Path) -> str:
         """Write the compute copies. See `LearnerRole.write_weights`."""
-        digests: list[str] = await self._gather([rank.write_weights.remote(path) for rank in self._ranks])
-        return digests[0]
+        return str(await self._ask_all("write_weights", path))
 
     async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
         """Begin to send. See `LearnerRole.offer_weights`."""
-        digests = await self._gather([rank.device_digest.remote() for rank in self._ranks])
-        place = await self._gather([self._ranks[0].open_sender.remote(host)])
+        digest = str(await self._ask_all("device_digest"))
+        place = await self._ask(self._ranks[0].open_sender.remote(host))
         if wire == "ipc":
             # Each rank has receivers on its own GPU.
-            port = int(place[0].rstrip("/").rpartition(":")[2])
+            port = int(place.rstrip("/").rpartition(":")[2])
             await self._gather([rank.open_sender.remote(host, port) for rank in self._ranks[1:]])
         name = f"v{self.version:06d}-{next(self._num_offers)}"
         # A rank answers one call after the other: what comes next waits.
         self._sending = [rank.send_weights.remote(wire, name, num_receivers) for rank in self._ranks]
-        return f"{wire}://{place[0]}{name}", str(digests[0])
+        return f"{wire}://{place}{name}", digest
 
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters. See `LearnerRole.write_adapter`."""
-        digests: list[str] = await self._gather([rank.write_adapter.remote(target) for rank in self._ranks])
-        return digests[0]
+        return str(await self._ask_all("write_adapter", target))
 
     async def weights_digest(self) -> str:
         """Return the digest of the compute copies. See `LearnerRole.weights_digest`."""
-        digests: list[str] = await self._gather([rank.weights_digest.remote() for rank in self._ranks])
-        return digests[0]
+        return str(await self._ask_all("weights_digest"))
 
     async def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory. See `LearnerRole.export`."""
-        digests: list[str] = await self._gather(
-            [rank.export.remote(target, tokenizer_dir) for rank in self._ranks]
-        )
-        return digests[0]
+        return str(await self._ask_all("export", target, tokenizer_dir))
 
     async def save_state(self, target: Path) -> None:
         """Write masters, moments and counters. See `LearnerRole.save_state`."""
@@ -416,6 +407,11 @@ class RayLearner:
     async def _ask(self, call: Awaitable[Any]) -> Any:
         return await self._watch.guard(call, CALL_LIMIT_S)
 
+    async def _ask_all(self, method: str, *arguments: Any) -> Any:
+        """Have all ranks do the same, and return what the first one says."""
+        answers = await self._gather([getattr(rank, method).remote(*arguments) for rank in self._ranks])
+        return answers[0]
+
     async def _score(
         self, groups: Sequence[PackedGroup], ask: Callable[[Any, bytes], Any]
     ) -> list[FloatArray]:
@@ -440,7 +436,7 @@ class RayLearner:
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:
-        return list(await self._watch.guard(asyncio.gather(*calls), CALL_LIMIT_S))
+        return list(await self._ask(asyncio.gather(*calls)))
 
 
 class _RayScorer:

@@ -133,7 +133,7 @@ class RayPlacement:
             for role in roles:
                 with suppress(RayError, TimeoutError):
                     # One after the other has no cost: all but engines only set a flag.
-                    await asyncio.wait_for(_answer(role.actor.end.remote()), STOP_LIMIT_S)
+                    await asyncio.wait_for(role.actor.end.remote(), STOP_LIMIT_S)
                 ray.kill(role.actor)
             if self._group is not None:
                 from ray.util.placement_group import remove_placement_group
@@ -152,7 +152,11 @@ class RayPlacement:
         self._num_nodes = len(layout.nodes)
         host = find_own_address(os.environ, self._num_nodes)
         address = self._spec.ray.address
-        self._head = self._make_head(host) if address is None else self._attach(address)
+        self._head = (
+            self._make_head(host)
+            if address is None
+            else AttachedCluster(address, self._find_own_dir(), self._num_nodes)
+        )
         self._head.launch()
         await self._head.connect()
         await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
@@ -190,14 +194,13 @@ class RayPlacement:
             first_port=first,
             last_port=last,
         )
-        self._weights_dir = self._choose_weights_dir(settings)
+        # In memory of this node, if it has room.
+        if self._spec.engine.transport != "file" and has_memory_room(
+            self._source.path, reserved_bytes=store_bytes
+        ):
+            self._weights_dir = Path(settings.shared_dir)
         rendezvous = rendezvous_path(self._work_dir, self._attempt)
         return RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
-
-    def _attach(self, address: str) -> AttachedCluster:
-        """Return the cluster that is running there."""
-        self._weights_dir = self._work_dir / "weights"
-        return AttachedCluster(address, self._find_own_dir(), self._num_nodes)
 
     async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
         """Make the clients of roles that have loaded, and give all engines the learner's weights."""
@@ -434,14 +437,3 @@ class RayPlacement:
         """Return where roles write: the attempt's folder, where the run has begun one."""
         latest = self._work_dir.parent / "latest"
         return latest.resolve() / "roles" if latest.is_dir() else self._work_dir
-
-    def _choose_weights_dir(self, settings: NodeSettings) -> Path:
-        """Return where weights are written: memory of this node, if it has room."""
-        has_room = has_memory_room(self._source.path, reserved_bytes=settings.object_store_bytes)
-        if self._spec.engine.transport == "file" or not has_room:
-            return self._work_dir / "weights"
-        return Path(settings.shared_dir)
-
-
-async def _answer(call: Any) -> Any:
-    return await call
