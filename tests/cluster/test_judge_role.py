@@ -63,9 +63,9 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         for reply in ("word-0", "word " * 500):
             outcome = await asyncio.to_thread(task.verify, example, reply)
             assert outcome.parts == {"judge": None}
-        (started,) = judges._started
-        assert started.process.pid is not None
-        os.kill(started.process.pid, signal.SIGKILL)
+        (process,) = judges._started.values()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(
             EngineError, match=r"the judge org/judge is gone: its process \d+ ended with signal 9"
         ):

@@ -165,7 +165,7 @@ def read_request(
         command=options.command,
         resources=resources,
         roles=tuple(roles),
-        environment=_say_price(environment, site, given, resources),
+        environment=_say_price(environment, profile, resources),
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
         home=home,
@@ -388,17 +388,11 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
     )
 
 
-def _count_paid_gpus(site: Site, options: Mapping[str, Any], resources: Resources) -> int:
-    profile = site.profile.with_options(options)
-    return profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
-
-
-def _say_price(
-    environment: JobEnvironment, site: Site, options: Mapping[str, Any], resources: Resources
-) -> JobEnvironment:
+def _say_price(environment: JobEnvironment, profile: SiteOptions, resources: Resources) -> JobEnvironment:
     """Let a run know what an hour of its job costs, for its report."""
-    price = site.profile.usd_per_gpu_hour
-    if price is None or not (num_gpus := _count_paid_gpus(site, options, resources)):
+    price = profile.usd_per_gpu_hour
+    num_gpus = profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
+    if price is None or not num_gpus:
         return environment
     return replace(
         environment,
@@ -426,8 +420,9 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
     resources, price = request.resources, request.site.profile.usd_per_gpu_hour
     gpu_hours: float | None = None
     if resources.time_limit_s is not None:
-        num_gpus = _count_paid_gpus(request.site, request.options, resources) * (len(trials) or 1)
-        gpu_hours = num_gpus * resources.time_limit_s / 3600.0
+        profile = request.site.profile.with_options(request.options)
+        num_gpus = profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
+        gpu_hours = num_gpus * (len(trials) or 1) * resources.time_limit_s / 3600.0
     plan = JobPlan(
         name=spec.name,
         site=request.site.name,

@@ -25,6 +25,7 @@ from strop.hardware.allocation import Allocation
 from strop.hardware.gpus import Gpu, GpuUser, read_gpu_users, read_gpu_work, read_gpus
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.job_dir import ATTEMPTS_FOLDER
+from strop.launch.logs import number_of
 from strop.record.files import RecordFiles
 
 WRITE_EVERY_S = 10.0
@@ -93,26 +94,23 @@ class GpuWatch:
 
     def _write_all(self) -> None:
         while not self._is_done.is_set():
-            content = self._observe()
+            users, work = read_gpu_users(), read_gpu_work()
+            content = {
+                "at": time.time(),
+                "node": self._node,
+                "host": socket.gethostname(),
+                "traced_at": _newest_trace(self._run_path) if self._node == 0 else None,
+                "gpus": [
+                    self._describe(gpu, role, [one for one in users if one.gpu_uuid in _names(gpu)], work)
+                    for gpu in read_gpus()
+                    if (role := next((self._roles[one] for one in _names(gpu) if one in self._roles), None))
+                ],
+            }
             # A full disk is told by who cannot do without it.
             with suppress(OSError, StoreError):
                 if not self._is_done.is_set():
                     write_bytes_atomically(self._path, json.dumps(content).encode())
             self._is_done.wait(self._every_s)
-
-    def _observe(self) -> dict[str, Any]:
-        users, work = read_gpu_users(), read_gpu_work()
-        return {
-            "at": time.time(),
-            "node": self._node,
-            "host": socket.gethostname(),
-            "traced_at": _newest_trace(self._run_path) if self._node == 0 else None,
-            "gpus": [
-                self._describe(gpu, role, [one for one in users if one.gpu_uuid in _names(gpu)], work)
-                for gpu in read_gpus()
-                if (role := next((self._roles[one] for one in _names(gpu) if one in self._roles), None))
-            ],
-        }
 
     def _describe(
         self, gpu: Gpu, role: str, users: list[GpuUser], work: Mapping[str, float]
@@ -163,35 +161,21 @@ def read_gpu_rows(record: RecordFiles, *, now: float) -> list[GpuRow]:
     Raises: StoreError if the record's place does not answer.
     """
     found = [match for name in record.list(ATTEMPTS_FOLDER) if (match := _NAME.fullmatch(name))]
-    newest = max((match["attempt"] for match in found), key=_number_of, default=None)
+    newest = max((match["attempt"] for match in found), key=number_of, default=None)
     rows: list[GpuRow] = []
     for match in sorted(found, key=lambda match: int(match["node"])):
         data = record.read(match[0]) if match["attempt"] == newest else None
-        if data is not None:
-            rows += _read_rows(json.loads(data), now)
+        if data is None:
+            continue
+        content = json.loads(data)
+        age_s, traced_at = max(0.0, now - content["at"]), content["traced_at"]
+        of_node = {
+            "node": content["node"],
+            "host": content["host"],
+            "age_s": age_s,
+            "trace_age_s": None if traced_at is None else max(0.0, content["at"] - traced_at),
+        }
+        for gpu in content["gpus"]:
+            state = gpu["state"] if age_s < _STALE_S else "unknown"
+            rows.append(GpuRow(**{**gpu, **of_node, "holders": tuple(gpu["holders"]), "state": state}))
     return rows
-
-
-def _read_rows(content: Mapping[str, Any], now: float) -> list[GpuRow]:
-    age_s, traced_at = max(0.0, now - content["at"]), content["traced_at"]
-    trace_age_s = None if traced_at is None else max(0.0, content["at"] - traced_at)
-    is_fresh = age_s < _STALE_S
-    return [
-        GpuRow(
-            **{
-                **gpu,
-                "node": content["node"],
-                "host": content["host"],
-                "age_s": age_s,
-                "trace_age_s": trace_age_s,
-                "holders": tuple(gpu["holders"]),
-                "state": gpu["state"] if is_fresh else "unknown",
-            }
-        )
-        for gpu in content["gpus"]
-    ]
-
-
-def _number_of(attempt: str) -> int:
-    number = attempt.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1

@@ -104,10 +104,10 @@ class FileLogs:
             (match, name) for name in self._record.list(ATTEMPTS_FOLDER) if (match := _LOG.fullmatch(name))
         ]
         if self._wanted.attempt == "latest" and found:
-            newest = max((match["attempt"] for match, _ in found), key=_number_of)
+            newest = max((match["attempt"] for match, _ in found), key=number_of)
             found = [(match, name) for match, name in found if match["attempt"] == newest]
         # An attempt's logs stand together, and the tenth attempt comes after the ninth.
-        found.sort(key=lambda item: (_number_of(item[0]["attempt"]), item[1]))
+        found.sort(key=lambda item: (number_of(item[0]["attempt"]), item[1]))
         names = [name for match, name in found if self._wanted.takes(**match.groupdict())]
         if self._wanted.role == SCHEDULER or (not names and self._wanted == LogFilter()):
             return [name for name in self._record.list(JOB_FOLDER) if _OF_SCHEDULER.fullmatch(name)]
@@ -139,7 +139,7 @@ class FileLogs:
             )
 
 
-def _number_of(attempt: str) -> int:
+def number_of(attempt: str) -> int:
     """Return the number that an attempt's name ends in: 10 comes after 9."""
     number = attempt.rpartition("-")[2]
     return int(number) if number.isdigit() else -1

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import Resources
 from strop.launch.sagemaker.checkpoint_sync import (
     CheckpointSync,
-    DirectorySink,
     LogEcho,
     RecordUploader,
-    StoreSink,
+    copy_into,
     count_start,
     restore_state,
+    send_to_store,
 )
 from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
 from strop.launch.sagemaker.evaluation_files import restore_evaluation
@@ -322,7 +323,9 @@ def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
     (run / "attempts/a-0/agent-0.json").write_text("{}")
     (run / "attempts/a-0/alive").write_text("1")
     (run / "run.json").write_text("{}")
-    sender = RecordUploader(StoreSink(objects, "s3://strop-test/c/job"), run, "a-0", has_run=True)
+    sender = RecordUploader(
+        partial(send_to_store, objects, "s3://strop-test/c/job"), run, "a-0", has_run=True
+    )
     sender.send_changed()
     assert list(objects.list("s3://strop-test")) == []
     assert capsys.readouterr().err.count("the store is away") == 1
@@ -340,7 +343,7 @@ def test_without_a_network_the_record_is_copied_for_the_platform(tmp_path: Path)
     run = tmp_path / "run"
     (run / "attempts/a-0").mkdir(parents=True)
     (run / "attempts/a-0/verdict.json").write_text("{}")
-    RecordUploader(DirectorySink(tmp_path / "record"), run, "a-0", has_run=False).send_changed()
+    RecordUploader(partial(copy_into, tmp_path / "record"), run, "a-0", has_run=False).send_changed()
     assert (tmp_path / "record/attempts/a-0/verdict.json").read_text() == "{}"
 
 
@@ -464,8 +467,8 @@ def test_what_an_evaluation_has_written_is_sent_and_brought_back(tmp_path: Path)
     (home / "eval" / "two.arithmetic-step-000000.json").write_bytes(b"{}")
     (home / "eval" / "two.lm-eval-hats-step-000000.replies-1").mkdir()
     (home / "eval" / "two.lm-eval-hats-step-000000.replies-1" / "part-0_rank0.db").write_bytes(b"half")
-    sink = DirectorySink(tmp_path / "record")
-    RecordUploader(sink, home, "a-0", has_run=False, evaluation_path=kept).send_changed()
+    send = partial(copy_into, tmp_path / "record")
+    RecordUploader(send, home, "a-0", has_run=False, evaluation_path=kept).send_changed()
     sent = ["two.arithmetic-step-000000.json", "two.arithmetic-step-000000/examples-000000-000031.parquet"]
     for place in (tmp_path / "record", kept):
         found = [path for path in (place / "eval").rglob("*") if path.is_file()]

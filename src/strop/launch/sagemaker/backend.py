@@ -132,7 +132,7 @@ class SageMakerBackend:
                 run=plan.name,
                 facts={**facts, "parent": plan.details["parent"] or earlier},
             )
-            warnings.append(JobLog(Path(plan.details["job_log"])).try_append(row))
+            warnings.append(JobLog(Path(plan.details["job_log"])).append(row))
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
     def send_locally(self, plan: JobPlan) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from strop.errors import ConfigError, StoreError
 from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
@@ -240,37 +239,22 @@ def count_start(checkpoint_path: Path, host: str, job: str) -> int:
     return number
 
 
-class Sink(Protocol):
-    """Where files go."""
-
-    def put(self, path: Path, name: str) -> None:
-        """Send one file. Raises: StoreError or OSError."""
+Send = Callable[[Path, str], None]
+"""Sends a file under a name. Raises: StoreError or OSError."""
 
 
-class StoreSink:
-    """The run's folder in a store."""
-
-    def __init__(self, objects: JobObjects, record_uri: str) -> None:
-        self._objects, self._root = objects, f"{record_uri}/{TRACES}"
-
-    def put(self, path: Path, name: str) -> None:
-        """Send one file whole."""
-        self._objects.write(f"{self._root}/{name}", path.read_bytes())
+def send_to_store(objects: JobObjects, record_uri: str, path: Path, name: str) -> None:
+    """Send a file whole to the run's folder in a store."""
+    objects.write(f"{record_uri}/{TRACES}/{name}", path.read_bytes())
 
 
-class DirectorySink:
-    """A folder that the platform keeps in step with S3."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, path: Path, name: str) -> None:
-        """Copy one file, which appears whole."""
-        target = self._folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".partial-{target.name}")
-        shutil.copyfile(path, partial)
-        partial.rename(target)
+def copy_into(folder: Path, path: Path, name: str) -> None:
+    """Copy a file into a folder that the platform keeps in step with S3, where it appears whole."""
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".partial-{target.name}")
+    shutil.copyfile(path, partial)
+    partial.rename(target)
 
 
 class RecordUploader(Worker):
@@ -282,7 +266,7 @@ class RecordUploader(Worker):
 
     def __init__(
         self,
-        sink: Sink,
+        send: Send,
         trial_path: Path,
         attempt: str,
         *,
@@ -290,8 +274,8 @@ class RecordUploader(Worker):
         evaluation_path: Path | None = None,
     ) -> None:
         """`evaluation_path`: where the platform keeps what an evaluation writes, which has no mirror."""
-        self._sink, self._trial_path, self._attempt = sink, trial_path, attempt
-        self._keeper = None if evaluation_path is None else DirectorySink(evaluation_path)
+        self._send, self._trial_path, self._attempt = send, trial_path, attempt
+        self._evaluation_path = evaluation_path
         self._has_run = has_run
         """Whether this host is the one that writes the run's own files."""
         self._sent: dict[str, tuple[int, int]] = {}
@@ -310,7 +294,7 @@ class RecordUploader(Worker):
         found = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
         if self._has_run:
             found += [self._trial_path / name for name in _RUN_FILES]
-        if self._keeper is not None:
+        if self._evaluation_path is not None:
             found += list_evaluation(self._trial_path)
         for path in found:
             name = path.relative_to(self._trial_path).as_posix()
@@ -318,9 +302,9 @@ class RecordUploader(Worker):
                 stat = path.stat()
                 version = (stat.st_mtime_ns, stat.st_size)
                 if self._sent.get(name) != version:
-                    self._sink.put(path, name)
-                    if self._keeper is not None and name.startswith(f"{EVALUATION_FOLDER}/"):
-                        self._keeper.put(path, name)
+                    self._send(path, name)
+                    if self._evaluation_path is not None and name.startswith(f"{EVALUATION_FOLDER}/"):
+                        copy_into(self._evaluation_path, path, name)
                     self._sent[name] = version
             except FileNotFoundError:
                 continue

@@ -41,13 +41,13 @@ from strop.launch.node.environment import NodeTask
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.checkpoint_sync import (
     CheckpointSync,
-    DirectorySink,
     LogEcho,
     RecordUploader,
-    Sink,
-    StoreSink,
+    Send,
+    copy_into,
     count_start,
     restore_newest,
+    send_to_store,
 )
 from strop.launch.sagemaker.evaluation_files import ShareSender, restore_evaluation, take_share
 from strop.launch.sagemaker.node import StopFlag
@@ -178,7 +178,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
         if start.hosts.is_head:
             evaluation_path = start.tree.checkpoint_path / EVALUATION
     uploader = RecordUploader(
-        _choose_sink(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
+        _choose_place(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
     )
     started_at = time.time()
     rendezvous = join_hosts(
@@ -358,13 +358,14 @@ def _arrival_check(place: str) -> Callable[[str], bool]:
     return has_arrived
 
 
-def _choose_sink(start: _Start) -> Sink:
+def _choose_place(start: _Start) -> Send:
+    """Return where the record goes."""
     if not _reaches_store(start):
-        return DirectorySink(start.tree.checkpoint_path / "record")
+        return partial(copy_into, start.tree.checkpoint_path / "record")
     from strop.store.s3_objects import S3Objects
 
     store = os.environ[URI_VARIABLE].rstrip("/")
-    return StoreSink(S3Objects(), f"{store}/checkpoints/{start.job_name}")
+    return partial(send_to_store, S3Objects(), f"{store}/checkpoints/{start.job_name}")
 
 
 def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:

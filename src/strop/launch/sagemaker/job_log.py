@@ -60,17 +60,10 @@ class JobLog:
         self.path = path
         self.twin_path = path.with_suffix(".jsonl")
 
-    def append(self, row: JobRow) -> None:
-        """Add a job that AWS has accepted.
-
-        Raises: StoreError if it cannot be written.
-        """
-        self._write([asdict(row)])
-
-    def try_append(self, row: JobRow) -> str | None:
-        """Add a job; return a warning for the user if that fails. The job runs all the same."""
+    def append(self, row: JobRow) -> str | None:
+        """Add a job that AWS has accepted; return a warning if that fails. The job runs all the same."""
         try:
-            self.append(row)
+            self._write([asdict(row)])
         except StoreError as error:
             return (
                 f"the job {row.job_name} was accepted, and its row could not be written ({error})."

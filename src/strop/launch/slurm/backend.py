@@ -129,7 +129,7 @@ class SlurmBackend:
                 next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
             )
         details = {"is_array": is_array(plan)} | ({"cluster": found["cluster"]} if found["cluster"] else {})
-        return self._ref(plan.name, plan.home, found["id"], plan.plan_hash, plan.submitted_at, details)
+        return plan.refer_to(found["id"], details)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
         """Return the newest job in this plan's home that is not in its reference file, or None.
@@ -209,30 +209,16 @@ class SlurmBackend:
                 yield self._ref_of(job)
 
     def _ref_of(self, job: SeenJob) -> JobRef:
-        plan_hash = plan_hash_in(job.comment) or ""
-        # A job of one trial is the only one whose home is the trial's own.
-        details = {"is_array": (Path(job.work_path) / "members").is_dir()}
-        submitted_at = job.submitted_at or time.time()
-        return self._ref(job.name, job.work_path, job.base_id, plan_hash, submitted_at, details)
-
-    def _ref(
-        self,
-        name: str,
-        home: str,
-        job_id: str,
-        plan_hash: str,
-        submitted_at: float,
-        details: Mapping[str, object],
-    ) -> JobRef:
         return JobRef(
-            name=name,
+            name=job.name,
             site=self.site,
             backend=self.name,
-            home=home,
-            job_id=job_id,
-            plan_hash=plan_hash,
-            submitted_at=submitted_at,
-            details=details,
+            home=job.work_path,
+            job_id=job.base_id,
+            plan_hash=plan_hash_in(job.comment) or "",
+            submitted_at=job.submitted_at or time.time(),
+            # A job of one trial is the only one whose home is the trial's own.
+            details={"is_array": (Path(job.work_path) / "members").is_dir()},
         )
 
 
