@@ -16,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
-from strop.hardware import Gpu, GpuUser
 from strop.io.atomic import AtomicDirectory
-from strop.launch.contract import Resources
 from strop.launch.sagemaker.checkpoint_sync import (
     CheckpointSync,
     LogEcho,
@@ -30,7 +28,6 @@ from strop.launch.sagemaker.checkpoint_sync import (
 )
 from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
 from strop.launch.sagemaker.evaluation_files import restore_evaluation
-from strop.launch.sagemaker.local_mode import choose_gpus
 from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl, describe_failure, write_failure
@@ -419,21 +416,6 @@ def test_a_program_is_told_at_the_start_of_the_window_and_killed_at_its_end() ->
     assert instance.said == ["start 0", "TERM", "KILL"]
     described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
     assert described["SecondaryStatus"] == "Stopped"
-
-
-def test_a_rehearsal_gets_the_gpus_that_its_run_asks_for() -> None:
-    gpus = [
-        Gpu(index=str(n), uuid=f"GPU-{n}", name="x", memory_bytes=None, has_mig=False, slices=())
-        for n in range(4)
-    ]
-    users = [GpuUser(gpu_uuid="GPU-0", pid=1, memory_bytes=None, user=None, command=None)]
-    two = plan_of(resources=Resources(gpus_per_node=2))
-    # Without --gpus: free ones, as many as the job has.
-    assert choose_gpus(two, (), gpus, users) == ("GPU-1", "GPU-2")
-    assert choose_gpus(two, ("3", "GPU-1"), gpus, users) == ("GPU-3", "GPU-1")
-    assert choose_gpus(plan_of(), (), gpus, users) == ()
-    with pytest.raises(CheckRefused, match="0 in use"):
-        choose_gpus(two, ("0", "1"), gpus, users)
 
 
 # A stop that comes after the entry's handler and before the agent's.

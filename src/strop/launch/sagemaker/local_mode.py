@@ -1,10 +1,8 @@
 """Local mode: a training job on this machine, started and stopped as the platform would, without AWS.
 
-`run_here` is `strop submit --local` on such a site; `Emulator` runs one start of a job, either in containers
-(podman or docker; an image, or `--rootfs DIR:O` without one), where the entry is process 1, or as plain
-processes with a root of their own. `FakeSageMaker` can use it as the instances of a job. The buckets are
-folders in the job's home, `local/s3`; models and data that a run fetches itself come from where the run file
-and STROP_STORE_URI say.
+`Emulator` runs one start of a job, either in containers (podman or docker; an image, or `--rootfs DIR:O`
+without one), where the entry is process 1, or as plain processes with a root of their own. `FakeSageMaker`
+can use it as the instances of a job.
 
 Covered: /opt/ml, channels, several hosts on this machine, TERM, window, KILL, checkpoint copying, exit codes,
 the failure file, leftovers. Not covered: the instances' own disks and networks, FastFile, EFA.
@@ -20,112 +18,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.errors import EXIT_INTERRUPTED, CheckRefused
-from strop.hardware import Gpu, GpuUser
-from strop.launch.container.command import choose_devices, device_words, leased_devices
+from strop.errors import CheckRefused
+from strop.launch.container.command import device_words
 from strop.launch.container.engine import Engine
-from strop.launch.contract import JobPlan
-from strop.launch.job_dir import job_path_of
 from strop.launch.sagemaker import places
-from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import JobObjects
-from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree, checkpoint_path
-from strop.launch.sagemaker.options import SageMakerSite
+from strop.launch.sagemaker.local_platform import PlatformSync, build_tree, checkpoint_path
 from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
 from strop.launch.sagemaker.request import count_hosts
-from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
 MARK = "STROP_EMULATOR"
 """Variable in the environment of every process of one start, by which leftovers are found."""
 _POLL_S = 0.05
 _ENGINE_LIMIT_S = 60.0
 _KNOWN_FOLDERS = ("checkpoints", "input", "model", "output")
-_FOLLOW_PAUSE_S = 0.2
-_KEPT = (
-    *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
-    *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
-)
-"""Of this shell's variables, what a run on this machine needs to find its inputs."""
-
-
-def run_here(
-    plan: JobPlan,
-    profile: SageMakerSite,
-    *,
-    gpus: Sequence[str],
-    engine: Engine | None,
-    image: str | None,
-    say: Callable[[str], None],
-) -> int:
-    """Run the first trial of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
-
-    Raises: CheckRefused; StoreError; ConfigError as a submission.
-    """
-    folder = job_path_of(plan.home).parent / "local"
-    objects = FolderObjects(folder / "s3")
-    request = SageMakerBackend(profile, objects=objects).send_locally(plan)
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    # Not the bucket of the plan: a rehearsal reaches no AWS that the user did not name.
-    environment.setdefault(URI_VARIABLE, "")
-    settings = EmulatorSettings(
-        engine=engine,
-        image=image,
-        gpus=tuple(gpus),
-        python=None if engine is not None else sys.executable,
-        stop_window_s=plan.grace_s,
-        environment=environment,
-    )
-    what = (
-        f"a container of {image}" if engine is not None else "plain processes on this machine, no container"
-    )
-    say(f"local: {what}; its buckets are in {folder / 's3'}")
-    emulator = Emulator(folder / "hosts", objects, settings)
-    emulator.start(request)
-    try:
-        code = _follow(emulator, say)
-    except KeyboardInterrupt:
-        say("stopping: SIGTERM, then the window")
-        code = emulator.stop() or EXIT_INTERRUPTED
-    finally:
-        emulator.kill()
-    for sentence in emulator.check_end():
-        say(f"check: {sentence}")
-    if failure := emulator.failure():
-        say(f"failure file: {failure}")
-    return code
-
-
-def choose_gpus(
-    plan: JobPlan, asked: Sequence[str], gpus: Sequence[Gpu], users: Sequence[GpuUser]
-) -> tuple[str, ...]:
-    """Return the ids of the GPUs that a container of a plan gets here: those asked for, else free ones.
-
-    Raises: CheckRefused if one is unknown or in use, or too few are free.
-    """
-    return choose_devices(
-        gpus, users, num_wanted=plan.resources.gpus_per_node, asked=asked, taken=leased_devices()
-    )
-
-
-def _follow(emulator: Emulator, say: Callable[[str], None]) -> int:
-    shown = dict.fromkeys(emulator.hosts, 0)
-    while True:
-        code = emulator.poll()
-        for host in emulator.hosts:
-            text = emulator.log_of(host)[shown[host] :]
-            whole = text if code is not None else text[: text.rfind("\n") + 1]
-            shown[host] += len(whole)
-            for line in whole.splitlines():
-                say(f"{host}: {line}")
-        if code is not None:
-            return code
-        time.sleep(_FOLLOW_PAUSE_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,31 +1,48 @@
-"""What `--build`, `--push` and `--local` do before a plan is made, or instead of a submission."""
+"""What `--build`, `--push` and `--local` do before a plan is made, or instead of a submission.
+
+With `--local` the buckets are folders in the job's home, `local/s3`; models and data that a run fetches
+itself come from where the run file and STROP_STORE_URI say.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from strop import __version__
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError
 from strop.hardware import read_gpu_users, read_gpus
 from strop.launch.build_request import make_plan
+from strop.launch.container.command import choose_devices, leased_devices
 from strop.launch.container.engine import Engine, locate_engine, prove_engine
 from strop.launch.container.image import build_image, find_image, plan_image
-from strop.launch.contract import Backend, JobRequest
-from strop.launch.job_dir import write_job_dir
+from strop.launch.contract import JobPlan, JobRequest
+from strop.launch.job_dir import job_path_of, write_job_dir
+from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.ecr import compare_images, log_in_for_base, parse_reference, push_image
+from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
+from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.options import SageMakerSite
+from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
 NO_IMAGE = "none"
 """Value of `--image`, with `--local`: plain processes."""
+_FOLLOW_PAUSE_S = 0.2
+_KEPT = (
+    *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
+    *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
+)
+"""Of this shell's variables, what a run on this machine needs to find its inputs."""
 _STEPS = ("build", "no_cache", "push", "local", "devices")
 Say = Callable[[str], None]
 
 
 def prepare_image(
-    request: JobRequest, options: SageMakerSite, backend: Backend, say: Say, *, is_dry_run: bool
+    request: JobRequest, options: SageMakerSite, backend: SageMakerBackend, say: Say, *, is_dry_run: bool
 ) -> JobRequest | int:
     """Build and push an image where that is asked for, or run the job here.
 
@@ -97,13 +114,12 @@ def push_for(
 def _run_here(
     request: JobRequest,
     options: SageMakerSite,
-    backend: Backend,
+    backend: SageMakerBackend,
     engine: Engine | None,
     image: str | None,
     say: Say,
 ) -> int:
-    from strop.launch.sagemaker.local_mode import choose_gpus, run_here
-
+    """Write the job's folder and run its first trial here; return its exit code."""
     gpus = options.devices
     if gpus and image is None:
         raise CheckRefused(
@@ -117,9 +133,76 @@ def _run_here(
     plan = make_plan(request, backend)
     for notice in (*plan.conflicts, *plan.notices):
         say(f"notice: {notice}")
-    if image is not None:
-        gpus = choose_gpus(plan, gpus, read_gpus(), read_gpu_users())
+    if image is None:
+        engine = None
+    else:
+        gpus = choose_devices(
+            read_gpus(),
+            read_gpu_users(),
+            num_wanted=plan.resources.gpus_per_node,
+            asked=gpus,
+            taken=leased_devices(),
+        )
     write_job_dir(plan, request, os.environ)
-    return run_here(
-        plan, options, gpus=gpus, engine=engine if image is not None else None, image=image, say=say
+    return _emulate(plan, options, gpus, engine, image, say)
+
+
+def _emulate(
+    plan: JobPlan,
+    options: SageMakerSite,
+    gpus: tuple[str, ...],
+    engine: Engine | None,
+    image: str | None,
+    say: Say,
+) -> int:
+    """Run the first trial of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
+
+    Raises: CheckRefused; StoreError; ConfigError as a submission.
+    """
+    folder = job_path_of(plan.home).parent / "local"
+    objects = FolderObjects(folder / "s3")
+    request = SageMakerBackend(options, objects=objects).send_locally(plan)
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    # Not the bucket of the plan: a rehearsal reaches no AWS that the user did not name.
+    environment.setdefault(URI_VARIABLE, "")
+    settings = EmulatorSettings(
+        engine=engine,
+        image=image,
+        gpus=gpus,
+        python=None if engine is not None else sys.executable,
+        stop_window_s=plan.grace_s,
+        environment=environment,
     )
+    what = (
+        f"a container of {image}" if engine is not None else "plain processes on this machine, no container"
+    )
+    say(f"local: {what}; its buckets are in {folder / 's3'}")
+    emulator = Emulator(folder / "hosts", objects, settings)
+    emulator.start(request)
+    try:
+        code = _follow(emulator, say)
+    except KeyboardInterrupt:
+        say("stopping: SIGTERM, then the window")
+        code = emulator.stop() or EXIT_INTERRUPTED
+    finally:
+        emulator.kill()
+    for sentence in emulator.check_end():
+        say(f"check: {sentence}")
+    if failure := emulator.failure():
+        say(f"failure file: {failure}")
+    return code
+
+
+def _follow(emulator: Emulator, say: Say) -> int:
+    shown = dict.fromkeys(emulator.hosts, 0)
+    while True:
+        code = emulator.poll()
+        for host in emulator.hosts:
+            text = emulator.log_of(host)[shown[host] :]
+            whole = text if code is not None else text[: text.rfind("\n") + 1]
+            shown[host] += len(whole)
+            for line in whole.splitlines():
+                say(f"{host}: {line}")
+        if code is not None:
+            return code
+        time.sleep(_FOLLOW_PAUSE_S)
