@@ -217,7 +217,7 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
 
     def build(_engine: Engine, plan: ImagePlan, **_settings: object) -> BuiltImage:
         built.touch()
-        return BuiltImage(name=plan.name, image_id="sha256:abc", size_bytes=1, wall_s=0.0)
+        return BuiltImage(name=plan.name, size_bytes=1, wall_s=0.0)
 
     monkeypatch.setattr("strop.launch.sagemaker.prepare.locate_engine", lambda: engine)
     monkeypatch.setattr("strop.launch.sagemaker.prepare.prove_engine", lambda found: found)

@@ -199,7 +199,7 @@ class RuntimeRole:
 
 
 def _find_host(spec: RunSpec) -> str:
-    """Return the address of this machine at which all ask who judge in this run."""
+    """Return the address of this machine at which judging processes reach a judge."""
     if not spec.placement.rollout_workers:
         return LOOPBACK
     # Here: a run without Ray does without this module.

@@ -51,7 +51,7 @@ class GpuRow:
     state: str
     """busy, waiting, idle, held or unknown."""
     work_frac: float | None
-    """Share of the last second or so in which it computed; None where it is not told."""
+    """Share of the last second or so in which it computed; None where the driver does not say."""
     used_bytes: int | None
     memory_bytes: int | None
     holders: tuple[str, ...]
@@ -106,7 +106,7 @@ class GpuWatch:
                     if (role := next((self._roles[one] for one in _names(gpu) if one in self._roles), None))
                 ],
             }
-            # A full disk is told by who cannot do without it.
+            # A full disk is reported by those that cannot do without it.
             with suppress(OSError, StoreError):
                 if not self._is_done.is_set():
                     write_bytes_atomically(self._path, json.dumps(content).encode())

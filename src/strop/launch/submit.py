@@ -57,7 +57,7 @@ class Submitted:
     notice: str = ""
     """Why the job is not in the list of jobs."""
     warnings: tuple[str, ...] = ()
-    """What else a person must do, because it did not work beside the submission itself."""
+    """What a person must do by hand, because a step other than the submission itself failed."""
 
 
 class Submitter:

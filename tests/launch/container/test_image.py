@@ -170,7 +170,7 @@ def test_the_small_image_builds_offline_in_a_minute_and_is_built_once(
     assert agent_image.name == plan.name
     assert agent_image.name in list_images(engine)
     again = build_image(engine, plan, cache_dir=tmp_path)
-    assert (again.image_id, again.wall_s) == (agent_image.image_id, 0.0)
+    assert again.wall_s == 0.0
     assert list(tmp_path.iterdir()) == []
     assert find_image(engine, "localhost/absent:1") is None
     program = (

@@ -48,7 +48,7 @@ class RoleStart:
     """Those of `store.policy`, which the run's own process may have from its run file; on a cluster that is
     not the run's, all that it needs."""
     mark_path: str = ""
-    """A file on the disk of the run's own process: who sees it sees that disk."""
+    """A file on the disk of the run's own process: a role that sees it sees that disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

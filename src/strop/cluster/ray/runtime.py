@@ -229,7 +229,7 @@ class RayHead:
         return tail(Path(self._settings.log_path))
 
     def _clear_start_files(self) -> None:
-        """Remove what only this life needs; left ones are of a life that was killed."""
+        """Remove what only this start needs; left ones are of a start that was killed."""
         for path in (self._rendezvous_path, Path(self._settings.token_path)):
             try:
                 path.unlink(missing_ok=True)

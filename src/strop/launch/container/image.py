@@ -105,7 +105,6 @@ class BuiltImage:
     """An image that the engine has."""
 
     name: str
-    image_id: str
     size_bytes: int
     wall_s: float
     """Seconds of the build; 0 if the image was there already."""
@@ -174,7 +173,7 @@ def build_image(
     """
     present = find_image(engine, plan.name)
     if present is not None and not no_cache:
-        return BuiltImage(name=plan.name, image_id=present[0], size_bytes=present[1], wall_s=0.0)
+        return BuiltImage(name=plan.name, size_bytes=present[1], wall_s=0.0)
     started = time.monotonic()
     folder = (cache_dir or user_cache_dir()) / "images"
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +203,7 @@ def build_image(
     if built is None:
         raise CheckRefused(f"{engine.kind} built {plan.name} and does not have it")
     wall_s = time.monotonic() - started
-    return BuiltImage(name=plan.name, image_id=built[0], size_bytes=built[1], wall_s=wall_s)
+    return BuiltImage(name=plan.name, size_bytes=built[1], wall_s=wall_s)
 
 
 def find_image(engine: Engine, name: str) -> tuple[str, int] | None:

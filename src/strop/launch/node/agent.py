@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exception
 from typing import Any, TextIO
@@ -222,13 +222,8 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
                     return end
                 time.sleep(0.2)
         return NodeEnd(exit_code=EXIT_DONE, cause="")
-    roles = start_roles(
-        node.roles,
-        task.log_path,
-        environment_of=lambda role: environments[role.name],
-        argv_of=lambda role: [_fill(word, task, code_path) for word in role.argv],
-        cwd=code_path,
-    )
+    filled = [_fill(role, task, code_path) for role in node.roles]
+    roles = start_roles(filled, task.log_path, environments, cwd=code_path)
     for role in roles:
         lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
@@ -250,12 +245,13 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
         return watch_roles(roles, stop, check=check, say=node.say)
 
 
-def _fill(word: str, task: NodeTask, code_path: Path) -> str:
-    """Replace what `RolePlan.argv` names. Not by str.format: a command may contain other braces."""
+def _fill(role: RolePlan, task: NodeTask, code_path: Path) -> RolePlan:
+    """Fill in the names of `RolePlan.argv`. Not by str.format: a command may contain other braces."""
     places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path, "{node}": task.node}
+    words = role.argv
     for name, path in places.items():
-        word = word.replace(name, str(path))
-    return word
+        words = tuple(word.replace(name, str(path)) for word in words)
+    return replace(role, argv=words)
 
 
 def check_node(

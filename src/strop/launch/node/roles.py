@@ -93,20 +93,20 @@ class StopRequest:
 def start_roles(
     plans: Sequence[RolePlan],
     log_path: Path,
+    environments: Mapping[str, Mapping[str, str]],
     *,
-    environment_of: Callable[[RolePlan], Mapping[str, str]],
-    argv_of: Callable[[RolePlan], Sequence[str]],
     cwd: Path,
 ) -> list[Role]:
     """Start every role in a process group of its own, with its output in `<log_path>/<role>.log`.
 
+    `environments`: the whole environment of each role, by its name.
     Raises: CheckRefused if a program is missing; the roles that were started before it are ended.
     """
     started: list[Role] = []
     with ExitStack() as undo:
         undo.callback(lambda: end_roles(started, time.monotonic()))
         for plan in plans:
-            child = spawn(argv_of(plan), log_path / f"{plan.name}.log", environment_of(plan), cwd=cwd)
+            child = spawn(plan.argv, log_path / f"{plan.name}.log", environments[plan.name], cwd=cwd)
             started.append(Role(plan=plan, child=child))
         undo.pop_all()
     return started

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused
+from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED, CheckRefused, StropError
 from strop.io.redaction import redact
 from strop.launch.attempts import describe_exit
 from strop.launch.environment import ENVIRONMENT_NAME
@@ -215,7 +215,6 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
 
 def fetch_secret(arn: str) -> str:
     """Return the text of a secret, with the job's role. Raises: CheckRefused naming the ARN."""
-    from strop.errors import StropError
     from strop.launch.sagemaker.client import AwsClients
     from strop.launch.sagemaker.options import SageMakerSite
 
