@@ -17,7 +17,8 @@ from strop.algorithm import ALGORITHMS
 from strop.cluster import LearnerRole, ModelSource, Roles
 from strop.cluster.contract import with_frozen
 from strop.cluster.local import LocalLearner
-from strop.cluster.ray.learners import LearnerRank, RayLearner
+from strop.cluster.ray.learners import RayLearner
+from strop.cluster.ray.ranks import LearnerRank
 from strop.errors import ConfigError
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import with_logprobs

@@ -1,8 +1,4 @@
-"""The learner's ranks as actors, and the one `LearnerRole` that speaks for them.
-
-One rank holds everything; several are FSDP2 ranks of one process group. Each gets its own share of a step,
-in the columns of `policy.batch_wire`; the rest of a term crosses pickled.
-"""
+"""The one `LearnerRole` that speaks for all ranks (`ranks`), from the loop's process."""
 
 from __future__ import annotations
 
@@ -10,236 +6,26 @@ import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.contract import ModelSource, Scorer
 from strop.cluster.ray.deaths import DeathWatch
-from strop.cluster.ray.roles import RayRole, RoleStart
-from strop.cluster.ray.staging import StagedState, fetch_files, send_files
+from strop.cluster.ray.ranks import PIECE_BYTES, LearnerFacts, TermShare, append_piece
 from strop.errors import EngineLost
-from strop.hardware.tuning import importing
 from strop.rollout import FloatArray
-from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from strop.policy.balancing import PositionCost
-    from strop.policy.device_wires import DeviceSender, Wire
+    from strop.policy.device_wires import Wire
     from strop.policy.language_model import ModelShape
-    from strop.policy.learner import Learner, Term
+    from strop.policy.learner import Term
     from strop.policy.optimizer import StepPlan, StepReport
     from strop.policy.packing import PackedGroup
-    from strop.policy.scoring import FrozenModel
 
 CALL_LIMIT_S = 3600.0
 """A step, a score or a write takes no longer."""
-LOAD_LIMIT_S = 900.0
-GROUP_LIMIT_S = 600.0
-"""A rank that waits longer for another one in a collective gives up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerFacts:
-    """What the loop may ask of a learner without waiting."""
-
-    version: int
-    shape: ModelShape
-    device: str
-    recomputes: bool
-    max_positions: int
-    """Of a micro-batch."""
-    cost: PositionCost
-    """By which a step's work is split over the ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TermShare:
-    """One rank's share of a term of the loss, as it crosses."""
-
-    term: bytes
-    """Pickled, without its groups."""
-    groups: bytes
-    """In columns."""
-
-
-class LearnerRank(RayRole):
-    """One rank. Every call is made to all ranks, in the same order."""
-
-    _learner: Learner
-
-    def __init__(self, start: RoleStart) -> None:
-        super().__init__(start)
-        self._staged = StagedState()
-        self._sender: DeviceSender | None = None
-
-    def open_rendezvous(self, host: str, num_ranks: int) -> int:
-        """Listen where all ranks meet; return the port. Only the first rank does this."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore(
-            host,
-            0,
-            num_ranks,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=GROUP_LIMIT_S),
-        )
-        return int(self._store.port)
-
-    def load(
-        self, spec: RunSpec, source: ModelSource, rank: int, num_ranks: int, rendezvous: tuple[str, int]
-    ) -> LearnerFacts:
-        """Load the model, or this rank's rows of it. `rendezvous`: where the ranks meet.
-
-        Raises: ConfigError if the model cannot be loaded.
-        """
-        with importing():
-            from strop.cluster.local import build_learner, build_rank
-            from strop.policy.balancing import PositionCost
-            from strop.policy.footprint import read_model_size
-
-        self._num_ranks = num_ranks
-        self._frozen: dict[str, FrozenModel] = {}
-        if num_ranks == 1:
-            self._learner = build_learner(spec, source)
-        else:
-            import torch
-            import torch.distributed as dist
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-            limit = timedelta(seconds=GROUP_LIMIT_S)
-            store = self._store if rank == 0 else TCPStore(*rendezvous, num_ranks, timeout=limit)
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=num_ranks,
-                timeout=limit,
-            )
-            self._learner = build_rank(spec, source, num_ranks=num_ranks)
-        model = self._learner.model
-        return LearnerFacts(
-            version=self._learner.version,
-            shape=model.shape,
-            device=model.device.type,
-            recomputes=model.recomputes,
-            max_positions=self._learner.max_positions,
-            cost=PositionCost.of_model(read_model_size(source.path)),
-        )
-
-    def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:
-        """Take one optimizer step; return the report and the version that it made."""
-        from strop.policy.batch_wire import decode_groups
-
-        # From our own loop, over a connection that carries the run's token.
-        terms = [replace(pickle.loads(one.term), groups=decode_groups(one.groups)) for one in shares]
-        return self._learner.step_terms(terms, plan), self._learner.version
-
-    def hold(self) -> None:
-        """Keep the weights as they are now."""
-        self._learner.hold()
-
-    def score(self, groups: bytes, temperature: float, is_held: bool) -> list[FloatArray]:
-        """Return the log-probabilities of this rank's share."""
-        from strop.policy.batch_wire import decode_groups
-
-        return self._learner.score(decode_groups(groups), temperature, is_held=is_held)
-
-    def place_tokens(self, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return where the tokens of this rank's share stand in their distributions."""
-        from strop.policy.batch_wire import decode_groups
-        from strop.policy.head import token_places
-
-        return self._learner.score(decode_groups(groups), temperature, token_places)
-
-    def digest_tensors(self, role: str | None) -> dict[str, str]:
-        """Return the digest of each tensor, on the first rank."""
-        return (self._learner if role is None else self._frozen[role]).digest_tensors()
-
-    def add_frozen(self, role: str, source: ModelSource) -> None:
-        """Load a model beside the policy, or this rank's rows of it.
-
-        Raises: ConfigError if it cannot be loaded or has another vocabulary.
-        """
-        from strop.cluster.local import load_frozen
-
-        here = self.bring_model(source)
-        self._frozen[role] = load_frozen(self._learner, role, here, num_ranks=self._num_ranks)
-
-    def score_frozen(self, role: str, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return what the model of a role says of this rank's share."""
-        from strop.policy.batch_wire import decode_groups
-
-        return self._frozen[role].score(decode_groups(groups), temperature)
-
-    def write_weights(self, path: Path) -> str:
-        """Write the compute copies; return the digest."""
-        return self._learner.write_weights(path)
-
-    def device_digest(self) -> str:
-        """Return the digest of the compute copies as `device_wires` has it."""
-        from strop.policy.device_wires import device_digest
-
-        return device_digest(self._learner.compute_copies())
-
-    def open_sender(self, host: str, port: int = 0) -> str:
-        """Open the place of all receivers, or join it at a port, once; return the address of names."""
-        from strop.policy.device_wires import DeviceSender
-
-        self._sender = self._sender or DeviceSender(host, port)
-        return self._sender.address("nccl", "").removeprefix("nccl://")
-
-    def send_weights(self, wire: Wire, name: str, num_receivers: int) -> None:
-        """Send the compute copies from device to device."""
-        from strop.policy.device_wires import send_copies
-
-        send_copies(self._sender, wire, name, self._learner.compute_copies(), num_receivers)
-
-    def write_adapter(self, target: Path) -> str:
-        """Write the adapters; return the digest."""
-        return self._learner.write_adapter(target)
-
-    def weights_digest(self) -> str:
-        """Return the digest of the compute copies."""
-        return self._learner.weights_digest()
-
-    def export(self, target: Path, tokenizer_dir: Path) -> str:
-        """Write a Hugging Face model directory; return the digest of its tensors."""
-        return self._learner.export(target, tokenizer_dir)
-
-    def save_state(self, target: Path) -> None:
-        """Write masters, moments and counters."""
-        self._learner.save_state(target)
-
-    def load_state(self, source: Path) -> int:
-        """Restore what `save_state` wrote; return its version."""
-        self._learner.load_state(source)
-        return self._learner.version
-
-    def stage_state(self) -> dict[str, int]:
-        """Write masters, moments and counters on this machine; return names and sizes of the files."""
-        self._learner.save_state(self._staged.open())
-        return self._staged.list_files()
-
-    def open_staged(self) -> Path:
-        """Make room for the files of a state; return where. See `StagedState`."""
-        return self._staged.open()
-
-    def read_staged(self, name: str, offset: int) -> bytes:
-        """Return a piece of what was written."""
-        return self._staged.read(name, offset)
-
-    def append_staged(self, name: str, piece: bytes) -> None:
-        """Take a piece of what is to be restored."""
-        self._staged.append(name, piece)
-
-    def clear_staged(self) -> None:
-        """Remove what was staged."""
-        self._staged.clear()
 
 
 class RayLearner:
@@ -380,7 +166,10 @@ class RayLearner:
         try:
             answers = await self._gather(calls)
             for index in self._apart:
-                await fetch_files(self._ranks[index], answers[index], target, self._ask)
+                for name, num_bytes in answers[index].items():
+                    for offset in range(0, num_bytes, PIECE_BYTES):
+                        piece = await self._ask(self._ranks[index].read_staged.remote(name, offset))
+                        await asyncio.to_thread(append_piece, target / name, piece)
         finally:
             await self._clear_staged(self._apart)
 
@@ -391,13 +180,21 @@ class RayLearner:
         places = dict.fromkeys(range(len(self._ranks)), source)
         try:
             for node, taker in takers.items():
-                staged = await self._ask(self._ranks[taker].open_staged.remote())
-                await send_files(source, self._ranks[taker], self._ask)
+                staged = await self._stage_files(self._ranks[taker], source)
                 places |= {index: staged for index in self._apart if self._apart[index] == node}
             calls = [rank.load_state.remote(places[index]) for index, rank in enumerate(self._ranks)]
             self._version = (await self._gather(calls))[0]
         finally:
             await self._clear_staged(takers.values())
+
+    async def _stage_files(self, rank: Any, source: Path) -> Path:
+        """Bring a folder's files to the machine of a rank; return where they are there."""
+        staged: Path = await self._ask(rank.open_staged.remote())
+        for path in await asyncio.to_thread(lambda: sorted(source.iterdir())):
+            with path.open("rb") as file:
+                while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                    await self._ask(rank.append_staged.remote(path.name, piece))
+        return staged
 
     async def _clear_staged(self, indices: Iterable[int]) -> None:
         # Where a role has ended, the attempt's folder goes with the attempt.

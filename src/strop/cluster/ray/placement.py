@@ -21,8 +21,9 @@ from strop.cluster.contract import ModelSource, Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
-from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
+from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.node import find_own_address
+from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
 from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import (
@@ -51,6 +52,7 @@ JOIN_LIMIT_S = 300.0
 """Longest wait until all nodes of a job have joined."""
 START_LIMIT_S = 300.0
 """A role's process begins within it: importing torch from a cold network disk takes a minute."""
+LOAD_LIMIT_S = 900.0
 FETCH_LIMIT_S = 3600.0
 """A model comes to a node's own disk within it."""
 STOP_LIMIT_S = 15.0
