@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 _START_LIMIT_S = 600.0
 _ANSWER_LIMIT_S = 10.0
 _STOP_GRACE_S = 5.0
+_LOOK_EVERY_S = 5.0
+_REPLACE_S = 900.0
+"""A job that ends so soon, and within the last tenth of its time, counts no more: another one may take its
+place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +50,6 @@ class PoolLimits:
     """Beside the service's own job."""
     idle_s: float = 300.0
     """A node without sandboxes for so long gives its job back."""
-    replace_s: float = 900.0
-    """A job that ends so soon, and within the last tenth of its time, counts no more: another one may take
-    its place."""
-    look_every_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def decide(nodes: Sequence[PoolNode], job_ids: Sequence[str], num_waiting: int, 
     leaving = {
         node.job_id
         for node in of_pool
-        if node.ends_in_s is not None and node.ends_in_s < min(limits.replace_s, node.lasts_s / 10)
+        if node.ends_in_s is not None and node.ends_in_s < min(_REPLACE_S, node.lasts_s / 10)
     }
     num_to_submit = 0
     if num_waiting and not num_coming:
@@ -144,7 +144,7 @@ class Pool:
                         # The scheduler or a controller that starts again; the next look may find them.
                         self.say(f"the pool stays as it is: {error}")
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(is_told.wait(), self.limits.look_every_s)
+                        await asyncio.wait_for(is_told.wait(), _LOOK_EVERY_S)
         finally:
             for ref in self._jobs.values():
                 self.launcher.backend.stop(ref, None, grace_s=_STOP_GRACE_S)

@@ -37,6 +37,8 @@ MARK = "STROP_EMULATOR"
 """Variable in the environment of every process of one start, by which leftovers are found."""
 _POLL_S = 0.05
 _ENGINE_LIMIT_S = 60.0
+_CONTAINER_LIMITS = ("--memory", "4g", "--pids-limit", "1024", "--shm-size", "1g")
+"""The engines' default of 64 MB for `/dev/shm` is too small for Ray's object store."""
 _KNOWN_FOLDERS = ("checkpoints", "input", "model", "output")
 
 
@@ -57,16 +59,8 @@ class EmulatorSettings:
     port: int = 7777
     gpus: tuple[str, ...] = ()
     """Indices or UUIDs."""
-    memory: str = "4g"
-    shared_memory: str = "1g"
-    """`/dev/shm` of each container: the engines' default of 64 MB is too small for Ray's object store."""
-    num_pids: int = 1024
-    mounts: tuple[str, ...] = ()
-    """More mounts of the containers: SOURCE:TARGET:ro."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the request's: credentials, a PYTHONPATH."""
-    hosts: tuple[str, ...] | None = None
-    """Names of the hosts; None: algo-1..n in containers, addresses of this machine for processes."""
 
 
 class _Host(Protocol):
@@ -99,7 +93,7 @@ class Emulator:
             raise CheckRefused("a container without an image: give an image or an unpacked root")
         # Without containers hosts have no names of their own: every address 127.x is this machine.
         pattern = "127.0.1.{}" if settings.engine is None else "algo-{}"
-        names = settings.hosts or tuple(pattern.format(i + 1) for i in range(count_hosts(request)))
+        names = tuple(pattern.format(i + 1) for i in range(count_hosts(request)))
         for name in names:
             tree = self.tree_of(name)
             build_tree(tree, request, self._objects, hosts=names, host=name)
@@ -291,9 +285,7 @@ class _ContainerHost:
         self._engine = settings.engine
         self._name = f"strop-local-{mark}-{name}"
         argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
-        argv += ["--shm-size", settings.shared_memory, "--memory", settings.memory]
-        argv += ["--pids-limit", str(settings.num_pids)]
-        argv += [word for mount in settings.mounts for word in ("--volume", mount)]
+        argv += _CONTAINER_LIMITS
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
         if len(names) == 1:
             argv += ["--network", "none", "--hostname", name]
