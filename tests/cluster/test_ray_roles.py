@@ -110,30 +110,28 @@ from strop.cluster import ModelSource
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.errors import StropError
 role = RayRole(RoleStart(name="engine-1", node=1, log_path=sys.argv[1]))
-source = ModelSource(path=Path(sys.argv[2]), digest=sys.argv[4], uri=sys.argv[3])
-try:
-    found = str(role.bring_model(source).path)
-except StropError as error:
-    found = str(error)
-Path(sys.argv[5]).write_text(found)
+found = []
+for path, digest in json.loads(sys.argv[3]):
+    try:
+        found.append(str(role.bring_model(ModelSource(path=Path(path), digest=digest, uri=sys.argv[2])).path))
+    except StropError as error:
+        found.append(str(error))
+print(json.dumps(found))
 """
 
 
 def test_a_role_fetches_the_model_where_it_is_not_and_refuses_another_one(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    digest = get_model(str(tiny_model_dir)).digest
-
-    def bring(path: Path, digest: str) -> str:
-        # In a process of its own: a role takes over its standard output.
-        words = [str(tmp_path / "log"), str(path), str(tiny_model_dir), digest, str(tmp_path / "found")]
-        subprocess.run([sys.executable, "-c", ROLE, *words], check=True)
-        return (tmp_path / "found").read_text()
-
-    assert bring(tmp_path, "unused") == str(tmp_path)
-    assert bring(tmp_path / "elsewhere", digest) == str(tiny_model_dir)
-    assert "fetching" in (tmp_path / "log").read_text()
-    assert "where role engine-1 is" in bring(tmp_path / "elsewhere", "0" * 64)
+    elsewhere, digest = str(tmp_path / "elsewhere"), get_model(str(tiny_model_dir)).digest
+    cases = json.dumps([[str(tmp_path), "unused"], [elsewhere, digest], [elsewhere, "0" * 64]])
+    # In a process of its own: a role takes over its standard output.
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", ROLE, str(log), str(tiny_model_dir), cases], check=True)
+    assert "fetching" in log.read_text()
+    here, fetched, refused = json.loads(log.read_text().splitlines()[-1])
+    assert (here, fetched) == (str(tmp_path), str(tiny_model_dir))
+    assert "where role engine-1 is" in refused
 
 
 def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
@@ -144,30 +142,40 @@ def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
     assert found.stdout.strip() == "[]", Path(__file__).name
 
 
+EACH_IN_A_CHILD = """
+import os, sys
+def for_each(cases, act):
+    for case in cases:
+        if os.fork() == 0:
+            act(case)
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.wait()[1] == 0
+"""
 BEGIN = """
-import json, os, sys
+import json
 from strop.cluster.ray.roles import RoleStart
 from strop.cluster.ray.workers import RolloutWorker
-start = RoleStart(
-    name="worker-0", node=1, log_path=sys.argv[1], mark_path=sys.argv[2], variables={"STROP_STORE_URI": "s3://a/b"}
-)
-facts = RolloutWorker(start).begin()
-print(json.dumps([facts.sees_run, os.environ["STROP_STORE_URI"]]))
+def begin(mark):
+    store = {"STROP_STORE_URI": "s3://a/b"}
+    facts = RolloutWorker(
+        RoleStart(name="worker-0", node=1, log_path=f"{mark}.log", mark_path=mark, variables=store)
+    ).begin()
+    print(json.dumps([facts.sees_run, os.environ["STROP_STORE_URI"]]))
+for_each(sys.argv[1:], begin)
 """
 
 
-@pytest.mark.parametrize("sees_run", [True, False])
-def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(
-    tmp_path: Path, sees_run: bool
-) -> None:
-    mark = tmp_path / "node-0.json"
-    if sees_run:
-        mark.touch()
+def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(tmp_path: Path) -> None:
+    seen, unseen = tmp_path / "node-0.json", tmp_path / "elsewhere.json"
+    seen.touch()
     # A role takes over its standard output: what it prints is in its log.
     environment = {**os.environ, "STROP_STORE_URI": "s3://of/the/node"}
-    words = [sys.executable, "-c", BEGIN, str(tmp_path / "log"), str(mark)]
+    words = [sys.executable, "-c", EACH_IN_A_CHILD + BEGIN, str(seen), str(unseen)]
     subprocess.run(words, check=True, env=environment)
-    assert json.loads((tmp_path / "log").read_text().splitlines()[-1]) == [sees_run, "s3://a/b"]
+    for mark, sees_run in ((seen, True), (unseen, False)):
+        said = Path(f"{mark}.log").read_text().splitlines()[-1]
+        assert json.loads(said) == [sees_run, "s3://a/b"]
 
 
 def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path: Path) -> None:
@@ -193,18 +201,21 @@ def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path:
 
 
 LOGGING_ROLE = """
-import logging, sys
+import logging
 from strop.cluster.ray.roles import RayRole, RoleStart
 class Quiet(RayRole):
     computes = False
-Quiet(RoleStart(name="learner-0", node=0, log_path=sys.argv[1], log_level=sys.argv[2] or None)).begin()
-logging.getLogger("any.library").info("it said so")
+def begin(level):
+    path = f"{sys.argv[1]}/{level}.log"
+    Quiet(RoleStart(name="learner-0", node=0, log_path=path, log_level=level or None)).begin()
+    logging.getLogger("any.library").info("it said so")
+for_each(["info", "error", ""], begin)
 """
 
 
-@pytest.mark.parametrize(("level", "is_said"), [("info", True), ("error", False), ("", False)])
-def test_a_role_logs_from_its_level_on(level: str, is_said: bool, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LOGGING_ROLE, str(tmp_path / "log"), level], check=True)
-    said = (tmp_path / "log").read_text()
-    assert "role learner-0 on node 0" in said
-    assert ("INFO any.library: it said so" in said) is is_said
+def test_a_role_logs_from_its_level_on(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", EACH_IN_A_CHILD + LOGGING_ROLE, str(tmp_path)], check=True)
+    for level, is_said in (("info", True), ("error", False), ("", False)):
+        said = (tmp_path / f"{level}.log").read_text()
+        assert "role learner-0 on node 0" in said
+        assert ("INFO any.library: it said so" in said) is is_said, level
