@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,10 @@ class SageMakerBackend:
         self._described: dict[str, tuple[object, SchedulerStatus]] = {}
         """Job to its last change, and its status then."""
 
-    @property
+    @cached_property
     def _objects(self) -> JobObjects:
         # Made late: a plan needs neither boto3 nor credentials.
-        if self._given_objects is None:
-            self._given_objects = SiteObjects(self._profile)
-        return self._given_objects
+        return self._given_objects or SiteObjects(self._profile)
 
     def prepare(
         self, request: JobRequest, say: Callable[[str], None], *, is_dry_run: bool, is_awaited: bool
