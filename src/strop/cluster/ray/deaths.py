@@ -93,7 +93,7 @@ class DeathWatch:
         from ray.exceptions import RayError, RayTaskError
 
         assert self._death is not None, "start comes first"
-        task = asyncio.ensure_future(call)
+        task = asyncio.create_task(_wait(call))
         both: set[asyncio.Future[Any]] = {task, self._death}
         await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -195,6 +195,11 @@ class DeathWatch:
 def read_log(path: Path, host: str) -> str:
     """Return the last lines of a role's log, or where they are if that is another machine's disk."""
     return tail(path) if path.exists() else f"(they are on {host})"
+
+
+async def _wait(call: Awaitable[T]) -> T:
+    # As a task of its own: calls that were gathered would complain of their cancellation.
+    return await call
 
 
 def _explain(given: str, cause: str) -> str:
