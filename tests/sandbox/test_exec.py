@@ -239,6 +239,25 @@ def test_a_stopped_sandbox_says_so(backend: str) -> None:
     asyncio.run(run())
 
 
+def test_a_stop_that_was_cancelled_is_waited_for_by_the_next() -> None:
+    """Incident: the next one waited 30 s for an end that could not be seen any more."""
+
+    async def run() -> None:
+        sandbox = await make_backend("process").create(spec_of())
+        await sandbox.start(["/bin/sleep", "7206"])
+        await appearance_of("7206")
+        first = asyncio.create_task(sandbox.stop())
+        # It waits for the end.
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        async with asyncio.timeout(20):
+            await sandbox.stop()
+        assert processes_with("7206") == []
+
+    asyncio.run(run())
+
+
 @on_every_backend
 def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:

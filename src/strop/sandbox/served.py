@@ -67,6 +67,7 @@ class ServedSandbox(ABC):
         self._scratch = scratch
         self._python_argv = python_argv
         self._supervisor_pid = supervisor_pid
+        self._stopping: asyncio.Future[None] | None = None
 
     @property
     def isolation(self) -> Isolation:
@@ -251,7 +252,13 @@ class ServedSandbox(ABC):
 
     async def stop(self) -> None:
         """End everything in it."""
-        await self.client.end(_STOP_LIMIT_S)
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self.client.end(_STOP_LIMIT_S))
+            self._stopping.add_done_callback(
+                lambda done: self.client.close() if done.cancelled() else done.exception()
+            )
+        # A caller that is cancelled waits no longer; the next one waits for the same end.
+        await asyncio.shield(self._stopping)
 
     async def __aenter__(self) -> Self:
         """Return the sandbox."""
