@@ -125,9 +125,7 @@ def evaluate_by_harness(
     asked = read_harness_asking(names, words, split, wish, may_run_code=may_run_code)
     if model.url is not None:
         _refuse_own([word for word in words if parse_override(word)[0][0] != "harness"])
-    jobs = _plan_jobs(
-        names, asked.settings, asked.shared, asked.askings, model, wish, may_run_code=may_run_code
-    )
+    jobs = _plan_jobs(names, asked, model, wish, may_run_code=may_run_code)
     for job in jobs:
         if isinstance(job, HarnessJob):
             refuse_small_model(job)
@@ -150,17 +148,10 @@ def _is_shared(word: str, own_tasks: Sequence[str]) -> bool:
 
 
 def _plan_jobs(
-    names: Sequence[str],
-    wanted: HarnessSpec,
-    shared: Asking,
-    askings: Mapping[str, Asking],
-    model: OpenedModel,
-    wish: EvalWish,
-    *,
-    may_run_code: bool,
+    names: Sequence[str], asked: HarnessAsking, model: OpenedModel, wish: EvalWish, *, may_run_code: bool
 ) -> list[HarnessJob | FreeJob]:
     trained_ids = read_trained_ids(model.run_path)
-    spec = shared.spec
+    wanted, spec = asked.settings, asked.shared.spec
     if spec.engine.kind == "vllm":
         # The word that training has for it; only with it may an interpreter be named.
         if wanted.engine == "hf":
@@ -192,10 +183,12 @@ def _plan_jobs(
         if name not in PROTOCOLS:
             jobs.append(FreeJob(name=name, may_run_code=may_run_code, settings=wanted, **given))
             continue
-        asking = askings[PROTOCOLS[name].own_task]
-        settings = _read_settings(wanted, asking.spec.task, PROTOCOLS[name])
+        section = asked.askings[PROTOCOLS[name].own_task].spec.task
+        settings = _read_settings(wanted, section, PROTOCOLS[name])
         protocol = change_protocol(PROTOCOLS[name], settings)
-        task = build_task(_data_of(asking.spec.task, protocol))
+        # Without settings that say how strop would ask.
+        unset = {one: None if one == "max_reply_tokens" else 0 for one in _shown_settings(section)}
+        task = build_task(section.model_copy(update={**unset, **protocol.own_settings}))
         refuse_trained(task, Split.HELD_OUT, task.examples(Split.HELD_OUT), trained_ids)
         jobs.append(HarnessJob(protocol=protocol, task=task, settings=settings, **given))
     return jobs
@@ -212,12 +205,6 @@ def _refuse_own(words: Sequence[str]) -> None:
             allowed="what the server was started with",
             next_step="leave it out, or start the server so",
         )
-
-
-def _data_of(task: TaskSpec, protocol: HarnessProtocol) -> TaskSpec:
-    """Return the task that has the examples, without settings that say how strop would ask them."""
-    changed = {name: None if name == "max_reply_tokens" else 0 for name in _shown_settings(task)}
-    return task.model_copy(update={**changed, **protocol.own_settings})
 
 
 def _shown_settings(task: TaskSpec) -> dict[str, int]:
