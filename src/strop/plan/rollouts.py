@@ -227,7 +227,13 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
     calls = sum(share for _, share in judges)
     if not programs and not calls:
         return None
-    longest_s = _program_limit_s(limit_s) if programs and limit_s is not None else None
+    longest_s = None
+    if programs and limit_s is not None:
+        # Here: what runs programs is not loaded for tasks without any.
+        from strop.tasks.code.extraction import SPARE_VERIFY_S
+
+        # Of the time that judging a reply may take, what its program may run.
+        longest_s = limit_s - SPARE_VERIFY_S if limit_s > SPARE_VERIFY_S else limit_s
     return Judging(
         programs_per_step=programs * per_step,
         programs_in_run=programs * in_run,
@@ -249,14 +255,6 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
             if share * in_run > one.max_judge_calls
         ),
     )
-
-
-def _program_limit_s(limit_s: float) -> float:
-    """Return how long one program may run, of the time that judging its reply may take."""
-    # Here: what runs programs is not loaded for tasks without any.
-    from strop.tasks.code.extraction import SPARE_VERIFY_S
-
-    return limit_s - SPARE_VERIFY_S if limit_s > SPARE_VERIFY_S else limit_s
 
 
 def typical_reply_s(task: TaskSection) -> float:

@@ -111,8 +111,8 @@ def train_here(
         run_dir = stack.enter_context(open_run(resolved, parts.facts(num_threads), is_new=is_new))
         on_run(run_dir)
         if run_dir.state.num_attempts:
-            spec, number_format = _settle(laid_out, run_dir.state.facts)
-            parts = replace(parts, spec=spec, number_format=number_format)
+            settled, number_format = _settle(laid_out, run_dir.state.facts)
+            parts = replace(parts, spec=settled, number_format=number_format)
         gpus = {part: n for part, n in parts.spec.layout.nodes[0].gpus.items() if part != EVAL}
         attempt = str(run_dir.state.num_attempts + 1)
         wanted = {"train": 0} if is_attached else gpus
@@ -122,14 +122,12 @@ def train_here(
         mirroring = stack.enter_context(Mirroring(spec.store, run_dir, observer))
         with _note_attempt(run_dir, mirroring, claim.devices):
             mirroring.begin()
-            notices = (*resolved.notices, *claim.notices, *parts.told, *_list_notices(run_dir, parts.given))
-            if resolved.spec.model.dtype == AUTO or parts.number_format.cost is not None:
-                notices += (f"model.dtype: {parts.number_format}",)
-            for notice in notices:
+            of_parts = _list_notices(parts, run_dir, is_auto=spec.model.dtype == AUTO)
+            for notice in (*resolved.notices, *claim.notices, *of_parts):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
-            prediction = predict_run(parts.spec, parts.task, parts.model.path, parts.given)
+            prediction = predict_run(parts.spec, parts.task, parts.model.path, parts.offline_data)
             if prediction is not None:
                 write_prediction(run_dir.path, prediction)
             outcome = asyncio.run(_train(parts, run_dir, mirroring, prediction))
@@ -153,11 +151,11 @@ class _Parts:
     """Those that the run starts, by name."""
     demonstrations: Demonstrations | None
     preferences: Preferences | None
-    told: tuple[str, ...]
-    """What was told while the parts were fetched."""
+    notices: tuple[str, ...]
+    """What was said while the parts were fetched."""
 
     @property
-    def given(self) -> Demonstrations | Preferences | None:
+    def offline_data(self) -> Demonstrations | Preferences | None:
         """What is learned from beside rollouts."""
         return self.demonstrations or self.preferences
 
@@ -172,7 +170,7 @@ class _Parts:
 
     def facts(self, num_threads: int) -> dict[str, object]:
         """Return what run.json says of the parts."""
-        given = {"demonstrations": self.demonstrations, "preferences": self.preferences}
+        data = {"demonstrations": self.demonstrations, "preferences": self.preferences}
         models = {"model": self.model, **self.frozen}
         models |= {f"judge {name}": one for name, one in self.judges.items()}
         return {
@@ -188,15 +186,15 @@ class _Parts:
                 self.spec,
                 self.task,
                 models,
-                {name: data.digest for name, data in given.items() if data is not None},
+                {name: one.digest for name, one in data.items() if one is not None},
             ),
         }
 
 
 def _read_parts(laid_out: RunSpec) -> _Parts:
     """Fetch the models, and read the task and the data that the run learns from."""
-    told: list[str] = []
-    with listen(told.append):
+    notices: list[str] = []
+    with listen(notices.append):
         model = get_model(laid_out.model.uri)
         spec, number_format = _settle(laid_out)
         task = build_task(spec.task)
@@ -219,7 +217,7 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
             judges={one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)},
             demonstrations=demonstrations,
             preferences=preferences,
-            told=tuple(told),
+            notices=tuple(notices),
         )
 
 
@@ -254,17 +252,23 @@ def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, obj
         yield
 
 
-def _list_notices(run_dir: RunDir, given: Demonstrations | Preferences | None) -> Iterator[str]:
-    """Yield what the user should know of the machine, the data and the software of this attempt."""
+def _list_notices(parts: _Parts, run_dir: RunDir, *, is_auto: bool) -> Iterator[str]:
+    """Yield what the user should know of the parts, the machine and the software of this attempt.
+
+    `is_auto`: the run file leaves the number format open.
+    """
+    yield from parts.notices
     status = kernel_status()
     if status.path is None and not describe_machine().gpus:
         yield f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
-    if given is not None:
-        yield given.describe()
+    if parts.offline_data is not None:
+        yield parts.offline_data.describe()
     environment = run_dir.path / "env.txt"
     # Other software is allowed, since a fix may need it.
     for change in list_changes(environment.read_text()) if environment.is_file() else ():
         yield f"the run goes on with other software, which may round otherwise: {change}"
+    if is_auto or parts.number_format.cost is not None:
+        yield f"model.dtype: {parts.number_format}"
 
 
 def set_threads(wanted: int | None) -> int:
