@@ -19,17 +19,13 @@ PARTS_FACT = "made_of"
 _SHOWN_CHARS = 12
 
 
-def find_changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what has another digest than before, by name. What only one of the two states is unknown."""
-    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-
-
 def require_same_parts(place: object, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to go on with other parts than those that `place` was made of.
 
     Raises: CheckRefused naming each that changed, with both digests.
     """
-    changed = find_changed(before, now)
+    # What only one of the two states is unknown, and no change.
+    changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     if not changed:
         return
     told = "; another ".join(

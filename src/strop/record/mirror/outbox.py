@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,8 +90,10 @@ def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
 
 
 def unpin(run_path: Path) -> None:
-    """Remove the links, also those of a killed uploader."""
+    """Remove the links to a checkpoint and to single files, also those of a killed uploader."""
     shutil.rmtree(run_path / MIRROR_FOLDER / _PIN_FOLDER, ignore_errors=True)
+    for path in (run_path / MIRROR_FOLDER).glob("one*"):
+        path.unlink(missing_ok=True)
 
 
 def pin_file(run_path: Path, source: Path) -> Path:
@@ -259,15 +260,3 @@ def sign(path: Path) -> Signature:
 def cut_at_line_end(data: bytes) -> bytes:
     """Leave out a line that is still being written."""
     return data[: data.rfind(b"\n") + 1]
-
-
-def remove_pins(run_path: Path) -> None:
-    """Remove the links to single files that a killed uploader left."""
-    for path in (run_path / MIRROR_FOLDER).glob("one*"):
-        path.unlink(missing_ok=True)
-
-
-def yield_after(limit_s: float, is_urgent: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a function that is true once the turn is over `limit_s` and something is urgent."""
-    began_at = time.monotonic()
-    return lambda: time.monotonic() - began_at > limit_s and is_urgent()

@@ -26,14 +26,7 @@ from strop.io.atomic import Manifest
 from strop.record.events import EventKind
 from strop.record.mirror.claim import Latest, RunIdentity, claim_mirror, point_to, require_claim
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
-from strop.record.mirror.outbox import (
-    PinnedCheckpoint,
-    TraceSender,
-    pin_checkpoint,
-    remove_pins,
-    unpin,
-    yield_after,
-)
+from strop.record.mirror.outbox import PinnedCheckpoint, TraceSender, pin_checkpoint, unpin
 from strop.record.run_dir import RunDir
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import RetryRules, S3Settings
@@ -116,7 +109,6 @@ class Uploader:
     def run(self, is_orphan: Callable[[], bool] = lambda: False) -> int:
         """Mirror until the trainer has ended and all is sent; return the exit code."""
         unpin(self._run.path)
-        remove_pins(self._run.path)
         while not is_orphan():
             # Asked before the look: what is there now counts.
             is_flush = flush_path(self._run.path).exists()
@@ -311,8 +303,10 @@ class Uploader:
         if not (is_flush or is_due):
             return True
         self._require_claim()
-        should_yield = yield_after(TRACES_TURN_S, self._is_urgent)
-        is_done = self._traces.send(is_whole=is_flush, should_yield=should_yield)
+        until = time.monotonic() + TRACES_TURN_S
+        is_done = self._traces.send(
+            is_whole=is_flush, should_yield=lambda: time.monotonic() > until and self._is_urgent()
+        )
         if is_done:
             self._traces_at = self._clock()
         return is_done
