@@ -39,6 +39,7 @@ from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Message, Outcome
 from strop.sandbox.contract import ExecKind
+from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.contract import TaskLimits, within_bounds
@@ -66,7 +67,7 @@ class AgentTask(TaskWrapper):
         super().__init__(task)
         assert spec.agent is not None
         self.agent = spec.agent
-        self.paths: tuple[str, ...] = getattr(spec, "agent_paths", ())
+        self.paths = _paths_of(spec)
         self.workspaces = task if isinstance(task, WorldTask) else None
         """Where the program works in a sandbox."""
         self._require_place(spec)
@@ -348,3 +349,7 @@ async def _run(
         detail = f"{words[0]} ended with code {process.returncode}: {told}"
         raise AttemptFailed(FailureOwner.TASK, "agent_failed", detail)
     return stdout.decode(errors="replace").strip()
+
+
+def _paths_of(spec: TaskSection | SandboxSettings) -> tuple[str, ...]:
+    return spec.agent_paths if isinstance(spec, SandboxSettings) else ()

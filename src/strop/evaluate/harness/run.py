@@ -37,6 +37,7 @@ from strop.evaluate.harness.result import (
 from strop.hardware.process import spawn, terminate
 from strop.io import write_bytes_atomically
 from strop.rollout import Example, Split
+from strop.spec.harness import HarnessSpec
 from strop.store.policy import is_offline
 from strop.store.python_environment import KEEP_BYTECODE
 from strop.tasks.mmlu import Mmlu
@@ -175,7 +176,7 @@ def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
         dtype=job.dtype,
         max_positions=job.max_positions,
     )
-    settings = job.settings
+    settings: HarnessSpec = job.settings
     generation = parse_pairs(settings.gen_kwargs or "", "harness.gen_kwargs", _BUDGETS)
     if isinstance(job, HarnessJob):
         protocol = job.protocol
