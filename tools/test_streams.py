@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[1]
 
 _SLURM = "tests/launch/slurm"
 _APART = {
-    "clusters": ["tests/cluster", _SLURM],
+    "clusters": ["tests/cluster", _SLURM, "tests/runtime", "tests/sandbox"],
     "jobs": ["tests/launch"],
     "programs": [
         *("tests/benchmarks", "tests/test_demo.py", "tests/test_processors.py", "tests/test_recipes.py"),
         *("tests/evaluate", "tests/audit"),
     ],
 }
-"""Slow tests by stream. Those of clusters and jobs mostly wait, for schedulers, containers and processes, and
-leave the cores to the others: one after the other, they would be the last to end."""
+"""Slow tests by stream. Those of clusters, sandboxes and jobs mostly wait, for schedulers, containers and
+processes, and leave the cores to the others: one after the other, they would be the last to end."""
 
 STREAMS: Mapping[str, Sequence[str]] = {
     "clusters": ["-m", "slow", *_APART["clusters"]],
