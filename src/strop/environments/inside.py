@@ -92,7 +92,7 @@ def _open(order: Mapping[str, Any]) -> tuple[ObjectHere | None, dict[str, Any]]:
 async def _answer(made: ObjectHere, request: Mapping[str, Any]) -> dict[str, Any]:
     """Do what is asked; what the author's code raises is an answer."""
     try:
-        with catch_failure(lambda: FailureOwner.TASK) as caught:
+        with catch_failure(FailureOwner.TASK) as caught:
             return await _do(made, request)
     except ConfigError as error:
         return {"config": str(error)}

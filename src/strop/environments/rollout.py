@@ -191,7 +191,7 @@ class Attempt:
             with catch_failure(lambda: self.stage_owner) as caught:
                 outcome = await walk or Outcome(parts={})
         finally:
-            with catch_failure(lambda: FailureOwner.INFRA) as closing:
+            with catch_failure(FailureOwner.INFRA) as closing:
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
                     await self.environment.close()
         if caught.failure is not None:
@@ -302,7 +302,7 @@ class Attempt:
         failures: list[Failure] = []
 
         async def sample(prompt_ids: IntArray, num_tokens: int, stream: int) -> Completion:
-            with catch_failure(lambda: FailureOwner.ENGINE) as caught:
+            with catch_failure(FailureOwner.ENGINE) as caught:
                 completion = await self._sample(prompt_ids, num_tokens, stream)
                 if completion.finish_reason is FinishReason.ABORT:
                     raise EngineError("the engine gave up on the reply")
@@ -320,7 +320,7 @@ class Attempt:
             max_tokens=getattr(self.environment, "max_attempt_tokens", None),
         )
         try:
-            with catch_failure(lambda: FailureOwner.TASK) as caught:
+            with catch_failure(FailureOwner.TASK) as caught:
                 await act(recorder)
         finally:
             recorder.is_sealed = True

@@ -123,7 +123,7 @@ _JSON = TypeAdapter(dict[str, Any])
 
 async def _attributed(doing: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """Return what is found, or the failure that leaves the attempt without a score."""
-    with catch_failure(lambda: FailureOwner.TASK) as caught:
+    with catch_failure(FailureOwner.TASK) as caught:
         return await doing
     assert caught.failure is not None
     return {"failure": asdict(caught.failure)}
