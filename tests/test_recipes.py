@@ -30,15 +30,7 @@ from strop.tasks import build_task
 from strop.tasks.mathematics.boxed_math import _SUBJECTS as HENDRYCKS_SUBJECTS
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
-from tests.fixtures.recipes import (
-    NAMES,
-    RECIPES,
-    ROOT,
-    sections,
-    tiny_overrides,
-    tiny_steps,
-    write_tiny_rows,
-)
+from tests.fixtures.recipes import NAMES, RECIPES, ROOT, sections, tiny_overrides, tiny_steps, write_tiny_rows
 from tests.fixtures.tiny_model import tiny_model
 
 __all__ = ["folder", "run"]

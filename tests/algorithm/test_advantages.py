@@ -101,9 +101,7 @@ def test_max_rl_refuses_a_negative_reward() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 9)), min_size=2, max_size=20),
-)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 9)), min_size=2, max_size=20))
 def test_whitened_tokens_have_mean_0_and_spread_1(rows: list[tuple[float, int]]) -> None:
     values_N, counts_N = np.array([value for value, _ in rows]), np.array([count for _, count in rows])
     tokens = np.repeat(whiten(values_N, counts_N), counts_N)

@@ -375,8 +375,7 @@ def test_what_cannot_matter_is_said_where_it_was_given(sections: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [{}, {"algorithm": {"name": "dapo"}}, {"algorithm": {"mode": "bypass", "clip_low": 0.1}}],
+    "sections", [{}, {"algorithm": {"name": "dapo"}}, {"algorithm": {"mode": "bypass", "clip_low": 0.1}}]
 )
 def test_what_nobody_gave_is_no_news(sections: dict[str, Any]) -> None:
     assert find_idle_settings(tiny_spec(**sections)) is None

@@ -9,14 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from strop.audit import (
-    PROBE_IDS,
-    AuditReport,
-    AuditSettings,
-    ProbeResult,
-    Verdict,
-    run_audit,
-)
+from strop.audit import PROBE_IDS, AuditReport, AuditSettings, ProbeResult, Verdict, run_audit
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import TaskSpec

@@ -95,9 +95,7 @@ def test_a_report_holds_all_that_it_was_made_of() -> None:
     assert (values["max_reward"], values["chance"], values["num_examples"]) == (1.0, 0.0, 8)
     assert sum(values["counts"].values()) == len(values["probes"])
     (garbage,) = [probe for probe in values["probes"] if probe["probe"] == "garbage"]
-    assert set(garbage) == {
-        *("probe", "status", "value", "limit", "num", "seconds", "detail", "evidence"),
-    }
+    assert set(garbage) == {*("probe", "status", "value", "limit", "num", "seconds", "detail", "evidence")}
     assert set(garbage["evidence"][0]) == {"example_id", "reply", "reply_digest", "reward", "detail"}
     # Another second in the same audit gives another digest; the same values give the same.
     digests = [replace(report, seconds=seconds).to_json()["digest"] for seconds in (1.0, 1.0, 2.0)]

@@ -32,10 +32,7 @@ def gradient(**values: list[float]) -> dict[str, torch.Tensor]:
 
 
 def test_two_gradients_are_compared_as_one_vector_and_by_parameter() -> None:
-    gradients = {
-        "ours": gradient(a=[3.0, 0.0], b=[0.0, 4.0]),
-        "rival": gradient(a=[3.0, 0.0], b=[3.0, 4.0]),
-    }
+    gradients = {"ours": gradient(a=[3.0, 0.0], b=[0.0, 4.0]), "rival": gradient(a=[3.0, 0.0], b=[3.0, 4.0])}
     match = match_gradients(gradients, "ours", "rival")
     # <ours, rival> = 9 + 16 = 25; lengths 5 and sqrt(34): cosine 5 / sqrt(34).
     assert match.cosine == pytest.approx(5 / 34**0.5)

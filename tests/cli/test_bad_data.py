@@ -64,10 +64,7 @@ def test_a_question_that_stands_twice_is_one_example(run: Run, folder: Path, tin
 
 @pytest.mark.parametrize(
     ("lines", "piece"),
-    [
-        (["feedfeedfeedfeed"], "1 of 1 ids in "),
-        (["ID", "ID"], "a second time"),
-    ],
+    [(["feedfeedfeedfeed"], "1 of 1 ids in "), (["ID", "ID"], "a second time")],
     ids=["unmatched", "duplicate"],
 )
 def test_a_curriculum_with_wrong_ids_is_refused(lines: list[str], piece: str, run: Run, folder: Path) -> None:

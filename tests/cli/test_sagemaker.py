@@ -237,10 +237,7 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
 
 @pytest.mark.slow
 def test_a_job_runs_here_as_the_platform_would_run_it(
-    folder: Path,
-    tiny_model_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))

@@ -41,7 +41,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert [line.split()[0] for line in lines[:6]] == [
-        *("before", "after", "change", "gained", "pace", "report"),
+        *("before", "after", "change", "gained", "pace", "report")
     ]
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     record = RunDir.open(path)

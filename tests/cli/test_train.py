@@ -17,7 +17,7 @@ def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     lines = ended.out.splitlines()
     assert [line.split()[0] for line in lines[:7]] == [
-        *("before", "after", "change", "gained", "pace", "report", "next"),
+        *("before", "after", "change", "gained", "pace", "report", "next")
     ]
     assert lines[0].startswith("before held-out accuracy ")
     assert lines[0].endswith("4 examples)")
@@ -25,10 +25,7 @@ def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:
     assert lines[5] == f"report {path / 'report.html'}"
     commands = [shlex.split(line) for line in lines[7::2]]
     assert [command[0] for command in commands] == [sys.executable] * 2
-    assert [command[3:] for command in commands] == [
-        ["view", str(path)],
-        ["train", "run.toml", "seed=1"],
-    ]
+    assert [command[3:] for command in commands] == [["view", str(path)], ["train", "run.toml", "seed=1"]]
     assert (path / "report.html").is_file()
     # Progress is no result: it is on standard error.
     assert ended.err.splitlines()[0] == f"run {path}"

@@ -239,11 +239,7 @@ def flip(path: Path) -> None:
     ],
 )
 def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
-    spoil: Callable[[Path], None],
-    promised: str | None,
-    message: str,
-    tiny_model_dir: Path,
-    tmp_path: Path,
+    spoil: Callable[[Path], None], promised: str | None, message: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner, uri = make_learner(tiny_model_dir), str(tmp_path / "store")
     files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)

@@ -20,13 +20,7 @@ from safetensors.torch import load_file, save_file
 from strop.engine import Completion, Engine, WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.engine.remote import RemoteEngine, WaitLimits
-from strop.engine.wire import (
-    AnswerPart,
-    ErrorForm,
-    GenerateAnswer,
-    HealthForm,
-    ReceiptForm,
-)
+from strop.engine.wire import AnswerPart, ErrorForm, GenerateAnswer, HealthForm, ReceiptForm
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.publication import tensors_digest

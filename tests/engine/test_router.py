@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.engine import (
-    Engine,
-    ReplyScore,
-    WeightReceipt,
-    WeightTransport,
-    WeightUpdate,
-)
+from strop.engine import Engine, ReplyScore, WeightReceipt, WeightTransport, WeightUpdate
 from strop.engine.router import ReplicaCause, Router, RouterLimits
 from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
 from strop.testing.dummy_engine import DummyEngine

@@ -92,11 +92,7 @@ def test_p4_inverse_cdf_by_hand(uniform: float, token_id: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    vocab=st.integers(1, 1100),
-    uniform=st.floats(0, 1, exclude_max=True),
-)
+@given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(1, 1100), uniform=st.floats(0, 1, exclude_max=True))
 def test_inverse_cdf_equals_the_plain_one_and_never_leaves_the_support(
     seed: int, vocab: int, uniform: float
 ) -> None:

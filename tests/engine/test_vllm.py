@@ -170,13 +170,7 @@ class TestVllmEngine(EngineContract):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(temperature=0.6),
-        Sampling(temperature=1.7),
-        Sampling(temperature=0.0),
-    ],
+    "sampling", [Sampling(), Sampling(temperature=0.6), Sampling(temperature=1.7), Sampling(temperature=0.0)]
 )
 def test_log_1_values_are_those_of_the_distribution_sampled_from(
     sampling: Sampling, engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path

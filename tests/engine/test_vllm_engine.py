@@ -297,8 +297,7 @@ def test_an_object_of_a_store_is_fetched_and_gone_afterwards(
 
 
 @pytest.mark.parametrize(
-    "update",
-    [replace(UPDATE, transport=WeightTransport.SHARED), replace(UPDATE, path=None)],
+    "update", [replace(UPDATE, transport=WeightTransport.SHARED), replace(UPDATE, path=None)]
 )
 def test_an_update_that_names_nothing_is_refused(update: WeightUpdate, engine: VllmEngine) -> None:
     named = "by shared and names /w|by file and names None"

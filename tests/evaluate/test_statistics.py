@@ -191,10 +191,7 @@ UNIT = st.floats(0.0, 1.0)
 @given(st.lists(st.tuples(UNIT, UNIT, st.sampled_from("abcdef")), min_size=1, max_size=40))
 def test_a_paired_difference_holds_its_estimate(found: list[tuple[float, float, str]]) -> None:
     before_P, after_P, problems_P = zip(*found, strict=True)
-    for interval in (
-        paired_difference(before_P, after_P),
-        paired_difference(before_P, after_P, problems_P),
-    ):
+    for interval in (paired_difference(before_P, after_P), paired_difference(before_P, after_P, problems_P)):
         assert -1.0 <= interval.low <= interval.estimate <= interval.high <= 1.0
         assert interval.low < interval.high
 

@@ -22,10 +22,7 @@ DIVIDED = Gpu(
     memory_bytes=80 * GIB,
     free_memory_bytes=None,
     has_mig=True,
-    slices=(
-        MigSlice(uuid="MIG-c6d4", profile="1g.10gb"),
-        MigSlice(uuid="MIG-77aa", profile="3g.40gb+me"),
-    ),
+    slices=(MigSlice(uuid="MIG-c6d4", profile="1g.10gb"), MigSlice(uuid="MIG-77aa", profile="3g.40gb+me")),
 )
 
 

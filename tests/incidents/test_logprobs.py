@@ -48,14 +48,7 @@ from tests.incidents.faulty_engines import (
     raw_values,
     sample_groups,
 )
-from tests.policy.worlds import (
-    REPLY_LIMIT,
-    World,
-    build_learner,
-    make_model,
-    ragged_groups,
-    reinforce,
-)
+from tests.policy.worlds import REPLY_LIMIT, World, build_learner, make_model, ragged_groups, reinforce
 
 ALARMS = TripwireSpec()
 
@@ -434,9 +427,7 @@ def test_log_6_a_ratio_of_e_89_trains_finitely(model_dir: Path, correction: str)
     groups = [with_engine_logprob(trained, 1, 0, -91.0), with_engine_logprob(constant, 0, 1, -91.0)]
     learner = build_learner(model_dir)
     gradients = learner.gradients(
-        build_batch(algorithm, groups, REPLY_LIMIT).groups,
-        temperature=1.0,
-        token_terms=algorithm,
+        build_batch(algorithm, groups, REPLY_LIMIT).groups, temperature=1.0, token_terms=algorithm
     )
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
     assert float(gradients["model.norm.weight"].norm()) > 0.0

@@ -100,10 +100,7 @@ def test_prc_8_a_disk_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_prc_8_a_disk_that_fills_up_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
-    with (
-        tiny_disk(tmp_path / "disk") as disk,
-        RunDir.create(disk / "runs", "demo", "", "d1", {}) as run,
-    ):
+    with tiny_disk(tmp_path / "disk") as disk, RunDir.create(disk / "runs", "demo", "", "d1", {}) as run:
         steps = iter(range(1, 100))
         with pytest.raises(StoreError, match=r"the disk is full: .*checkpoints/step-"):
             save_until_refused(run, steps)

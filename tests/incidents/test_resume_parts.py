@@ -111,19 +111,13 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "set of examples",
     ),
     "the order of the rows": (reverse_rows, "set of examples"),
-    "a row more": (
-        lambda root: write_rows(root / "rows.jsonl", str, NUM_ROWS + 1),
-        "version of its task",
-    ),
+    "a row more": (lambda root: write_rows(root / "rows.jsonl", str, NUM_ROWS + 1), "version of its task"),
     "a comment of the reward": (edit("reward.py", "answer\n", "answer  # Or not.\n"), "version of its task"),
     "the reward": (edit("reward.py", "strip", "rstrip"), "version of its task"),
     "the base model": (move_weights("model"), "model (weights)"),
     "the chat template": (edit("model/chat_template.jinja", "<|start|>", "<|end|>"), "model (chat template)"),
     "the tokenizer": (edit("model/tokenizer.json", "{", "{ "), "model (tokenizer)"),
-    "where a reply ends": (
-        edit("model/generation_config.json", "260", "261"),
-        "model (configuration)",
-    ),
+    "where a reply ends": (edit("model/generation_config.json", "260", "261"), "model (configuration)"),
     "the reference": (move_weights("reference"), "reference (weights)"),
     "the teacher": (move_weights("teacher"), "teacher (weights)"),
 }

@@ -14,15 +14,7 @@ from typing import Literal
 
 import pytest
 
-from strop.audit import (
-    QUICK_PROBES,
-    AuditReport,
-    AuditSettings,
-    ProbeResult,
-    ProbeStatus,
-    Verdict,
-    run_audit,
-)
+from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.errors import CheckRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
 from strop.tasks import Task, build_task
@@ -401,11 +393,7 @@ def test_rew_12_a_change_of_nothing_earns_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "broken"),
-    [
-        (SoundGrader(), set()),
-        (BelievesOutput(), {"forged_stdout"}),
-        (SharesItsNames(), {"grader_tamper"}),
-    ],
+    [(SoundGrader(), set()), (BelievesOutput(), {"forged_stdout"}), (SharesItsNames(), {"grader_tamper"})],
     ids=lambda value: type(value).__name__,
 )
 def test_sec_2_a_grader_that_its_agent_reaches_is_red(task: Task, broken: set[str]) -> None:

@@ -150,9 +150,7 @@ def test_tok_1_a_terminator_that_is_the_pad_token_is_trained(tmp_path: Path) -> 
         for reply in group.replies
     ]
     gradients = learner.gradients(
-        [replace(group, replies=tuple(only_ends))],
-        temperature=1.0,
-        token_terms=ALGORITHMS["rloo"],
+        [replace(group, replies=tuple(only_ends))], temperature=1.0, token_terms=ALGORITHMS["rloo"]
     )
     assert all(float(gradient.norm()) > 0.0 for gradient in gradients.values())
 
@@ -348,9 +346,7 @@ def test_tok_4_an_engine_that_keeps_the_stop_string_to_itself_is_refused(tmp_pat
     def cut(request: GenerationRequest, completion: Completion) -> Completion:
         num_kept = len(tokenizer.encode(completion.text))
         return replace(
-            completion,
-            token_ids=completion.token_ids[:num_kept],
-            logprobs=completion.logprobs[:num_kept],
+            completion, token_ids=completion.token_ids[:num_kept], logprobs=completion.logprobs[:num_kept]
         )
 
     engine = TamperedEngine(DummyEngine(tokenizer, ["yes\nQ:", "no\nQ:"]), tamper=cut)

@@ -248,12 +248,7 @@ def test_what_the_evaluation_says_is_a_part_of_the_plan_and_its_place_is_not(wor
     [
         (None, (), (), "held-out.toml is not there"),
         (EVAL_TEXT + 'model.uri = "Org/Other"\n', ("model.uri=Org/Mine",), (), "trains 'Org/Mine'"),
-        (
-            EVAL_TEXT + 'model.uri = "Org/Mine"\n',
-            (),
-            ("model.uri=Org/Mine,Org/B",),
-            "trains 'Org/B'",
-        ),
+        (EVAL_TEXT + 'model.uri = "Org/Mine"\n', (), ("model.uri=Org/Mine,Org/B",), "trains 'Org/B'"),
         (EVAL_TEXT, ("train.checkpoint_every=40",), (), "no checkpoint would be there before the end"),
         (
             EVAL_TEXT,

@@ -205,12 +205,7 @@ def make_speeds(**changes: Any) -> Speeds:
 
 def make_work(spec: RunSpec, **changes: Any) -> Work:
     base = Work(
-        spec=spec,
-        size=SIZE,
-        prompt_tokens_mean=5.0,
-        max_reply_tokens=8,
-        num_eval_examples=2,
-        num_evals=3,
+        spec=spec, size=SIZE, prompt_tokens_mean=5.0, max_reply_tokens=8, num_eval_examples=2, num_evals=3
     )
     return replace(base, **changes)
 
@@ -519,12 +514,7 @@ def test_every_assumption_has_its_reason() -> None:
 def learning_s(**sections: Any) -> float:
     spec = make_spec(**sections)
     work = Work(
-        spec=spec,
-        size=SIZE,
-        prompt_tokens_mean=10.0,
-        max_reply_tokens=8,
-        num_eval_examples=0,
-        num_evals=0,
+        spec=spec, size=SIZE, prompt_tokens_mean=10.0, max_reply_tokens=8, num_eval_examples=0, num_evals=0
     )
     speeds = choose_speeds(spec, MACHINE, MEASURED, CPU_EFFICIENCY)
     parts = {part.name: part.amount for part in estimate_time(work, speeds).step_parts}

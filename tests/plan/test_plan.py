@@ -280,10 +280,7 @@ def test_a_family_that_shares_no_prompts_is_planned_so(plan_it: PlanIt, tmp_path
     alone = plan_it(f"model.uri={family_model(tmp_path / 'mamba', 'mamba2')}", "model.dtype=float32")
     packed = plan_it("model.dtype=float32")
     said = [next(v.value for v in plan.limits if v.name == "sequences") for plan in (alone, packed)]
-    assert said == [
-        "each by itself: its layers carry a state from token to token",
-        "packed, prompts shared",
-    ]
+    assert said == ["each by itself: its layers carry a state from token to token", "packed, prompts shared"]
     assert alone.time is not None
     assert packed.time is not None
     assert alone.prompt == packed.prompt

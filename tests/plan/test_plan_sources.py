@@ -18,11 +18,7 @@ from strop.spec import load_spec
 from strop.tasks.registry import task_summaries
 from tests.fixtures.sockets import only_connects_to
 
-JUDGE = (
-    "task.judge_url=http://127.0.0.1:9/v1",
-    "task.judge_model=judge",
-    "task.judge_revision=r1",
-)
+JUDGE = ("task.judge_url=http://127.0.0.1:9/v1", "task.judge_model=judge", "task.judge_revision=r1")
 NEEDED: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("task.dataset=chain_sum",),
     "humaneval": ("task.source=openai/openai_humaneval",),

@@ -34,11 +34,7 @@ def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -
         {"params": [master for master in others.values() if master.dim() == 1], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(
-        parts,
-        lr=SPEC.lr,
-        betas=(SPEC.beta1, SPEC.beta2),
-        eps=SPEC.eps,
-        weight_decay=SPEC.weight_decay,
+        parts, lr=SPEC.lr, betas=(SPEC.beta1, SPEC.beta2), eps=SPEC.eps, weight_decay=SPEC.weight_decay
     )
     own, random = AdamW(masters, SPEC), torch.Generator().manual_seed(1)
     for step in range(4):

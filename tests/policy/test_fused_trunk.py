@@ -76,9 +76,7 @@ def test_in_bf16_the_fused_layers_are_at_least_as_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"family": "gemma2"}, {"hidden_act": "gelu"}],
-    ids=["other layers", "other activation"],
+    "config", [{"family": "gemma2"}, {"hidden_act": "gelu"}], ids=["other layers", "other activation"]
 )
 def test_what_is_built_otherwise_is_not_taken_apart(tmp_path: Path, config: dict[str, Any]) -> None:
     module = load_module(tiny_model(tmp_path, **config), torch.float32)

@@ -78,10 +78,7 @@ def own_scores(model: LanguageModel) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_step_is_the_base_models(tmp_path: Path, dtype: str, may_fuse: bool) -> None:
     path = make(tmp_path, dtype=dtype)
-    base, learner = (
-        load(path, dtype=dtype, may_fuse=may_fuse),
-        build(path, dtype=dtype, may_fuse=may_fuse),
-    )
+    base, learner = (load(path, dtype=dtype, may_fuse=may_fuse), build(path, dtype=dtype, may_fuse=may_fuse))
     assert (learner.model.fused is not None) == (may_fuse and HAS_KERNELS)
     assert np.array_equal(np.concatenate(learner.score(groups(), 1.0)), own_scores(base))
     assert weights_digest(learner.model) == weights_digest(base)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.policy.footprint import (
-    DEFAULT_MICRO_BATCH_POSITIONS,
-    MAX_GPU_POSITIONS,
-    ModelSize,
-    gpu_positions,
-)
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, MAX_GPU_POSITIONS, ModelSize, gpu_positions
 from strop.policy.scoring import default_positions
 from tests.policy.worlds import load_model, make_model
 

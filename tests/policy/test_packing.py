@@ -75,11 +75,7 @@ def lay_out(groups: list[PackedGroup]) -> dict[str, list[Any]]:
             number += 1
     scored.sort(key=lambda token: token[0])
     rows = sorted({token[0] for token in scored})
-    return {
-        "fed": fed,
-        "rows": rows,
-        "scored": [(rows.index(token[0]), *token[1:]) for token in scored],
-    }
+    return {"fed": fed, "rows": rows, "scored": [(rows.index(token[0]), *token[1:]) for token in scored]}
 
 
 @settings(max_examples=300, deadline=None)

@@ -41,14 +41,7 @@ from strop.spec.train import OptimizerSpec
 from tests.fixtures.families import family_model
 from tests.policy.frozen import frozen_alone, frozen_rank, weigh
 from tests.policy.gloo import run_ranks
-from tests.policy.worlds import (
-    Gradients,
-    World,
-    load_model,
-    make_model,
-    reinforce,
-    relative_error,
-)
+from tests.policy.worlds import Gradients, World, load_model, make_model, reinforce, relative_error
 
 pytestmark = [
     pytest.mark.slow,

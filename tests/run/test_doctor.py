@@ -144,13 +144,7 @@ def test_the_doctors_tables_name_what_is_there(
 
 def derive(timings: Timings) -> tuple[float, float, float, float]:
     found = derive_efficiency(
-        timings,
-        SIZE,
-        dtype="bfloat16",
-        gflops=1e-3,
-        copy_gb_per_s=1e-6,
-        cpu_name="c",
-        source="by hand",
+        timings, SIZE, dtype="bfloat16", gflops=1e-3, copy_gb_per_s=1e-6, cpu_name="c", source="by hand"
     )
     assert (found.cpu_name, found.source, found.is_measured) == ("c", "by hand", True)
     return found.learn_frac, found.decode_frac, found.decode_layer_s, found.update_frac

@@ -24,12 +24,7 @@ from tests.fixtures.sandboxes import needs_bubblewrap
     ("devices", "own", "others"), [("2,1,0", "2", "01"), ("GPU-0,GPU-2,GPU-1", "GPU-0", "12")]
 )
 def test_a_run_file_shares_out_the_gpus_of_its_machine(
-    gpus_of: MakeGpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    devices: str,
-    own: str,
-    others: str,
+    gpus_of: MakeGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str, own: str, others: str
 ) -> None:
     (tmp_path / "runtime").mkdir(mode=0o700)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))

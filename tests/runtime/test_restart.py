@@ -37,9 +37,7 @@ def controller(state_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[
             process.kill()
 
 
-def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(
-    tmp_path: Path,
-) -> None:
+def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(tmp_path: Path) -> None:
     async def main() -> None:
         with controller(tmp_path) as (process, serving):
             key = KeyRing(Path(serving["keys_file"])).newest
@@ -99,9 +97,7 @@ def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(
     asyncio.run(main())
 
 
-def test_stopped_ones_are_known_after_a_restart_and_a_taken_port_fails_one(
-    tmp_path: Path,
-) -> None:
+def test_stopped_ones_are_known_after_a_restart_and_a_taken_port_fails_one(tmp_path: Path) -> None:
     async def main() -> None:
         async with service(tmp_path) as it:
             first, second, third = [await it.start(name) for name in ("S1", "S2", "S3")]

@@ -195,10 +195,7 @@ def test_15_the_host_cannot_be_written(backend: str, tmp_path: Path) -> None:
 @needs_bubblewrap
 def test_16_no_listener_of_the_host_is_reached() -> None:
     abstract = f"\0strop-test-{os.getpid()}"
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.socket(socket.AF_UNIX) as local,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as local:
         local.bind(abstract)
         local.listen()
         port = listener.getsockname()[1]

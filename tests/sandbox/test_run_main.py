@@ -31,11 +31,7 @@ def with_source(
     """Do some work in a fresh sandbox that has a Python source."""
 
     async def run() -> T:
-        spec = SandboxSpec(
-            limits=limits or Limits(),
-            env=env or {},
-            min_level=spec_of().min_level,
-        )
+        spec = SandboxSpec(limits=limits or Limits(), env=env or {}, min_level=spec_of().min_level)
         async with await make_backend(backend).create(spec, main_source=source) as sandbox:
             return await work(sandbox)
 

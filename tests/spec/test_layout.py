@@ -216,11 +216,7 @@ SPLITS = st.one_of(
 )
 BESIDE = st.fixed_dictionaries(
     {"nodes": st.integers(1, 5)},
-    optional={
-        "env_gpus": st.integers(0, 2),
-        "eval_gpus": st.integers(0, 2),
-        "cpu_nodes": st.integers(0, 2),
-    },
+    optional={"env_gpus": st.integers(0, 2), "eval_gpus": st.integers(0, 2), "cpu_nodes": st.integers(0, 2)},
 )
 PLACEMENTS = st.fixed_dictionaries(
     {},

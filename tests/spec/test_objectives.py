@@ -23,10 +23,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm": {"name": "ipo_mask", "zero_variance": "skip"}}, "without advantage too"),
     (
-        {
-            "algorithm": {"zero_variance": "skip"},
-            "teacher": {"source": "initial", "form": "sampled"},
-        },
+        {"algorithm": {"zero_variance": "skip"}, "teacher": {"source": "initial", "form": "sampled"}},
         "without advantage too",
     ),
     ({"algorithm": {"correction": "mis_seq"}, "task": LONG}, "the ratio of a long reply is a product"),
@@ -63,10 +60,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"terms": "dpo"}}, "pairs and the loss on them belong together"),
     ({"dpo": {"source": "runs/one"}}, "pairs and the loss on them belong together"),
     (
-        {
-            "train": {"terms": "dpo"},
-            "dpo": {"source": "runs/one", "label_noise_frac": 0.1},
-        },
+        {"train": {"terms": "dpo"}, "dpo": {"source": "runs/one", "label_noise_frac": 0.1}},
         "only 'cdpo' knows about wrong labels",
     ),
     ({"algorithm": {"name": "sapo", "clip_low": 0.1}}, "algorithm.clip_low=0.1: its gate has no bounds"),
@@ -96,10 +90,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"train": {"group_size": 1}}, "every advantage would be zero"),
     (
-        {
-            "algorithm": {"name": "reinforce_pp", "zero_variance": "drop"},
-            "train": {"group_size": 1},
-        },
+        {"algorithm": {"name": "reinforce_pp", "zero_variance": "drop"}, "train": {"group_size": 1}},
         "every group would be left out",
     ),
     ({"train": {"prompts_per_step": 6, "mini_batches": 4}}, "the parts of a batch would differ in size"),

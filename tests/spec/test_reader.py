@@ -269,10 +269,7 @@ def test_a_circle_of_files_is_refused() -> None:
             "run file rnu.toml does not exist. Allowed: an existing file. Next: did you mean run.toml?",
         ),
         ("no/run.toml", "run file no/run.toml does not exist"),
-        (
-            "run.json",
-            "run file run.json has the suffix .json. Allowed: a TOML file, which ends in .toml",
-        ),
+        ("run.json", "run file run.json has the suffix .json. Allowed: a TOML file, which ends in .toml"),
         (
             "run.yaml",
             "has the suffix .yaml. Allowed: a TOML file, which ends in .toml. Next: write it as TOML",

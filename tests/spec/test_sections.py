@@ -238,10 +238,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
             "some engines would have fewer workers than others",
         ),
         ({"sft": {"source": "/a.jsonl"}}, "would not be trained on"),
-        (
-            {"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "weight": 0.5}},
-            "there is no other term",
-        ),
+        ({"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "weight": 0.5}}, "there is no other term"),
         (
             {"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "min_reward": 0.5}},
             "sft.min_reward=0.5: the setting chooses among rollouts of a run",

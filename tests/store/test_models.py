@@ -296,10 +296,7 @@ def test_a_silent_hub_costs_a_few_seconds(tmp_path: Path, monkeypatch: pytest.Mo
         started_at = time.monotonic()
         with pytest.raises(HubUnreachable, match="is unreachable"):
             download_snapshot(
-                "org/tiny",
-                None,
-                endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}",
-                hub_dir=tmp_path,
+                "org/tiny", None, endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}", hub_dir=tmp_path
             )
         assert 0.9 < time.monotonic() - started_at < 60.0
 

@@ -9,21 +9,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from strop.errors import (
-    ConfigError,
-    HubUnreachable,
-    RemoteMissing,
-)
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing
 from strop.io.variables import set_variables
 from strop.spec import StoreSpec
-from strop.store import (
-    fetch_data_file,
-    fetch_data_source,
-    follow_store,
-    get_model,
-    open_store,
-    read_policy,
-)
+from strop.store import fetch_data_file, fetch_data_source, follow_store, get_model, open_store, read_policy
 from strop.store.data_files import collect_data_files, find_data
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
@@ -53,10 +42,7 @@ def test_a_run_files_store_holds_for_a_block_and_for_children(monkeypatch: pytes
 
 @pytest.mark.parametrize("uri", ["gs://bucket/x", "hf://org/name", "bucket/prefix"])
 def test_what_is_no_root(uri: str) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"is (not a place|no root) of a store"),
-        follow_store(follow(uri)),
-    ):
+    with pytest.raises(ConfigError, match=r"is (not a place|no root) of a store"), follow_store(follow(uri)):
         pass
 
 

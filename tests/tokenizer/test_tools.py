@@ -92,11 +92,7 @@ def test_the_arguments_of_a_call_are_written_as_an_object(tmp_path: Path) -> Non
             "leaves out a message of the role tool",
         ),
         ("{{ messages[0].content }}", (CHAT[1], Message(role="developer", content="Be brief.")), "developer"),
-        (
-            CHAT_TEMPLATE,
-            (CHAT[1], Message(role="assistant", reasoning="Hm")),
-            "reads none of reasoning",
-        ),
+        (CHAT_TEMPLATE, (CHAT[1], Message(role="assistant", reasoning="Hm")), "reads none of reasoning"),
     ],
     ids=["no calls", "two for one", "first call", "no arguments", "no replies", "developer", "reasoning"],
 )

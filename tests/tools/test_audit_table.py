@@ -77,11 +77,7 @@ def test_a_page_without_the_mark_is_left_alone(
     ],
 )
 def test_what_is_no_report_is_refused(
-    text: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{MARK}\n\nold\n")

@@ -9,16 +9,7 @@ import pytest
 
 from strop.algorithm import build_algorithm
 from strop.policy.optimizer import StepReport, Total
-from strop.rollout import (
-    FailureOwner,
-    FinishReason,
-    Group,
-    Outcome,
-    Rollout,
-    Sampling,
-    Turn,
-    make_example,
-)
+from strop.rollout import FailureOwner, FinishReason, Group, Outcome, Rollout, Sampling, Turn, make_example
 from strop.spec import AlgorithmSpec
 from strop.train.batch import build_batch, pack_reply
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
@@ -132,11 +123,7 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
 
 def test_what_nobody_knows_is_absent_and_not_0() -> None:
     lost = [Group(example=EXAMPLE, rollouts=(rollout(LOST, prompt(1)), rollout(LOST, prompt(1), index=1)))]
-    assert measure_rollouts(lost) == {
-        "failed_frac": 1.0,
-        "prompt_too_long_frac": 0.0,
-        "duplicate_frac": 0.0,
-    }
+    assert measure_rollouts(lost) == {"failed_frac": 1.0, "prompt_too_long_frac": 0.0, "duplicate_frac": 0.0}
     silent = Outcome(parts={"toy": 0.5})
     known = measure_rollouts([Group(example=EXAMPLE, rollouts=(rollout(silent, prompt(1), said(ids(2))),))])
     assert known.keys() & {"accuracy", "format_ok_frac"} == set()

@@ -288,11 +288,7 @@ def test_a_terminator_outside_the_mask_is_refused(
     ("memory_bytes", "disk_bytes"), [(10**6, 10**12), (10**12, 10**5)], ids=["memory", "disk"]
 )
 def test_too_little_memory_or_disk_is_refused(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    memory_bytes: int,
-    disk_bytes: int,
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, disk_bytes: int
 ) -> None:
     # This process's own memory counts as free, so it is set as well.
     monkeypatch.setattr(gate_checks, "rss_bytes", lambda: 0)

@@ -118,9 +118,7 @@ def test_several_terminators_and_a_pad_that_is_none_are_no_fault(tmp_path: Path)
     assert check_tokenizer(gate_of(path)).is_passed
 
 
-def test_a_run_with_a_foreign_tokenizer_is_refused_although_its_weights_are_accepted(
-    tmp_path: Path,
-) -> None:
+def test_a_run_with_a_foreign_tokenizer_is_refused_although_its_weights_are_accepted(tmp_path: Path) -> None:
     """Incident: SmolLM2 with a tokenizer of 262 words trained."""
     model_dir = make_model(tmp_path / "model", vocab_size=1024)
     tiny_tokenizer(model_dir)

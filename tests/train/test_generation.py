@@ -13,17 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import EngineError, RunStopped
-from strop.rollout import (
-    Example,
-    FinishReason,
-    Group,
-    Outcome,
-    Rollout,
-    Sampling,
-    Split,
-    Turn,
-    make_example,
-)
+from strop.rollout import Example, FinishReason, Group, Outcome, Rollout, Sampling, Split, Turn, make_example
 from strop.train.generation import (
     Batch,
     BufferLimits,

@@ -141,9 +141,7 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     # With the usual eps the rounding of gradients near 0, not their formula, would decide where they lead.
     ranges = {"clip_low": 0.006, "clip_high": 0.01}
     spec = tiny_spec(
-        train=FOUR | {"epochs": epochs},
-        algorithm=CLIPPED | ranges,
-        optimizer={"lr": 2e-4, "eps": 1e-5},
+        train=FOUR | {"epochs": epochs}, algorithm=CLIPPED | ranges, optimizer={"lr": 2e-4, "eps": 1e-5}
     )
     made = train(tmp_path, tiny_model_dir, spec)
     rollouts = read_rollouts(made.run_dir.rollouts_path(1))

@@ -239,10 +239,7 @@ def test_what_is_evaluated_on_is_not_imitated(
     spec = made.spec.model_copy(
         update={
             "train": made.spec.train.model_copy(
-                update={
-                    "accept": "weights: a test; audit: a test; overlap: a test of memory",
-                    "steps": 1,
-                }
+                update={"accept": "weights: a test; audit: a test; overlap: a test of memory", "steps": 1}
             )
         }
     )

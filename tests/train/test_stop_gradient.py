@@ -196,11 +196,7 @@ def without_stop_string(rollout: Rollout) -> Rollout:
     ("rule", "low", "high"), [(as_sampled, 0.999999, 1.000001), (without_stop_string, -1.0, 0.9)]
 )
 def test_the_step_is_the_gradient_of_the_expected_reward_with_a_stop_string(
-    rollouts: list[Rollout],
-    table: Table,
-    rule: Callable[[Rollout], Rollout],
-    low: float,
-    high: float,
+    rollouts: list[Rollout], table: Table, rule: Callable[[Rollout], Rollout], low: float, high: float
 ) -> None:
     chances = [float(np.exp(sum(r.reply.logprobs.tolist()))) for r in rollouts if r.reply]  # type: ignore[union-attr]
     assert sum(chances) == pytest.approx(1.0)

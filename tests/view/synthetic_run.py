@@ -12,15 +12,7 @@ import numpy as np
 from strop.evaluate import EvalResult, Validity, result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
-from strop.rollout import (
-    FailureOwner,
-    FinishReason,
-    Outcome,
-    Rollout,
-    Sampling,
-    Turn,
-    make_example,
-)
+from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout, Sampling, Turn, make_example
 from strop.testing import records
 
 NUM_STEPS = 40

@@ -146,7 +146,7 @@ def test_p1_our_own_verdict_beside_exact_match_of_minerva_math(recording: Record
     pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
     run = recording.verdicts["minerva_math"]
     reasons: Reasons = {
-        "the harness reads one phrase only": lambda reply, ours: ours and not _PHRASE.search(reply),
+        "the harness reads one phrase only": lambda reply, ours: ours and not _PHRASE.search(reply)
     }
     found = disagreements(run, run.verdicts("exact_match"), task_judge(run), reasons)
     assert found == {"the harness reads one phrase only": 121}

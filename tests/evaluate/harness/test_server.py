@@ -115,10 +115,7 @@ def test_what_means_nothing_to_a_server_is_refused(
 
 
 def test_a_server_that_is_not_there_and_one_that_wants_a_key(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with completions_server(key=KEY) as server:
@@ -232,14 +229,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     ("changes", "message"),
     [
         # Taken as they come, each choice would be certain, and the first one chosen.
-        (
-            {"echoes": False},
-            "1 log-probabilities and 1 lists of likely tokens, to a text of 3 tokens",
-        ),
-        (
-            {"gives_logprobs": False},
-            "0 log-probabilities and 0 lists .* Tasks that choose among answers",
-        ),
+        ({"echoes": False}, "1 log-probabilities and 1 lists of likely tokens, to a text of 3 tokens"),
+        ({"gives_logprobs": False}, "0 log-probabilities and 0 lists .* Tasks that choose among answers"),
     ],
 )
 def test_a_server_without_likelihoods_is_not_believed(
@@ -285,10 +276,7 @@ def kill_harness() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("harness_python")
 def test_a_killed_evaluation_by_a_server_goes_on_where_it_stopped(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     out = tmp_path / "out"

@@ -133,9 +133,7 @@ def test_a_slow_node_is_named_by_all_and_itself(tmp_path: Path) -> None:
 def test_a_node_that_never_comes_is_named_by_all(tmp_path: Path) -> None:
     answers = collect(tmp_path, ("n0", "n1", "n2"), {}, absent=1, wait_limit_s=60.0)
     for answer in answers:
-        assert answer == [
-            ["node_missing", "n2", "node n2 has not come to the rendezvous within 60 s"],
-        ]
+        assert answer == [["node_missing", "n2", "node n2 has not come to the rendezvous within 60 s"]]
 
 
 @pytest.mark.slow

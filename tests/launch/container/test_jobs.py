@@ -20,24 +20,8 @@ from strop.launch.contract import JobRef, JobRequest, JobState, JobStatus, RoleP
 from strop.launch.launcher import Launcher
 from strop.launch.logs import LogFilter
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
-from tests.fixtures.held_jobs import (
-    ENDLESS,
-    TOLD_ONCE,
-    gated,
-    held,
-    let_go,
-    saved_step,
-    told_once,
-)
-from tests.fixtures.jobs import (
-    is_running,
-    make_request,
-    project,
-    read_verdicts,
-    role,
-    saver,
-    wait_for,
-)
+from tests.fixtures.held_jobs import ENDLESS, TOLD_ONCE, gated, held, let_go, saved_step, told_once
+from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow

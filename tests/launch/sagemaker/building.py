@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.launch.contract import (
-    JobEnvironment,
-    JobPlan,
-    JobRequest,
-    Resources,
-    RolePlan,
-    TrialPlan,
-)
+from strop.launch.contract import JobEnvironment, JobPlan, JobRequest, Resources, RolePlan, TrialPlan
 from strop.launch.options import Site
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.request import complete_plan

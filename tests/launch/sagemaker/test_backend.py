@@ -102,12 +102,7 @@ def test_states_follow_the_job(site: Site) -> None:
     for duration_s in (0, 30, 60, 30, 600, 20):
         site.fake.advance(duration_s)
         seen.append(answer(site, ref))
-    assert seen == [
-        JobState.QUEUED,
-        *[JobState.STARTING] * 2,
-        *[JobState.RUNNING] * 2,
-        JobState.SUCCEEDED,
-    ]
+    assert seen == [JobState.QUEUED, *[JobState.STARTING] * 2, *[JobState.RUNNING] * 2, JobState.SUCCEEDED]
 
 
 def test_one_listing_answers_for_many_and_only_changes_are_described(site: Site) -> None:

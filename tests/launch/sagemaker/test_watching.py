@@ -252,11 +252,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     said: list[str] = []
     try:
         watch(
-            launcher,
-            Path(ref.home),
-            said.append,
-            pause=lambda _: script.pop(0)(),
-            now=lambda: site.fake.now,
+            launcher, Path(ref.home), said.append, pause=lambda _: script.pop(0)(), now=lambda: site.fake.now
         )
     finally:
         for emulator in emulators:

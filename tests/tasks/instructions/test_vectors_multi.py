@@ -116,12 +116,7 @@ BENCH_VECTORS = [
     ("count:punctuation", {}, ["Yes, so: a; b?! c! d? e."], ["Yes, so: a; b! d?", "Yes, so: a; b?! c."]),
     ("count:unique_word_count", {"N": 3}, ["one two three"], ["one two Two one"]),
     ("count:word_count_range", {"min_words": 3, "max_words": 4}, ["a b c", "a b c d"], ["a b", "a b c d e"]),
-    (
-        "count:keywords_multiple",
-        FIVE,
-        [SEVEN],
-        [f"{SEVEN} e", SEVEN[2:]],
-    ),
+    ("count:keywords_multiple", FIVE, [SEVEN], [f"{SEVEN} e", SEVEN[2:]]),
     ("ratio:sentence_type", {}, ["We go. We see. Why?"], ["We go. Why?", "We go. We see."]),
     ("ratio:sentence_balance", {}, ["We go. Why? So!"], ["We go. Why?", "We go. We see. Why? So!"]),
     # 9 characters each: "We go on." "You rest." "They nap."
@@ -193,12 +188,7 @@ BENCH_VECTORS = [
         ["Only output this sentence here", "Sure"],
     ),
     ("custom:multiples", {}, ["14, 21, 28, 35, 42, 49"], ["7 14 21 28 35 42 49", "14 21", "none"]),
-    (
-        "custom:sentence_alphabet",
-        {},
-        [STORY],
-        ["A goes. B goes.", LETTERS],
-    ),
+    ("custom:sentence_alphabet", {}, [STORY], ["A goes. B goes.", LETTERS]),
     (
         "custom:date_format_list",
         {},

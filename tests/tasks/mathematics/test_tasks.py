@@ -309,11 +309,7 @@ def test_mmlu_shows_question_and_choices(mmlu_folder: Path) -> None:
         "The following is a multiple choice question about number theory."
         " Reply with the letter of the right choice alone."
     )
-    assert lines == [
-        "",
-        "Which is odd?",
-        *("A. 2", "B. 4", "C. 5", "D. 6", "Answer:"),
-    ]
+    assert lines == ["", "Which is odd?", *("A. 2", "B. 4", "C. 5", "D. 6", "Answer:")]
     (plain,) = task.render(task.examples(Split.TRAIN)[0])
     assert plain.text.startswith("The following is a multiple choice question. Reply")
 
