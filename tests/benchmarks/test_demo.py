@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.demo import ROOT, STEP_SECONDS, DemoFailed, count_tokens, read_accuracies, read_step_seconds
-from benchmarks.process_memory import run_watched, tree_bytes, tree_peak_bytes
+from benchmarks.process_memory import run_watched, tree_bytes
 from tests.fixtures.jobs import wait_for
 
 
@@ -32,12 +32,6 @@ def test_one_evaluation_is_not_a_gain(tmp_path: Path) -> None:
     write_evaluation(tmp_path, 0, 0.25)
     with pytest.raises(DemoFailed, match=r"1 evaluations\. Allowed: one before, one after"):
         read_accuracies(tmp_path)
-
-
-def test_step_seconds_are_read_from_the_metrics(tmp_path: Path) -> None:
-    lines = [{"step": 1, STEP_SECONDS: 2.5}, {"step": 2, STEP_SECONDS: 1.5}, {"step": 3}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_step_seconds(tmp_path) == [2.5, 1.5]
 
 
 def test_metrics_without_step_seconds_are_named(tmp_path: Path) -> None:
@@ -98,7 +92,3 @@ runpy.run_module("benchmarks", run_name="__main__")
         benchmark.kill()
     # Its end is waited for, so that nothing is left of it, not even for a moment.
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
-
-
-def test_a_process_that_is_gone_holds_nothing() -> None:
-    assert tree_peak_bytes(2**22 + 1) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES
 from benchmarks.harness import Arm, ArmFailed, ArmProcess, Protocol, measure_pairs, pair_order
 from benchmarks.prompts import make_prompts, write_prompts
 
@@ -42,30 +42,6 @@ def test_an_arm_that_ends_early_is_named_with_its_last_words(tmp_path: Path) -> 
     arms = (dummy("strop", step_s=2.0), dummy("rival", step_s=1.0, fails_at=1))
     with pytest.raises(ArmFailed, match=r"(?s)arm rival ended with code 1:.*as ordered"):
         measure_pairs(CASE, arms, Protocol(model_dir=tmp_path, num_pairs=3, num_warm_ups=1))
-
-
-def test_a_worker_ends_when_it_is_told_to(tmp_path: Path) -> None:
-    write_prompts(tmp_path / "prompts.json", make_prompts(CASE, 1))
-    worker = ArmProcess(dummy("strop", step_s=1.0), CASE, Protocol(model_dir=tmp_path), tmp_path)
-    worker.wait_until_ready()
-    worker.close()
-    assert worker.exit_code == 0
-
-
-def test_a_case_survives_the_command_line() -> None:
-    assert Case.from_json(CASE.to_json()) == CASE
-
-
-def test_prompts_are_the_same_each_time_and_differ_between_steps() -> None:
-    first = make_prompts(CASE, 3)
-    assert first == make_prompts(CASE, 3)
-    assert len({(prompt.left, prompt.right) for prompt in first}) == 24
-    assert all(int(prompt.answer) == prompt.left + prompt.right for prompt in first)
-
-
-def test_a_long_prompt_ends_with_its_question() -> None:
-    prompt = make_prompts(CASES["grpo-prompt300-natural"], 1)[0]
-    assert prompt.messages[0]["content"].endswith(f"\nWhat is {prompt.left} + {prompt.right}?")
 
 
 def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path) -> None:

@@ -130,14 +130,6 @@ def test_hundreds_of_engines_with_stragglers_and_deaths_lose_no_group(
     assert found.num_lost_rollouts < 0.01 * 3600
 
 
-def test_more_engines_generate_faster(tmp_path: Path, tiny_model_dir: Path) -> None:
-    one, eight = (
-        run_it(tmp_path, tiny_model_dir, SimulationWish(num_engines=number, num_steps=3)) for number in (1, 8)
-    )
-    assert eight.seconds["generate"] < one.seconds["generate"]
-    assert eight.engine_rows_frac < one.engine_rows_frac
-
-
 def test_a_simulated_engine_has_the_plans_speed() -> None:
     spec = RunSpec.model_validate(
         {

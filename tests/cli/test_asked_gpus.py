@@ -114,16 +114,6 @@ def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run) -> None:
     ]
 
 
-def test_one_node_learns_and_the_other_generates(run: Run) -> None:
-    words = ("job.nodes=2", "job.gpus=8", "job.infer_nodes=1")
-    assert planned(run, "run.toml", "--on", "cluster", *words) == {"learner": 8, "engine": 8}
-    plan = dry_run(run, "submit", "run.toml", "--on", "cluster", *words)
-    assert [(role["name"], role["nodes"], role["gpus"]) for role in plan["roles"]] == [
-        ("train", "first", {"train": 8}),
-        ("ray", "1-1", {"infer": 8}),
-    ]
-
-
 @pytest.mark.parametrize(
     "command",
     [("plan", "run.toml"), ("check", "run.toml"), ("submit", "run.toml", "--dry-run"), ("train", "run.toml")],
@@ -157,9 +147,3 @@ def test_gpus_that_this_machine_lacks_are_refused_before_submission(
     ended = run(*command, "--on", "local", "job.gpus=2")
     assert ended.code == 76
     assert "gpus: 2 GPUs are asked for and this machine has 1 GPUs" in ended.err
-
-
-def test_an_instance_with_gpus_that_nobody_would_use_is_refused_by_name(run: Run) -> None:
-    ended = run("submit", "run.toml", "--on", "cloud", "job.single_gpu=true", "--dry-run")
-    assert ended.code == 2
-    assert "1 GPU is asked for in the job section, and ml.p4de.24xlarge gives 8: 7 would be idle" in ended.err

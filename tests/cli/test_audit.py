@@ -25,14 +25,6 @@ def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
     assert json.loads(ended.out)["verdict"] == "red"
 
 
-def test_the_seed_picks_the_examples(run: Run) -> None:
-    seeds = [
-        json.loads(run("audit", "arithmetic", *words, "num=2", "--json").out)["seed"]
-        for words in ((), ("seed=3",))
-    ]
-    assert seeds == [0, 3]
-
-
 def test_what_no_audit_can_do_is_refused(run: Run) -> None:
     for words, said in (
         ((), "Missing argument 'task'"),

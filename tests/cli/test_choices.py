@@ -73,15 +73,6 @@ def test_a_reply_shows_that_it_was_chosen(run: Run, source: Path, tiny_model_dir
     assert found["reply"] in ("A", "B", "C", "D")
 
 
-def test_no_plan_trains_on_it(run: Run, source: Path, tiny_model_dir: Path, folder: Path) -> None:
-    text = (folder / "run.toml").read_text()
-    (folder / "run.toml").write_text(text.replace('"arithmetic"', f'"mmlu-choice"\nsource = "{source}"'))
-    for command in ("plan", "train"):
-        ended = run(command, "run.toml")
-        assert ended.code != 0
-        assert "training on task mmlu-choice, whose replies are chosen by their likelihood" in ended.err
-
-
 @pytest.mark.slow
 def test_in_a_mixture_it_is_evaluated_beside_what_is_trained(
     run: Run, folder: Path, source: Path, tiny_model_dir: Path

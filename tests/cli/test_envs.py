@@ -19,12 +19,6 @@ def test_environments_are_listed_apart_from_tasks(run: Run) -> None:
     assert "A class of your own" in run("envs", "ls").out
 
 
-def test_an_audit_is_the_same_by_both_names(run: Run) -> None:
-    ended = run("envs", "audit", "guess-number", "num=2")
-    assert (ended.code, ended.err) == (0, "")
-    assert "guess-number green" in ended.out
-
-
 def test_a_game_is_played_by_piped_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{guess}\n" for guess in (2, 1, 3))))
     ended = run("envs", "run", "guess-number", "max_value=3", "seed=1")

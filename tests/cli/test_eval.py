@@ -191,19 +191,6 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     assert texts[0] == texts[1]
 
 
-def test_an_engine_in_a_process_of_its_own_gives_the_same_result(
-    run: Run, folder: Path, tiny_model_dir: Path
-) -> None:
-    words = ("--limit", "3", "--samples", "2")
-    for kind in ("inline", "process"):
-        ended = evaluate(run, tiny_model_dir, *words, f"placement.kind={kind}", "--out", kind)
-        assert ended.code == 0, ended.err
-    here, apart = (
-        read_result(folder / kind / "arithmetic-step-000000.json") for kind in ("inline", "process")
-    )
-    assert (here.greedy, here.sampled, here.model_digest) == (apart.greedy, apart.sampled, apart.model_digest)
-
-
 @pytest.mark.slow
 def test_the_readmes_commands(run: Run, folder: Path, own_cache: Path, smollm2_dir: Path) -> None:
     # It has been converted already.

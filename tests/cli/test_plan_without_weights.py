@@ -121,19 +121,6 @@ def test_a_stores_model_is_known_by_the_hubs_name(uri: str) -> None:
     assert found.num_params == pytest.approx(0.596e9, rel=0.01)
 
 
-def test_a_missing_order_file_in_s3_is_unknown(run: Run) -> None:
-    ended = run("plan", "run.toml", "task.order_file=s3://bucket/orders/easy.jsonl")
-    assert ended.code == 0
-    (said,) = (line for line in ended.err.splitlines() if line.startswith("unknown: "))
-    assert "s3://bucket/orders/easy.jsonl is not on this machine" in said
-    found = plan("task.order_file=s3://bucket/orders/easy.jsonl")
-    assert found.schedule.num_train_examples is None
-    assert found.time is not None
-    measured = plan().prompt
-    assert measured is not None
-    assert assumed(found)["prompt_tokens_mean"] == pytest.approx(measured.tokens_mean, rel=0.2)
-
-
 def test_a_missing_order_file_of_a_part_is_unknown() -> None:
     found = plan(
         "task.name=mixture",

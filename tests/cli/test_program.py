@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from strop import __version__
 from strop.cli.arguments import SplitName
 from strop.cli.output import Output, RunLog
 from strop.cli.program import app
@@ -109,10 +108,6 @@ def test_a_log_keeps_what_came_before_its_file(tmp_path: Path) -> None:
     # Without closing: what a kill would leave.
     assert (tmp_path / "deep" / "train.log").read_text() == "first\nsecond\n"
     log.close()
-
-
-def test_the_version_is_printed(run: Run) -> None:
-    assert run("--version").out == f"strop {__version__}\n"
 
 
 def test_help_names_every_command(run: Run) -> None:

@@ -83,19 +83,6 @@ def test_the_harness_asks_in_its_own_words(run: Run, rows: Path, tiny_model_dir:
     assert "--harness lm-eval with task.system_prompt. Allowed: settings that choose examples" in ended.err
 
 
-def test_the_gate_refuses_a_stop_string_that_cuts_gold(run: Run, rows: Path) -> None:
-    own = ("task.name=gsm8k", "task.source=./rows.jsonl", 'task.stop=["####"]')
-    ended = run("train", "run.toml", *own)
-    assert ended.code == 76, ended.err
-    assert "ended by a stop string of ['####']" in ended.err
-
-
-def test_explain_says_what_they_mean(run: Run) -> None:
-    out = run("explain", "task", "--all").out
-    for name in ("system_prompt", "prompt_template", "stop"):
-        assert f"task.{name}" in out
-
-
 def test_kept_replies_are_judged_anew_under_the_same_words(
     run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:

@@ -56,13 +56,6 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     assert run("sft", "sft.toml", "sft.rows_per_step=8", f"output.dir={path}").code == 76
 
 
-def test_the_same_file_is_run_by_train(folder: Path, run: Run, sft_file: Path) -> None:
-    ended = run("train", "sft.toml", "train.terms=rl+sft", "sft.weight=0.1")
-    assert ended.code == 0, ended.err
-    (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
-    assert {"grad_norm_rl", "grad_norm_sft"} <= RunDir.open(path).metrics.read()[0].keys()
-
-
 def test_a_file_that_does_not_imitate_alone_is_refused(folder: Path, run: Run, sft_file: Path) -> None:
     for words in (("run.toml",), ("sft.toml", "train.terms=rl+sft")):
         ended = run("sft", *words)

@@ -189,14 +189,6 @@ def test_wrong_input_has_a_code_a_message_and_no_effect(
     assert here.backend.count("submit") == 0
 
 
-def test_a_broken_profile_has_its_line(here: World, run: Run) -> None:
-    here.sites('[sites.lab]\nbackend = "slurm"\npartitoin = "x"\n')
-    ended = run("submit", "run.toml", "--on", "lab")
-    assert ended.code == 2
-    assert "strop-sites.toml:3" in ended.err
-    assert "did you mean partition?" in ended.err
-
-
 def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run) -> None:
     ended = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m")
     assert ended.code == 0, ended.err
@@ -334,13 +326,6 @@ def test_a_dry_run_writes_its_named_output_alone(here: World, run: Run) -> None:
     assert "is the directory of a job" in ended.err
 
 
-def test_a_dry_run_without_a_place_to_write_says_so(here: World, run: Run) -> None:
-    (here.folder / "file").write_text("")
-    ended = run("submit", "run.toml", "--dry-run", "--output-dir", here.folder / "file" / "x")
-    assert ended.code == 1
-    assert "could not be written" in ended.err
-
-
 def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
     before = tree(here.folder)
     assert "nothing was found that would stop this job" in run("check", "run.toml").out
@@ -376,14 +361,6 @@ def test_another_plan_of_the_name_is_refused(here: World, run: Run) -> None:
     assert ended.code == 76
     assert "whose plan is another" in ended.err
     assert run("submit", "run.toml", "train.steps=9", "--new").code == 0
-
-
-def test_a_job_that_cannot_be_listed_is_still_submitted(here: World, run: Run) -> None:
-    Path(here.environ["XDG_STATE_HOME"]).write_text("a file")
-    ended = run("submit", "run.toml")
-    assert ended.code == 0
-    assert "notice: " in ended.err
-    assert f"strop status   {only_ref(here).home}" in ended.out
 
 
 # Jobs that are there.

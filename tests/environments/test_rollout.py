@@ -143,23 +143,6 @@ def test_cut_reply_is_judged_and_marked(tokenizer: Tokenizer) -> None:
     assert rollout.outcome.reward == 1.0
 
 
-def test_three_turns_keep_the_sampled_ids(tokenizer: Tokenizer) -> None:
-    environment = asking("a?", "b?", "c?")
-    engine = DummyEngine(tokenizer, ["as", "the", "7"])
-    rollout = attempt(environment, engine, tokenizer)
-    assert rollout.outcome.reward == 1.0
-    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 3
-    # What the engine saw last is everything before its last reply, verbatim.
-    assert engine.requests[-1].prompt_ids.tolist() == joined_ids(rollout.turns[:-1])
-    text = "".join(tokenizer.token_text(token_id) for token_id in joined_ids(rollout.turns))
-    assert text == (
-        "<|start|>user\na?<|end|>\n<|start|>assistant\nas<|end|>"
-        "\n<|start|>user\nb?<|end|>\n<|start|>assistant\nthe<|end|>"
-        "\n<|start|>user\nc?<|end|>\n<|start|>assistant\n7<|end|>"
-    )
-    assert len({request.seed for request in engine.requests}) == 3
-
-
 def test_reply_that_would_encode_differently_is_not_encoded_again(tokenizer: Tokenizer) -> None:
     class SplitEngine(DummyEngine):
         """Samples "as" as two tokens, where the tokenizer would merge them."""
@@ -184,22 +167,6 @@ def test_reply_that_would_encode_differently_is_not_encoded_again(tokenizer: Tok
 def test_turns_of_a_base_model(base_tokenizer: Tokenizer) -> None:
     rollout = attempt(asking("a?", "b?"), DummyEngine(base_tokenizer, ["x", "7"]), base_tokenizer)
     assert [turn.text for turn in rollout.turns] == ["a?\n", "x", "\n\nb?\n", "7"]
-
-
-def test_a_turn_after_a_stop_string_follows_its_tokens_and_a_terminator(tokenizer: Tokenizer) -> None:
-    environment = ScriptedEnvironment(
-        (Message(role="user", content="a?"),),
-        [(Message(role="user", content="b?"),)],
-        judge_last_word,
-        stop_strings=("STOP",),
-    )
-    engine = DummyEngine(tokenizer, ["xSTOP and more", "7"])
-    rollout = attempt(environment, engine, tokenizer)
-    assert (rollout.turns[1].text, environment.actions[0].text) == ("x", "x")
-    assert tokenizer.decode(rollout.turns[1].token_ids) == "xSTOP"
-    assert rollout.turns[2].text.startswith("<|end|>\n<|start|>user\nb?")
-    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 2
-    assert engine.requests[1].prompt_ids.tolist() == joined_ids(rollout.turns[:3])
 
 
 @pytest.mark.parametrize(
@@ -260,15 +227,6 @@ def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:
     rollout = attempt(environment, DummyEngine(tokenizer, ["xyz"]), tokenizer, max_reply_tokens=2)
     assert [action.text for action in environment.actions] == ["xy"]
     assert rollout.outcome.truncated
-
-
-def test_aborted_reply_never_reaches_the_verifier(tokenizer: Tokenizer) -> None:
-    environment = asking("a?")
-    engine = DummyEngine(tokenizer, [ScriptedReply(text="7", is_aborted=True)])
-    rollout = attempt(environment, engine, tokenizer)
-    assert environment.actions == []
-    assert rollout.outcome == Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
-    assert environment.num_closes == 1
 
 
 def test_engine_failure_is_the_engines(tokenizer: Tokenizer) -> None:
@@ -346,23 +304,6 @@ def test_a_world_may_return_its_failure(tokenizer: Tokenizer) -> None:
 def test_the_owner_of_a_failure_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(AttemptFailed(FailureOwner.INFRA, "disk_full", "no room")))
     assert (error.owner, error.kind, str(error)) == (FailureOwner.INFRA, "disk_full", "no room")
-
-
-def test_streams_of_unequal_length_are_the_engines_failure(tokenizer: Tokenizer) -> None:
-    class ShortEngine(DummyEngine):
-        async def generate(self, request: GenerationRequest) -> Completion:
-            completion = await super().generate(request)
-            return Completion(
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs[:-1],
-                text=completion.text,
-                finish_reason=completion.finish_reason,
-                policy_version=0,
-            )
-
-    failure = attempt(asking("a?"), ShortEngine(tokenizer, ["7"]), tokenizer).outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "LengthMismatch")
 
 
 def test_other_weights_end_the_run(tokenizer: Tokenizer) -> None:

@@ -141,14 +141,6 @@ def test_format_and_length_are_reported_apart_from_being_right(tmp_path: Path) -
     assert 8 <= result.greedy.reply_tokens_mean <= 10
 
 
-def test_a_partial_reward_is_not_a_solved_example(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path)
-    task = PartialArithmetic(make_spec())
-    result = evaluate(task, make_engine(tokenizer, lambda a, b, request: "no idea"), tokenizer)
-    assert result.greedy.accuracy == 0.0
-    assert result.greedy.reward_mean == pytest.approx(0.3)
-
-
 def test_an_unscored_rollout_is_neither_right_nor_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

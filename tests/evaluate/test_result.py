@@ -195,10 +195,6 @@ def test_many_cut_replies_make_a_result_suspect() -> None:
         assert make_result(greedy=score).is_valid
 
 
-def test_a_valid_result_passes() -> None:
-    refuse_invalid(make_result())
-
-
 def test_an_unscored_result_is_refused_by_its_cause() -> None:
     result = make_result({"a": 1.0, "b": None}, validity=Validity.UNSCORED)
     with pytest.raises(

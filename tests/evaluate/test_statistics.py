@@ -94,14 +94,6 @@ def test_clustered_interval_covers_the_truth() -> None:
     assert num_hits / 400 > 0.92
 
 
-def test_pass_at_k_by_hand() -> None:
-    # 4 rollouts, 1 solved: half of the 6 pairs hold it.
-    assert pass_at_k(4, 1, 2) == 0.5
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_at_k(4, 3, 2) == 1.0
-
-
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
 def test_pass_at_k_counts_all_subsets(solved_G: list[bool], data: st.DataObject) -> None:

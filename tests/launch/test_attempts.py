@@ -38,12 +38,6 @@ def end(path: Path, node: int, code: int, *, cause: str = "", at: float = 20.0, 
     write(path / f"end-{node}.json", facts)
 
 
-def test_a_folder_without_attempts_has_none(tmp_path: Path) -> None:
-    assert read_attempts(DirectoryRecord(tmp_path / "absent")) == []
-    (tmp_path / "attempts").mkdir()
-    assert read_attempts(DirectoryRecord(tmp_path)) == []
-
-
 def test_an_attempt_runs_until_its_verdict(tmp_path: Path) -> None:
     path = begin(tmp_path, "17-0", 0, num_nodes=2)
     (found,) = read_attempts(DirectoryRecord(tmp_path))
@@ -162,15 +156,6 @@ def test_any_failure_beats_the_mild_codes(some: list[int | None]) -> None:
         assert one in failures
     else:
         assert one == max((code for code in some if code is not None), key=MILD.index)
-
-
-@given(st.lists(codes, min_size=1), st.randoms())
-def test_the_order_of_nodes_makes_no_difference_between_success_and_failure(
-    some: list[int | None], random: object
-) -> None:
-    mixed = list(some)
-    random.shuffle(mixed)  # type: ignore[attr-defined]
-    assert (combine(mixed) in MILD) == (combine(some) in MILD)
 
 
 def test_a_death_by_a_signal_is_said_as_a_shell_says_it() -> None:

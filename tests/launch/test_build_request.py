@@ -17,11 +17,8 @@ from strop.launch.build_request import (
     expand_sweep,
     make_plan,
     read_request,
-    split_values,
-    tag_of,
 )
 from strop.launch.contract import JobRequest
-from strop.launch.job_dir import plan_to_json
 from strop.launch.slurm.options import SlurmSite
 from strop.spec.reader import Flag
 from tests.fixtures.scripted_jobs import NOW, World
@@ -71,10 +68,6 @@ def test_a_sweep_has_an_end() -> None:
     # 32 * 32.
     assert "the sweep has 1024 trials" in str(caught.value)
     assert str(MAX_TRIALS) in str(caught.value)
-
-
-def test_commas_in_brackets_and_quotes_split_nothing() -> None:
-    assert split_values("""1,[2,3],{a=[4,5]},"6,7",'8,9'""") == ["1", "[2,3]", "{a=[4,5]}", '"6,7"', "'8,9'"]
 
 
 @pytest.mark.parametrize("key", ["name", "job.gpus", "output.dir", "store.uri"])
@@ -329,29 +322,6 @@ def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: s
         cwd=Path(__file__).parents[2],
     )
     assert (done.stdout, done.returncode) == ("equal", 0), done.stderr[-2000:]
-
-
-def test_a_plan_makes_no_folder(world: World) -> None:
-    before = sorted(world.folder.rglob("*"))
-    plan = make_plan(world.request(), world.backend)
-    assert sorted(world.folder.rglob("*")) == before
-    assert tag_of(plan.plan_hash) == f"strop:{plan.plan_hash}"
-
-
-def test_what_a_backend_cannot_do_is_refused_while_planning(world: World) -> None:
-    world.sites("[sites.local]\ngpus_per_node = 2\n")
-    with pytest.raises(ConfigError) as caught:
-        make_plan(world.request("job.gpus=4"), world.backend)
-    assert "nodes of local have 2" in str(caught.value)
-    assert make_plan(world.request("job.gpus=2"), world.backend).resources.is_whole_node
-
-
-def test_a_plan_holds_names_of_secrets_and_no_value(world: World) -> None:
-    (world.project / ".env").write_text("MY_TOKEN=canary-value-1\nPLAIN=private-2\n")
-    text = plan_to_json(make_plan(world.request(), world.backend))
-    assert "MY_TOKEN" in text
-    assert "canary-value-1" not in text
-    assert "private-2" not in text
 
 
 @pytest.mark.parametrize("escape", ["\\n", "\\t", "\\u001b", "\\u007f"])

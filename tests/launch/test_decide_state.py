@@ -31,15 +31,6 @@ def says(
     return SchedulerStatus(state=state, raw=raw, num_restarts=restarts, reason=reason, since=since)
 
 
-def test_only_four_states_are_an_end() -> None:
-    assert {state for state in JobState if state.is_terminal} == {
-        S.SUCCEEDED,
-        S.FAILED,
-        S.CANCELLED,
-        S.TIMEOUT,
-    }
-
-
 Row = tuple[str, list[AttemptRecord], SchedulerStatus | None, JobState, str, str]
 """Situation, attempts, answer, state, source, a piece of the reason."""
 
@@ -191,14 +182,6 @@ def test_each_situation(
     found = decide_state(attempts, answer, max_requeue=3, now=NOW)
     assert (found.state, found.source) == (state, StatusSource(source))
     assert words in found.reason
-
-
-@pytest.mark.parametrize(
-    "state", [S.QUEUED, S.STARTING, S.RUNNING, S.PREEMPTED, S.FAILED, S.UNKNOWN, S.TIMEOUT]
-)
-def test_no_answer_of_a_scheduler_is_a_success(state: JobState) -> None:
-    for attempts in ([], [record()], [record(code=75)], [record(code=1)]):
-        assert decide_state(attempts, says(state), max_requeue=3, now=NOW).state is not S.SUCCEEDED
 
 
 def test_attempts_of_an_earlier_job_in_the_same_directory_are_ignored() -> None:

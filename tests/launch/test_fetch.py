@@ -332,14 +332,3 @@ def test_following_again_goes_on_and_another_run_is_refused(run: Path, tmp_path:
     assert (home / "checkpoints" / "step-000020" / "COMPLETE").stat().st_mtime_ns == before
     with pytest.raises(StoreError, match="home exists already and is no copy of this run"):
         LivingRun().follow(run, home)
-
-
-@pytest.mark.parametrize(
-    ("part", "steps", "has_traces"),
-    [(Part.TRACES, (), True), (Part.CHECKPOINTS, (10, 20), False), (Part.LATEST, (20,), False)],
-)
-def test_a_part_is_followed_alone(
-    run: Path, tmp_path: Path, part: Part, steps: tuple[int, ...], has_traces: bool
-) -> None:
-    assert LivingRun().follow(run, tmp_path / "home", part).steps == steps
-    assert (tmp_path / "home" / "run.json").is_file() == has_traces

@@ -21,7 +21,6 @@ from strop.launch.job_dir import (
     write_job_dir,
     write_preview,
 )
-from strop.launch.snapshot import unpack_code
 from strop.spec import load_spec
 from tests.fixtures.scripted_jobs import NOW, World
 
@@ -91,16 +90,6 @@ def test_a_plan_is_read_back_as_it_was_but_for_values_of_variables(world: World)
     assert plan.environment.variables["PLAIN"] == "private-value"
     assert "private-value" not in plan_to_json(plan)
     assert plan_to_json(kept) == plan_to_json(plan)
-
-
-def test_the_directory_alone_restores_the_code(world: World, tmp_path: Path) -> None:
-    plan, _ = fill(world)
-    for path in world.project.iterdir():
-        path.unlink()
-    kept = read_plan(job_path_of(plan.home))
-    assert kept.code_sha256 is not None
-    unpack_code(job_path_of(plan.home) / "code.tar.zst", tmp_path / "code", kept.code_sha256)
-    assert (tmp_path / "code" / "train_more.py").read_text() == "print('more')\n"
 
 
 def test_without_a_snapshot_no_code_travels(world: World) -> None:

@@ -13,11 +13,9 @@ import pytest
 
 from strop.errors import StoreError
 from strop.hardware.findings import Finding, Severity
-from strop.launch.contract import JobState
 from strop.launch.job_dir import REFUSED_NAME, has_plan, has_ref, job_path_of
 from tests.fixtures.scripted_jobs import NOW, Killed, World, be_killed, make_world, refusal
 
-S = JobState
 NOISE = Finding(code="x", given="g", allowed="a", next_step="n")
 
 
@@ -281,18 +279,3 @@ def test_findings_come_with_the_worst_first(world: World) -> None:
     world.backend.findings = [replace(NOISE, severity=one) for one in order]
     found = world.launcher.check(world.launcher.plan(world.request()))
     assert [one.severity for one in found] == [Severity.ERROR, Severity.WARNING, Severity.UNKNOWN]
-
-
-def snapshot_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-        for path in sorted(folder.rglob("*"))
-    }
-
-
-def test_check_only_reads(world: World) -> None:
-    plan = world.launcher.plan(world.request())
-    before = snapshot_of(world.folder)
-    world.launcher.check(plan)
-    assert snapshot_of(world.folder) == before
-    assert [call.verb for call in world.backend.calls] == ["render", "probe"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,11 +53,6 @@ def test_a_filter_chooses_by_attempt_node_and_role(
     assert [line.text for line in read(run, **wanted)] == texts
 
 
-def test_every_line_says_whose_it_is(run: Path) -> None:
-    line = read(run, attempt="0", node=1, role="train")[0]
-    assert line == LogLine(text="0 1 train", attempt="17-0", node="1", role="train")
-
-
 def test_the_tenth_attempt_is_the_latest_and_comes_last(tmp_path: Path) -> None:
     for number in (9, 10, 2):
         log(tmp_path, f"17-{number}", 0, "train", f"{number}\n")
@@ -93,17 +86,6 @@ def test_a_progress_bar_is_one_line_and_windows_ends_are_cut(tmp_path: Path) -> 
     assert [line.text for line in read(tmp_path)] == ["10%\r50%\r100%", "done"]
 
 
-def test_empty_lines_are_lines(tmp_path: Path) -> None:
-    log(tmp_path, "17-0", 0, "train", "\n\na\n")
-    assert [line.text for line in read(tmp_path)] == ["", "", "a"]
-
-
-def test_a_large_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.record.files.MAX_READ_BYTES", 7)
-    log(tmp_path, "17-0", 0, "train", "".join(f"line {number}\n" for number in range(100)))
-    assert [line.text for line in read(tmp_path)] == [f"line {number}" for number in range(100)]
-
-
 def test_no_log_names_the_place_that_was_looked_at(tmp_path: Path) -> None:
     record = DirectoryRecord(tmp_path)
     files = FileLogs(record, LogFilter(role="trian"))
@@ -120,34 +102,6 @@ def test_other_files_of_an_attempt_are_no_logs(run: Path) -> None:
     (run / "attempts" / "17-0" / "x").mkdir()
     (run / "attempts" / "17-0" / "x" / "train.log").write_text("no\n")
     assert "no" not in [line.text for line in read(run)]
-
-
-class Arrivals:
-    """Follows a run in a thread, and notes when each line came."""
-
-    def __init__(self, run: Path) -> None:
-        self.over = threading.Event()
-        self.seen: dict[str, float] = {}
-        files = FileLogs(DirectoryRecord(run), LogFilter())
-        self._lines: Iterator[LogLine] = follow(files, is_over=self.over.is_set)
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self) -> None:
-        for line in self._lines:
-            self.seen[line.text] = time.monotonic()
-
-    def wait_for(self, text: str, limit_s: float = 60.0) -> float:
-        """Return how long a line took from now on."""
-        began = time.monotonic()
-        while text not in self.seen and time.monotonic() < began + limit_s:
-            time.sleep(0.005)
-        return self.seen[text] - began
-
-    def end(self) -> None:
-        self.over.set()
-        self.thread.join(timeout=60.0)
-        assert not self.thread.is_alive()
 
 
 class PlayedTime:
@@ -185,14 +139,6 @@ def test_a_followed_line_is_seen_within_a_second(tmp_path: Path, monkeypatch: py
     assert list(seen_at) == ["first", *written_at, "new role", "new attempt", "last words"]
     for text, at in (written_at | {"first": 0.0, "new role": 4.03, "new attempt": 5.11}).items():
         assert 0.0 <= seen_at[text] - at < 1.0, text
-
-
-def test_following_waits_for_a_job_that_has_no_log_yet(tmp_path: Path) -> None:
-    arrivals = Arrivals(tmp_path)
-    time.sleep(0.3)
-    log(tmp_path, "17-0", 0, "train", "at last\n")
-    arrivals.wait_for("at last")
-    arrivals.end()
 
 
 def test_what_is_written_until_the_end_is_still_shown(tmp_path: Path) -> None:

@@ -135,21 +135,6 @@ def test_a_record_that_does_not_answer_is_no_missing_record(
     assert world.standing_of(ref)[0] is state
 
 
-def test_unknown_starts_and_ends_nothing(world: World) -> None:
-    ref = world.submit()
-    world.backend.answer(ref, SchedulerStatus(state=S.UNKNOWN, raw="RESIZING"))
-    for _ in range(3):
-        assert world.standing_of(ref)[0] is S.UNKNOWN
-    world.backend.is_silent = True
-    world.launcher.status([ref])
-    assert {call.verb for call in world.backend.calls[world_start(world) :]} == {"poll"}
-
-
-def world_start(world: World) -> int:
-    """Return the number of calls until the submission was over."""
-    return next(index for index, call in enumerate(world.backend.calls) if call.verb == "submit") + 1
-
-
 def test_a_split_brain_is_said(world: World) -> None:
     ref = world.submit()
     now = time.time()
@@ -216,17 +201,6 @@ def test_what_had_ended_gets_no_order(world: World, running: JobRef) -> None:
     assert (outcome.ended_by, orders(world)) == ("it had ended", [])
 
 
-def test_a_cancelled_job_that_saved_its_state_is_cancelled(world: World, running: JobRef) -> None:
-    world.backend.end_attempt(Path(running.home) / "attempts" / "fake-1-0", 75, signal="SIGTERM")
-    world.backend.answer(running, RUNNING)
-    assert world.launcher.cancel(running, grace_s=1.0).statuses[0].state is S.CANCELLED
-
-
-def test_a_silent_scheduler_ends_nothing_and_that_is_said(world: World, running: JobRef) -> None:
-    world.backend.is_silent = True
-    assert "does not answer" in refusal(lambda: world.launcher.cancel(running, grace_s=0.1), StoreError)
-
-
 def test_one_trial_of_a_sweep_ends_alone(world: World) -> None:
     ref = world.submit(sweep=("train.steps=2,3",))
     outcome = world.launcher.cancel(ref, trial=1, grace_s=1.0)
@@ -276,12 +250,6 @@ def test_logs_come_from_files_after_the_scheduler_forgot(world: World, running: 
     world.backend.is_silent = True
     lines = list(world.launcher.logs(running, 0, LogFilter(), is_followed=False))
     assert lines == [LogLine(text="hello", attempt="fake-1-0", node="0", role="train")]
-
-
-def test_no_log_is_an_error_that_names_the_place(world: World) -> None:
-    ref = world.submit()
-    told = refusal(lambda: list(world.launcher.logs(ref, 0, LogFilter(), is_followed=False)), StoreError)
-    assert f"there is no log below {ref.home}/attempts" in told
 
 
 def test_followed_logs_end_with_the_job(world: World, running: JobRef) -> None:

@@ -92,15 +92,6 @@ def test_a_kill_in_the_middle_of_a_line_costs_that_line_only(kept: int, torn_byt
         assert steps == [*range(min(kept, cut + 1)), cut + 100]
 
 
-def test_a_torn_end_is_removed_before_the_next_append(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step":1}\n{"step":2,"lo')
-    log = MetricsLog(path)
-    log.append(2, {"loss": 1.0})
-    log.sync()
-    assert path.read_text() == '{"step":1}\n{"step":2,"loss":1.0}\n'
-
-
 @pytest.mark.parametrize("line", ["{", "[]", '{"loss":1}', '{"step":"1"}', "\x00\x00", ""])
 def test_a_damaged_line_in_the_middle_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -17,7 +17,6 @@ from strop.errors import (
     CheckRefused,
     CorruptRecord,
     MirrorFenced,
-    RemoteDenied,
     RemoteUnreachable,
     StoreError,
 )
@@ -336,13 +335,6 @@ def test_a_store_that_fails_for_hours_costs_nothing_but_the_mirror(played: Playe
     assert uploader.look(is_flush=False)
     assert latest_step(played, root) == 2
     assert [note["cause"] for note in played.notes()[8:]] == ["upload_recovered"]
-
-
-def test_refused_credentials_are_an_alarm_that_says_so(played: PlayedRun, root: str) -> None:
-    played.train(1, 2)
-    played.uploader(root, watched(Outage(RemoteDenied("s3://b/x: AccessDenied")))).look(is_flush=False)
-    assert "AccessDenied" in played.notes()[0]["detail"]
-    assert played.notes()[0]["is_alarm"]
 
 
 def test_an_attempt_that_was_taken_for_dead_sends_nothing_more(played: PlayedRun, root: str) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, StoreError
 from strop.record import rollouts as rollouts_module
-from strop.record.rollouts import StoredRollout, read_rollouts, write_rollouts, write_trained
+from strop.record.rollouts import StoredRollout, read_rollouts, write_trained
 from strop.record.rows import RolloutRow, find_rows, list_rows, read_row
 from strop.rollout import FailureOwner, Outcome, Rollout, Turn, make_example
 from tests.record.test_rollouts import comparable, make_rollout, rollouts
@@ -200,14 +200,6 @@ def test_files_of_format_6_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_rows(data, NAME, "question") == [0]
     found = read_row(data, NAME, 1)
     assert (comparable(found.rollout), found.advantages) == (comparable(written[1]), (None, None))
-
-
-def test_rows_of_a_directory_are_those_of_its_files(tmp_path: Path) -> None:
-    path = tmp_path / "step-000001.parquet"
-    written = [with_turns(f"question {index}", f"reply {index}") for index in range(5)]
-    write_rollouts(path, written)
-    rows = list_rows(path.read_bytes(), path.name)
-    assert [row.reply for row in rows] == [one.reply.text for one in read_rollouts(path) if one.reply]
 
 
 def test_the_page_for_users_names_every_column() -> None:

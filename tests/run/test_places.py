@@ -17,7 +17,7 @@ from strop.rollout import Split
 from strop.run.export import export_checkpoint as export_model
 from strop.run.export import prove_loading
 from strop.run.inference import read_asking
-from strop.run.runs import RunPhase, compare_many, summarize_runs
+from strop.run.runs import RunPhase, summarize_runs
 from strop.spec import load_spec
 from strop.store.models import SUBSTITUTES, converted_path, get_model
 from tests.conftest import require_system_part
@@ -181,12 +181,6 @@ def test_phases_of_runs(tmp_path: Path) -> None:
         finished.path: RunPhase.FINISHED,
     }
     working.release()
-
-
-def test_a_run_that_was_not_evaluated_cannot_be_compared(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    with pytest.raises(StoreError, match="has no evaluation"):
-        compare_many([run.path, run.path])
 
 
 def test_words_of_asking() -> None:

@@ -54,13 +54,6 @@ def test_a_file_has_one_of_the_two_tables(tmp_path: Path) -> None:
         load_spec(file)
 
 
-def test_another_environment_starts_the_table_anew(tmp_path: Path) -> None:
-    file = write(tmp_path / "run.toml", 'name = "x"\n[task]\nname = "arithmetic"\nmin_value = 3\n')
-    resolved = load_spec(file, ["environment.name=guess-number"])
-    assert isinstance(resolved.spec.task, GuessNumberSpec)
-    assert "task.min_value=3" in resolved.notices[0]
-
-
 def test_a_class_of_the_users_has_settings_of_its_own_and_those_of_environments(tmp_path: Path) -> None:
     own = write(tmp_path / "own.py", OWN)
     words = ["name=x", f"environment.name={own}:Own", "environment.level=5", "environment.max_turns=2"]

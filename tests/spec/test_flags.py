@@ -80,15 +80,6 @@ def test_a_conflict_names_every_value_and_its_place(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("file", "override", "flag"), [(5, 5, None), (5, None, 5), (None, 5, 5), (5, 5, 5), (3, None, 3)]
-)
-def test_equal_values_are_no_conflict(
-    folder: Path, file: int | None, override: int | None, flag: int | None
-) -> None:
-    assert resolve(folder, file=file, override=override, flag=flag).conflicts == ()
-
-
 def test_of_three_values_only_the_other_one_is_ignored(folder: Path) -> None:
     conflict = resolve(folder, file=5, override=6, flag=5).conflicts[0]
     assert conflict.ignored == ((6, "override"),)
@@ -155,23 +146,6 @@ def test_one_flag_of_the_group_brings_the_defaults_of_the_rest(folder: Path) -> 
         "conflict: job.train_gpus: using 1 (default beside --infer-gpus), ignoring 4 (run.toml:4)"
     )
     assert resolved.conflicts[0].has_flag
-
-
-def test_without_flags_the_file_has_the_whole_group(folder: Path) -> None:
-    resolved = split(folder, {"train_gpus": 4, "infer_gpus": 3}, {})
-    assert (resolved.spec.job.gpus_per_node, resolved.conflicts) == (7, ())
-
-
-def test_an_override_of_the_group_loses_to_a_flag_of_it(folder: Path) -> None:
-    resolved = split(folder, {}, {"infer_gpus": 2}, "job.train_gpus=3")
-    assert resolved.spec.job.gpu_roles == {"infer": 2, "train": 1}
-    assert [one.ignored for one in resolved.conflicts] == [((3, "override"),)]
-
-
-def test_a_half_that_is_one_anyway_is_no_conflict(folder: Path) -> None:
-    resolved = split(folder, {"infer_gpus": 1}, {"train_gpus": 2})
-    assert resolved.spec.job.gpu_roles == {"infer": 1, "train": 2}
-    assert resolved.conflicts == ()
 
 
 def test_gpus_for_the_learner_alone_leave_no_split(folder: Path) -> None:

@@ -74,6 +74,7 @@ def test_evaluation_has_gpus_beside_those_of_training() -> None:
         (["job.cpus_per_gpu=33"], "job.cpus_per_gpu=33 (override)"),
         (["job.cpu_nodes=1"], "nodes and what runs on them belong together"),
         (["job.cpu_command='true'"], "nodes and what runs on them belong together"),
+        (["job.cpu_nodes=1", "job.cpu_command=serve 'unclosed"], "No closing quotation"),
         (["job.memory='64 GB'"], "job.memory='64 GB' (override)"),
         (["job.memory=64"], "write job.memory as a text"),
         (["job.time_limit='10'"], "job.time_limit='10' (override): it is no length of time"),
@@ -92,12 +93,6 @@ def test_what_no_job_can_ask_for_is_refused_with_its_origin(
     with pytest.raises(ConfigError) as caught:
         load_spec(run_file, overrides)
     assert words in str(caught.value)
-
-
-def test_a_sidecar_needs_a_command_that_a_shell_could_split(run_file: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_spec(run_file, ["job.cpu_nodes=1", "job.cpu_command=serve 'unclosed"])
-    assert "No closing quotation" in str(caught.value)
 
 
 def test_a_flag_is_named_where_it_asks_for_too_much(run_file: str) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -311,13 +310,6 @@ def test_windows_line_ends_and_a_byte_order_mark_are_fine() -> None:
 @pytest.mark.usefixtures("folder")
 def test_an_empty_table_says_nothing() -> None:
     assert load_spec(write("run.toml", SMALL + "[train]\n[task.config]\n")).spec.train.steps == 40
-
-
-def test_a_path_object_is_fine(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(SMALL)
-    resolved = load_spec(tmp_path / "run.toml")
-    assert resolved.origins["name"] == f"{tmp_path / 'run.toml'}:1"
-    assert os.path.isabs(resolved.spec.output.root)
 
 
 def test_no_value_unsets_a_setting_of_a_part(tmp_path: Path) -> None:

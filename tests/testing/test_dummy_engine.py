@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from strop.engine import Completion, Engine, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine import Engine, GenerationRequest, WeightTransport, WeightUpdate
 from strop.errors import EngineError
 from strop.rollout import FinishReason, Sampling
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
@@ -46,17 +46,6 @@ def ask(
     )
 
 
-def test_lines_are_said_in_order(tokenizer: Tokenizer) -> None:
-    engine = DummyEngine(tokenizer, ["ab", "cd"])
-    request = ask(tokenizer)
-
-    async def both() -> tuple[Completion, Completion]:
-        return await asyncio.gather(engine.generate(request), engine.generate(request))
-
-    assert [completion.text for completion in run(both())] == ["ab", "cd"]
-    assert engine.requests == [request, request]
-
-
 @pytest.mark.parametrize(
     ("reply", "num_tokens", "text", "reason"),
     [
@@ -93,11 +82,6 @@ def test_exhausted_script_quotes_the_unanswered_prompt(tokenizer: Tokenizer) -> 
         EngineError, match=r"script of 0 replies has run out at the prompt 'Say it'\. Allowed"
     ):
         run(engine.generate(ask(tokenizer)))
-
-
-def test_scripted_exception_is_raised(tokenizer: Tokenizer) -> None:
-    with pytest.raises(OSError, match="cable"):
-        run(DummyEngine(tokenizer, [OSError("cable")]).generate(ask(tokenizer)))
 
 
 def test_update_waits_for_replies_under_way(tokenizer: Tokenizer) -> None:

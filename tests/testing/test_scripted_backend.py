@@ -8,61 +8,9 @@ import pytest
 
 from strop.errors import StoreError
 from strop.hardware.findings import Severity
-from strop.launch.build_request import make_plan
-from strop.launch.contract import JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.record.files import DirectoryRecord
 from tests.fixtures.scripted_jobs import World, refusal
-
-
-def test_nothing_is_handed_over_before_its_home_is_filled(world: World) -> None:
-    plan = make_plan(world.request(), world.backend)
-    told = refusal(lambda: world.backend.submit(plan), StoreError)
-    assert "is no home of a job yet" in told
-    assert list(world.backend.list_tagged()) == []
-
-
-def test_a_job_is_found_again_by_its_plan_and_home(world: World) -> None:
-    first = world.submit()
-    second = world.submit(is_new=True)
-    plan = world.plan_of(first)
-    assert world.backend.recover(plan) == first
-    assert world.backend.recover(world.plan_of(second)) == second
-    assert world.backend.recover(make_plan(world.request("train.steps=9"), world.backend)) is None
-    assert list(world.backend.list_tagged()) == [first, second]
-
-
-def test_what_was_forgotten_is_missing_in_the_answer(world: World) -> None:
-    kept, forgotten = world.submit(), world.submit("name=second")
-    world.backend.answer(forgotten, None)
-    found = world.backend.poll([kept, forgotten])
-    assert dict(found) == {(kept.job_id, 0): SchedulerStatus(state=JobState.QUEUED, raw="WAITING")}
-
-
-def test_a_silent_scheduler_takes_no_orders(world: World) -> None:
-    ref = world.submit()
-    world.backend.is_silent = True
-    for call in (
-        lambda: world.backend.poll([ref]),
-        lambda: world.backend.stop(ref, None, grace_s=1.0),
-        lambda: world.backend.preempt(ref, 0),
-        lambda: world.backend.recover(world.plan_of(ref)),
-    ):
-        assert "the scheduler does not answer" in refusal(call, StoreError)
-
-
-def test_a_record_that_does_not_answer_says_which_file(world: World) -> None:
-    ref = world.submit()
-    world.backend.is_record_silent = True
-    record = world.backend.open_record(ref, 0)
-    for call in (
-        lambda: record.read("run.json"),
-        lambda: record.read_from("run.json", 0),
-        lambda: record.list("attempts"),
-    ):
-        assert "cannot be read (Connection timed out)" in refusal(call, StoreError)
-    assert record.describe("run.json") == f"{ref.home}/run.json"
-
 
 # Records on a disk.
 

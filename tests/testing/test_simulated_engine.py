@@ -211,21 +211,6 @@ def test_a_fleet_with_stragglers_and_deaths_answers_everything() -> None:
     assert seconds > 200
 
 
-def test_the_same_fleet_lives_the_same_life() -> None:
-    async def act() -> list[str]:
-        engines = {
-            f"e{seed}": SimulatedEngine(speed=SPEED, trouble=SimulatedTrouble(mean_life_s=3.0), seed=seed)
-            for seed in range(6)
-        }
-        told: list[str] = []
-        router = Router(engines, on_event=lambda event: told.append(f"{event.replica} {event.num_moved}"))
-        requests = [ask(seed, max_tokens=500) for seed in range(40)]
-        replies = await asyncio.gather(*map(router.generate, requests), return_exceptions=True)
-        return [*told, *map(str, map(type, replies)), str(asyncio.get_running_loop().time())]
-
-    assert run_virtually(act()) == run_virtually(act())
-
-
 def test_simulated_time_stands_still_while_a_thread_works() -> None:
     async def act() -> tuple[float, str]:
         ticks = asyncio.create_task(asyncio.sleep(3600.0, "an hour later"))

@@ -85,10 +85,3 @@ def test_what_is_no_report_is_refused(
     assert main([str(page)]) == 2
     assert words in capsys.readouterr().err
     assert page.read_text() == f"{MARK}\n\nold\n"
-
-
-def test_help_needs_no_report(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert "python -m tools.audit_table [-h] [page]" in capsys.readouterr().out

@@ -33,8 +33,3 @@ def test_a_picture_is_made_of_a_run(tmp_path: Path) -> None:
     run = make_record(tmp_path, RecordSize(num_steps=20, num_rollouts=8, num_reply_tokens=8))
     assert main([str(run.path), str(tmp_path / "page.png")]) == 0
     assert size_of((tmp_path / "page.png").read_bytes()) == (WIDTH, HEIGHT)
-
-
-def test_without_a_run_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert capsys.readouterr().out

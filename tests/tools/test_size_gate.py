@@ -12,7 +12,6 @@ from tools.size_gate import (
     check_file,
     check_whole,
     main,
-    rank_percentile,
     read_allow_list,
     split_allowed,
 )
@@ -38,12 +37,6 @@ def test_the_tail_of_all_functions_is_measured_over_all_files() -> None:
     assert [finding.rule for finding in check_whole({"a": short, "b": long})] == ["function-p99"]
     many = {str(index): short for index in range(99)} | {"b": long}
     assert list(check_whole(many)) == []
-
-
-def test_percentile_by_hand() -> None:
-    assert rank_percentile([], 99) == 0
-    assert rank_percentile([3, 1, 2], 50) == 2
-    assert rank_percentile(list(range(1, 201)), 99) == 198
 
 
 def test_a_file_of_501_lines_is_too_long() -> None:

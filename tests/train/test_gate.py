@@ -19,20 +19,16 @@ from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, ConfigError
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedReply
-from strop.policy.scoring import score_reply
-from strop.rollout import Example, Message, Outcome, Split, Turn
+from strop.rollout import Example, Outcome, Split
 from strop.store import follow_store
 from strop.tokenizer import Tokenizer
-from strop.train import gate as gate_module
 from strop.train import gate_checks
-from strop.train.batch import pack_reply
 from strop.train.gate import pass_gate, read_accepted
 from strop.train.gate_checks import GateCheck, GateInput, check_room
 from strop.train.watch.process import LOW_DISK_FACTOR
 from tests.fixtures.places import line_of
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.incidents.faulty_engines import build_gate
 
 CHECKS = [
@@ -154,88 +150,8 @@ class RaisesTypeError(SpellTask):
         raise TypeError("unsupported operand")
 
 
-class ComparesWithWrongThing(SpellTask):
-    def verify(self, example: Example, text: str) -> Outcome:
-        is_gold = text == f"#{example.fields['n']}"
-        return Outcome(parts={"spelled": float(is_gold)}, is_correct=is_gold)
-
-
-class LongPrompt(SpellTask):
-    def render(self, example: Example) -> tuple[Message, ...]:
-        # 512 positions; the chat template and 64 reply tokens need more than the 22 that are left.
-        return (Message(role="user", content="#" * 490),)
-
-
-@pytest.mark.parametrize(
-    ("task", "cause"),
-    [
-        (
-            RaisesTypeError(),
-            r"train: verifier: task, TypeError: unsupported operand \(test_gate\.py:\d+\) in 72 of 72 find",
-        ),
-        (ComparesWithWrongThing(), "verifier: 24 findings: probe gold .*a right reply must earn 1.0"),
-        (
-            LongPrompt(),
-            r"prompt: the longest prompt has 5\d\d tokens and a reply may have 64, .* 512 positions",
-        ),
-    ],
-)
-def test_faulty_tasks_are_refused(tmp_path: Path, tiny_model_dir: Path, task: SpellTask, cause: str) -> None:
-    error = refuse(tmp_path, tiny_model_dir, task=task)
-    assert_matches(cause, error)
-
-
 def assert_matches(cause: str, error: Exception) -> None:
     assert re.search(cause, str(error), re.DOTALL), str(error)
-
-
-def report_raw(roles: Roles) -> Roles:
-    """Give the log-probabilities at temperature 1, whatever was sampled at."""
-
-    def raw(request: GenerationRequest, completion: Completion) -> Completion:
-        values = score_reply(learner_of(roles).model, request.prompt_ids, completion.token_ids, 1.0)
-        return replace(completion, logprobs=values)
-
-    return replace(roles, engine=ChangedEngine(roles.engine, raw))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_before_temperature_are_refused(tmp_path: Path, tiny_model_dir: Path, dtype: str) -> None:
-    spec = tiny_spec(sampling={"temperature": 0.6}, model={"dtype": dtype})
-    error = refuse(tmp_path, tiny_model_dir, spec=spec, change=report_raw)
-    assert_matches(r"parity: mean gap .* cause: temperature", error)
-
-
-def renormalise(roles: Roles) -> Roles:
-    """Sample from the smallest set of tokens with 90 % of the mass, as top_p = 0.9 does."""
-
-    class Truncating:
-        async def generate(self, request: GenerationRequest) -> Completion:
-            sampling = replace(request.sampling, top_p=0.9)
-            completion: Completion = await roles.engine.generate(replace(request, sampling=sampling))
-            return completion
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(roles.engine, name)
-
-    return replace(roles, engine=Truncating())
-
-
-def test_values_over_a_smaller_support_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
-    error = refuse(tmp_path, tiny_model_dir, change=renormalise)
-    assert_matches(r"parity: mean gap .* cause: support", error)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_perturbed_engine_is_refused(tmp_path: Path, tiny_model_dir: Path, dtype: str) -> None:
-    def perturb(roles: Roles) -> Roles:
-        model = LanguageModel.load(tiny_model_dir, dtype=learner_of(roles).model.dtype)
-        with torch.no_grad():
-            model.module.model.layers[1].mlp.down_proj.weight.mul_(1.2)
-        return replace(roles, engine=NativeEngine(model, roles.tokenizer))
-
-    error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(model={"dtype": dtype}), change=perturb)
-    assert_matches(r"parity: mean gap .* cause: weights, position ids, template or dtype differ", error)
 
 
 @pytest.mark.parametrize("kl_beta", [None, 0.05])
@@ -255,33 +171,6 @@ def test_an_engine_without_replies_is_refused(
     place = f"test_gate.py:{line_of(test_an_engine_without_replies_is_refused, 'raise')}"
     cause = f"engine, ConnectionError: gone ({place})"
     assert f"refused to train: parity: all 64 probes failed: {cause}; the engine gave no reply" in str(error)
-
-
-def pack_without_pad(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
-    """Mask the loss by comparing ids with the pad id, which is the terminator here."""
-    reply = pack_reply(turns, advantage, weight)
-    is_scored = reply.token_ids != 260
-    # As such code did: the first values belong to the tokens that are left.
-    return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[: int(is_scored.sum())])
-
-
-def test_a_terminator_outside_the_mask_is_refused(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Incident: a loss mask compared ids with the pad id, so the terminator was never trained."""
-    monkeypatch.setattr(gate_module, "pack_reply", pack_without_pad)
-
-    def end_early(roles: Roles) -> Roles:
-        # The random model hardly ever ends by itself.
-        def end(request: GenerationRequest, completion: Completion) -> Completion:
-            token_ids = completion.token_ids.copy()
-            token_ids[-1] = 260
-            return replace(completion, token_ids=token_ids)
-
-        return replace(roles, engine=ChangedEngine(roles.engine, end))
-
-    error = refuse(tmp_path, tiny_model_dir, change=end_early)
-    assert_matches(r"terminator: (\d+) of \1 sampled terminators are outside the loss mask", error)
 
 
 @pytest.mark.parametrize(

@@ -143,24 +143,6 @@ def tensors_of(gate: GateInput) -> GateCheck:
     return asyncio.run(check_tensors(gate))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loaded_tensors_are_those_of_the_files(tiny_model_dir: Path, dtype: str) -> None:
-    check = tensors_of(gate_of(tiny_model_dir, dtype=dtype))
-    assert check.is_passed
-    assert check.detail == f"20 tensors of the policy are those of {tiny_model_dir}"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_layer_that_was_made_anew_after_loading_is_named(tiny_model_dir: Path, dtype: str) -> None:
-    gate = gate_of(tiny_model_dir, dtype=dtype)
-    make_anew(learner_of(gate.roles).model, LAYER)
-    check = tensors_of(gate)
-    assert not check.is_passed
-    assert (
-        f"1 of 20 tensors of the policy are not those of {tiny_model_dir}: {LAYER}; they were" in check.detail
-    )
-
-
 def test_accepting_random_weights_accepts_no_tensor_of_unknown_origin(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -31,24 +30,6 @@ def make_schedule(geometry: tuple[int, int, int]) -> ExampleSchedule[Example]:
 
 def numbers(examples: list[Example]) -> list[int]:
     return [int(example.fields["n"]) for example in examples]
-
-
-@given(geometries())
-@settings(max_examples=100, deadline=None)
-def test_nothing_is_dropped_and_nothing_comes_twice_before_all_came_once(
-    geometry: tuple[int, int, int],
-) -> None:
-    num_examples, per_step, _ = geometry
-    schedule = make_schedule(geometry)
-    served: list[int] = []
-    # After as many steps as there are examples, every epoch begun is complete.
-    for step in range(3 * num_examples):
-        served += numbers(schedule.examples(step))
-        counts = Counter(served)
-        most, least = max(counts.values()), min(counts[n] for n in range(num_examples))
-        # A step that spans two epochs may push an example behind the seam, by less than one step.
-        assert most - least <= (1 if per_step == 1 or num_examples % per_step == 0 else 2)
-    assert Counter(served) == dict.fromkeys(range(num_examples), 3 * per_step)
 
 
 @given(geometries())
@@ -101,13 +82,6 @@ def test_finding_one_example_makes_no_other() -> None:
     for number in range(MAX_EXAMPLES):
         schedule.numbered(number)
     assert made.num_made == MAX_EXAMPLES
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    first = make_schedule((12, 12, 0))
-    assert numbers(first.examples(0)) != numbers(first.examples(1))
-    assert numbers(first.examples(0)) != list(range(12))
-    assert numbers(first.examples(0)) != numbers(make_schedule((12, 12, 1)).examples(0))
 
 
 @pytest.mark.parametrize("num_examples", [0, 3])

@@ -45,12 +45,6 @@ def test_process_one_is_the_supervisor_itself_and_no_shell(project: Path) -> Non
     assert option(plan.argv, "--pull") == ["never"]
 
 
-def test_planning_is_pure_and_repeatable(project: Path) -> None:
-    request = boxed(project)
-    assert plan_of(request) == plan_of(request)
-    assert not Path(request.home).exists()
-
-
 def test_no_value_of_a_variable_is_on_the_command_line(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,16 +95,6 @@ def test_a_log_that_cannot_be_written_is_told_and_nothing_is_sent_twice(site: Si
     assert len(site.fake.sent("create_training_job")) == 1
 
 
-def test_states_follow_the_job(site: Site) -> None:
-    ref = site.backend.submit(site.plan())
-    seen = []
-    # Pending 30 s, starting 60, downloading 30, training 600, uploading 20.
-    for duration_s in (0, 30, 60, 30, 600, 20):
-        site.fake.advance(duration_s)
-        seen.append(answer(site, ref))
-    assert seen == [JobState.QUEUED, *[JobState.STARTING] * 2, *[JobState.RUNNING] * 2, JobState.SUCCEEDED]
-
-
 def test_one_listing_answers_for_many_and_only_changes_are_described(site: Site) -> None:
     ref = site.backend.submit(site.plan(num_trials=3))
     site.fake.calls.clear()
@@ -195,19 +185,6 @@ def test_a_spot_interruption_is_a_preemption_and_a_restart(site: Site) -> None:
     site.fake.advance(1000)
     said = site.backend.poll([ref])[ref.job_id, 0]
     assert (said.state, said.num_restarts) == (JobState.SUCCEEDED, 1)
-
-
-def test_a_word_of_the_future_is_read_by_the_primary_status(site: Site) -> None:
-    site.fake.next_scripts = [JobScript(stages=(Stage(secondary="Meditating", duration_s=10),))]
-    ref = site.backend.submit(site.plan())
-    assert answer(site, ref) is JobState.RUNNING
-
-
-def test_a_full_quota_is_refused_in_the_services_words(site: Site) -> None:
-    site.fake.quota["ml.p4de.24xlarge"] = 0
-    with pytest.raises(CheckRefused, match=r"service limit 'ml\.p4de\.24xlarge for training job usage' is 0"):
-        site.backend.submit(site.plan())
-    assert site.fake.list_training_jobs()["TrainingJobSummaries"] == []
 
 
 def test_half_a_sweep_is_taken_back(site: Site) -> None:

@@ -242,12 +242,6 @@ def test_a_state_without_its_marker_or_with_damage_is_passed_over(rehearsal: Reh
     assert older.exists()
 
 
-def test_states_are_pruned_two_at_least_stay(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEPS": 4, "STEP_S": 1.2})
-    assert end_of(rehearsal.start(request)) == 0
-    assert rehearsal.states(request) == ["step-000003", "step-000004"]
-
-
 def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
     request = rehearsal.submit(trainee={"STEPS": 3})
     assert end_of(rehearsal.start(request)) == 0
@@ -257,18 +251,6 @@ def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
     assert end_of(emulator) == 0
     assert "begin at step 3" in emulator.log_of(HOST)
     assert rehearsal.metrics(later, HOST) == expected_metrics(5)
-
-
-def test_hyperparameters_arrive_unchanged(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEPS": 1})
-    strange = {"a.b": "quote ' \" \\ $HOME `x`", "größe": "ü" * 256, "empty": ""}
-    request["HyperParameters"] |= strange
-    emulator = rehearsal.start(request)
-    assert end_of(emulator) == 0
-    from strop.launch.sagemaker.opt_ml import OptMl
-
-    found = OptMl(root=emulator.tree_of(HOST)).read_parameters()
-    assert {name: found[name] for name in strange} == strange
 
 
 def test_code_that_was_changed_on_its_way_is_refused(rehearsal: Rehearsal) -> None:
@@ -516,16 +498,6 @@ def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
     assert emulator.stop() == 75, emulator.log_of(HOST)
     assert set(emulator.codes.values()) == {75}
     assert emulator.check_end() == []
-
-
-def test_the_environment_of_the_test_is_not_the_jobs(rehearsal: Rehearsal) -> None:
-    (rehearsal.project / "program.py").write_text(
-        "import os\nprint('PYTEST' in ' '.join(os.environ), os.environ['TRAINEE_X'], flush=True)\n"
-    )
-    assert "PYTEST_CURRENT_TEST" in os.environ
-    emulator = rehearsal.start(rehearsal.submit(trainee={"X": 7}))
-    assert end_of(emulator) == 0
-    assert "train| False 7" in emulator.log_of(HOST)
 
 
 def test_an_evaluation_travels_to_the_instance_and_its_role_outlives_training(rehearsal: Rehearsal) -> None:

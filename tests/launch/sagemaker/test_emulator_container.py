@@ -68,17 +68,6 @@ def test_term_in_the_first_moments_is_not_ignored(rehearsal: Rehearsal, engine: 
     assert code == 75, (code, emulator.log_of(HOST))
 
 
-def test_kill_and_resume(rehearsal: Rehearsal, engine: Engine) -> None:
-    request = rehearsal.submit(trainee={"STEP_S": 0.3})
-    first = start(rehearsal, request, engine, num_steps=ENDLESS)
-    seen = wait_for_state(rehearsal, request, 2)
-    first.kill()
-    num_steps = step_of(max([seen, *rehearsal.states(request)])) + 3
-    second = start(rehearsal, request, engine, num_steps=num_steps)
-    assert end_of(second) == 0, second.log_of(HOST)
-    assert rehearsal.metrics(request, HOST) == expected_metrics(num_steps)
-
-
 def test_two_hosts_find_each_other_by_name(rehearsal: Rehearsal, engine: Engine) -> None:
     request = rehearsal.submit(instance_count=2, trainee={"STEPS": 2})
     emulator = start(rehearsal, request, engine)

@@ -32,7 +32,6 @@ from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, b
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl, describe_failure, write_failure
 from strop.store.contract import StoredObject
-from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import plan_of, request_of
 from tests.launch.sagemaker.test_emulator import wait_until
@@ -361,61 +360,6 @@ def test_lines_of_roles_are_repeated_whole_and_without_secrets(
 
 
 # The fake with programs.
-
-
-class ScriptedInstance:
-    """A program of the fake: ends with a code after it was told to, or by itself."""
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-        self.said: list[str] = []
-
-    def start(self, request: Any, attempt: int) -> None:
-        self.said.append(f"start {attempt}")
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def terminate(self) -> None:
-        self.said.append("TERM")
-
-    def kill(self) -> None:
-        self.said.append("KILL")
-        self.code = 137 if self.code is None else self.code
-
-    def failure(self) -> str:
-        return "requeue: saved" if self.code == 75 else ""
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, "Completed"), (1, "Failed")])
-def test_a_program_decides_how_its_job_ends(code: int, status: str) -> None:
-    instance = ScriptedInstance()
-    fake = FakeSageMaker(make_instance=lambda: instance)
-    request = request_of(plan_of())
-    fake.create_training_job(**request)
-    fake.advance(100_000)
-    name = request["TrainingJobName"]
-    assert fake.describe_training_job(TrainingJobName=name)["SecondaryStatus"] == "Training"
-    instance.code = code
-    fake.advance(60)
-    assert fake.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == status
-    assert instance.said == ["start 0"]
-
-
-def test_a_program_is_told_at_the_start_of_the_window_and_killed_at_its_end() -> None:
-    instance = ScriptedInstance()
-    fake = FakeSageMaker(make_instance=lambda: instance)
-    request = request_of(plan_of())
-    fake.create_training_job(**request)
-    fake.advance(200)
-    fake.stop_training_job(TrainingJobName=request["TrainingJobName"])
-    assert instance.said == ["start 0", "TERM"]
-    fake.advance(119)
-    assert instance.said == ["start 0", "TERM"]
-    fake.advance(1)
-    assert instance.said == ["start 0", "TERM", "KILL"]
-    described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
-    assert described["SecondaryStatus"] == "Stopped"
 
 
 # A stop that comes after the entry's handler and before the agent's.

@@ -20,11 +20,6 @@ from strop.launch.sagemaker.places import (
 NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC.
 
 
-def test_a_name_is_a_prefix_and_the_time_in_utc() -> None:
-    assert base_name("annotations-adhoc", NOON) == "annotations-adhoc-20261121-120000"
-    assert len(base_name("annotations-adhoc", NOON)) == 33
-
-
 @pytest.mark.parametrize("prefix", ["", "-a", "a-", "a.b", "a_b", "a/b", "a b", "ä", "a" * 48, "a\n"])
 def test_a_prefix_that_begins_no_name_is_refused(prefix: str) -> None:
     with pytest.raises(ConfigError, match="is no name for a training job"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,11 @@ from strop.launch.sagemaker.client import SiteObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
 from strop.store.opening import open_record_store
-from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import make_objects, store_environment, use_store
 from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.launch.sagemaker.building import PROFILE
-from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal
+from tests.launch.sagemaker.rehearsal import Rehearsal
 from tests.launch.sagemaker.test_emulator import HOST, wait_for_nobody, wait_for_state, wait_until
 
 pytestmark = pytest.mark.slow
@@ -166,35 +164,3 @@ def test_a_store_that_is_away_leaves_the_state_that_is_here(
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step == 3
     assert "the mirror was not asked" in found.reason
-
-
-def test_the_fake_follows_a_real_program(tmp_path: Path) -> None:
-    rehearsal = Rehearsal(tmp_path)
-    request = rehearsal.submit(trainee={"STEPS": ENDLESS})
-    started: list[Any] = []
-
-    def make_instance() -> object:
-        from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
-        from tests.launch.sagemaker.rehearsal import SOURCE
-
-        emulator = Emulator(
-            tmp_path / f"instance-{len(started)}",
-            rehearsal.folder,
-            EmulatorSettings(
-                environment={"PYTHONPATH": str(SOURCE), "STROP_STORE_URI": ""}, sync_every_s=0.2
-            ),
-        )
-        started.append(emulator)
-        return emulator
-
-    fake = FakeSageMaker(make_instance=make_instance)  # type: ignore[arg-type]
-    fake.create_training_job(**request)
-    fake.advance(200)
-    wait_for_state(rehearsal, request)
-    fake.stop_training_job(TrainingJobName=request["TrainingJobName"])
-    wait_until(lambda: started[0].poll() is not None, "it did not stop")
-    fake.advance(1)
-    described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
-    assert described["TrainingJobStatus"] == "Stopped"
-    assert described["FailureReason"].startswith("requeue:")
-    assert started[0].codes == {HOST: 75}

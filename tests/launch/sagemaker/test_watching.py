@@ -131,45 +131,6 @@ def test_a_stopped_job_is_never_followed(site: Site, tmp_path: Path) -> None:
     assert len(created(site)) == 1
 
 
-def test_the_number_of_jobs_is_bounded(site: Site, tmp_path: Path) -> None:
-    launcher = launcher_of(site, tmp_path)
-    site.fake.default_script = SAVED
-    ref = launcher.submit(request_of(site, overrides=("job.max_requeue=2",))).ref
-    more = {number: (lambda number=number: save(site, ref, number)) for number in range(1, 20)}
-    with pytest.raises(CheckRefused, match="max_requeue=2, and that often it was"):
-        Watcher(site, launcher, ref, more).run()
-    assert len({request["TrainingJobName"] for request in created(site)}) == len(created(site)) == 3
-
-
-def test_throttling_waits_and_submits_nothing(site: Site, tmp_path: Path) -> None:
-    launcher = launcher_of(site, tmp_path)
-    site.fake.next_scripts = [SAVED]
-    ref = launcher.submit(request_of(site)).ref
-    save(site, ref, 20)
-    site.fake.advance(1000.0)
-    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=3)
-
-    def nothing_yet() -> None:
-        assert len(created(site)) == 1
-
-    watcher = Watcher(site, launcher, ref, {1: nothing_yet, 3: lambda: write_verdict(site, watcher.ref, 0)})
-    watcher.run()
-    assert len(created(site)) == 2
-
-
-def test_a_throttled_submission_is_tried_again(site: Site, tmp_path: Path) -> None:
-    launcher = launcher_of(site, tmp_path)
-    site.fake.next_scripts = [SAVED]
-    ref = launcher.submit(request_of(site)).ref
-    save(site, ref, 20)
-    site.fake.advance(1000.0)
-    site.fake.fail_next("create_training_job", "ThrottlingException", times=3)
-    watcher = Watcher(site, launcher, ref, {3: lambda: write_verdict(site, watcher.ref, 0)})
-    watcher.run()
-    assert any("the next job waits:" in line for line in watcher.said)
-    assert read_plan(job_path_of(ref.home)).num_resubmitted == 1
-
-
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_kill_after_the_submission_is_one_job(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
