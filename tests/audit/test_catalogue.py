@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.tasks.instructions.instruction_cases import (
     GOOGLE_ARGUMENTS,
     MULTI_ARGUMENTS,
     RLVR_ARGUMENTS,
-    Arguments,
 )
 from tests.tasks.instructions.test_tasks import eval_row, multi_row, rlvr_row
 from tests.tasks.mathematics.test_tasks import math_row
@@ -43,10 +42,6 @@ def problem(n: int) -> str:
 
 def answer(n: int) -> int:
     return 16 * n + 305
-
-
-def eval_rows(cases: Mapping[str, Arguments]) -> list[Row]:
-    return [eval_row(number, {key: case}) for number, (key, case) in enumerate(cases.items())]
 
 
 def rows_of(name: str) -> list[Row]:

@@ -496,29 +496,6 @@ def test_close_ends_who_runs_and_who_waits_and_closes_every_engine() -> None:
     assert desk.events == []
 
 
-def test_prc_3_a_long_queue_waits_no_longer_than_the_work_before_it() -> None:
-    """Incident: waking 5,600 tasks cost 100 to 170 s for each place that became free."""
-
-    async def act() -> tuple[int, float]:
-        desk = Desk(7, max_running=8)
-
-        async def serve(engine: HeldEngine) -> None:
-            while True:
-                engine.answer(8)
-                await asyncio.sleep(0)
-
-        servers = [asyncio.create_task(serve(engine)) for engine in desk.engines]
-        replies = await asyncio.gather(*(desk.router.generate(ask(seed)) for seed in range(5_600)))
-        for server in servers:
-            server.cancel()
-        return len({reply.text for reply in replies}), desk.router.load.longest_wait_s
-
-    num_answered, longest_wait_s = run(act())
-    assert num_answered == 5_600
-    # Under half a second on the machine where it was written.
-    assert longest_wait_s < 10.0
-
-
 def test_a_replica_is_given_twice_what_it_decodes_at_once() -> None:
     """A replica of 512 rows was given 256 requests, whatever `engine.max_num_seqs` said."""
     assert RouterLimits.for_rows(512).max_running == 1024

@@ -81,19 +81,6 @@ def test_sec_3_without_the_key_every_path_but_health_is_refused(
     assert not engine.receipts
 
 
-def test_with_the_key_every_path_answers(tokenizer: Tokenizer) -> None:
-    engine = DummyEngine(tokenizer, ["said"])
-    bodies = messages(tokenizer)
-
-    async def speak(client: httpx.AsyncClient) -> dict[str, Any]:
-        return {path: (await client.post(path, content=body)).json() for path, body in bodies.items()}
-
-    answers = talk(engine, speak, Authorization=f"Bearer {KEY}")
-    assert answers["/v1/generate"]["texts"] == ["said"]
-    assert answers["/v1/weights"] == {"version": 4, "digest": "d4"}
-    assert set(answers["/v1/score"]) == {"scores"}
-
-
 def test_health_needs_no_key_and_tells_no_secret(tokenizer: Tokenizer) -> None:
     engine = DummyEngine(tokenizer, [])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,6 @@ def plain(name: str) -> Algorithm:
 
 
 Gradients = dict[str, torch.Tensor]
-ModelMaker = Callable[..., Path]
 
 
 def relative_error(actual: Gradients, expected: Gradients) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,3 @@ def plan_of(**changes: Any) -> JobPlan:
 def request_of(plan: JobPlan, trial: int = 0) -> dict[str, Any]:
     built: dict[str, Any] = plan.details["jobs"][trial]["request"]
     return built
-
-
-def with_roles(request: JobRequest, *roles: RolePlan) -> JobRequest:
-    return replace(request, roles=roles)
