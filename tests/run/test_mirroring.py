@@ -112,7 +112,7 @@ def mirroring(tmp_path: Path) -> Iterator[Mirroring]:
     notes_path(run.path).write_text('{"cause": "upload_failed", "detail": "before", "is_alarm": true}\n')
     run.begin_attempt()
     spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, mirror_every_s=0.1, flush_limit_s=20.0)
-    with run, follow_store(spec), Mirroring(spec, run, Notes()) as made:
+    with run, follow_store(spec), Mirroring(find_mirror_root(spec), spec, run, Notes()) as made:
         yield made
 
 
@@ -151,7 +151,7 @@ def test_after_a_signal_the_rest_is_waited_for_as_long_as_the_run_file_says(tmp_
     run.begin_attempt()
     spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, flush_limit_s=60.0, stop_flush_limit_s=0.01)
     with run, follow_store(spec):
-        made = Mirroring(spec, run, Notes())
+        made = Mirroring(find_mirror_root(spec), spec, run, Notes())
         made.begin()
         made.__exit__(Interrupted, Interrupted("a signal"), None)
         assert [event.cause for event in run.events.read()] == ["mirror", "upload_incomplete"]

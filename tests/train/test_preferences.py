@@ -18,13 +18,12 @@ from strop.policy.packing import PackedGroup
 from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
 from strop.spec.offline import DpoSpec
-from strop.train.data.offline import Framing, Pairs, pair_rollouts
+from strop.train.data.offline import Framing, Pairs, find_offline_source, pair_rollouts, read_pairs
 from strop.train.data.preferences import (
     REFERENCE_NAME,
     Preferences,
     pack_pair,
     pack_pairs,
-    read_preferences,
     with_reference,
 )
 from tests.fixtures.demonstrations import make_framing
@@ -131,7 +130,7 @@ def compose(root: Path, model_dir: Path, framing: Framing, **sections: Any) -> C
     dpo = {"source": str(source), "pairs_per_step": 3} | sections.pop("dpo", {})
     train = {"terms": "dpo", "steps": 8} | sections.pop("train", {})
     spec = tiny_spec(train=train, dpo=dpo, **sections)
-    found = read_preferences(spec, SpellTask(), model_dir)
+    found = pack_pairs(read_pairs(spec.dpo, framing))
     return Composition(spec, model_dir, new_run(root / "runs"), preferences=found)
 
 
@@ -210,8 +209,8 @@ def test_too_few_pairs_and_foreign_rollouts_are_refused(
         compose(tmp_path / "few", tiny_model_dir, framing, dpo={"pairs_per_step": 9})
     spec = tiny_spec(train={"terms": "dpo"}, dpo={"source": str(tmp_path / "nowhere")})
     with pytest.raises(DataError, match=r"dpo\.source=.*nowhere does not exist"):
-        read_preferences(spec, SpellTask(), tiny_model_dir)
-    assert read_preferences(tiny_spec(), SpellTask(), tiny_model_dir) is None
+        read_pairs(spec.dpo, framing)
+    assert find_offline_source(tiny_spec()) is None
 
 
 def test_the_file_holds_one_stream(framing: Framing, tmp_path: Path) -> None:

@@ -32,7 +32,14 @@ from strop.store.data_files import collect_data_files
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.prompt import render_prompt
-from strop.train.data.offline import Demonstration, Demonstrations, Framing, find_source, read_demonstrations
+from strop.train.data.offline import (
+    Demonstration,
+    Demonstrations,
+    Framing,
+    find_source,
+    read_demonstrations,
+    read_framing,
+)
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
 from tests.fixtures.saved_data import save_split, save_splits
@@ -499,7 +506,7 @@ def test_demonstrations_that_users_already_have(tiny_model_dir: Path, tmp_path: 
     words = ["name=x", "task.name=arithmetic", "train.terms=sft", f"sft.source={source}"]
     spec = load_spec(None, words).spec
     with collect_data_files() as files:
-        found = read_demonstrations(spec, build_task(spec.task), tiny_model_dir)
-    assert found is not None
+        framing = read_framing(tiny_model_dir, build_task(spec.task), spec.model.prompt_format)
+        found = read_demonstrations(spec.sft, framing)
     assert len(found.members) == 20
     assert {file.source for file in files} == {str(source)}

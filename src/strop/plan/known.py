@@ -35,7 +35,13 @@ from strop.store.policy import read_policy
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.traits import require_written
 from strop.tokenizer import Tokenizer
-from strop.train.data.offline import OfflineData, find_offline_source, read_offline_data
+from strop.train.data.offline import (
+    OfflineData,
+    find_offline_source,
+    read_demonstrations,
+    read_framing,
+    read_pairs,
+)
 
 if TYPE_CHECKING:
     from strop.plan.plan import PlannedPrompt
@@ -324,7 +330,7 @@ def _look_at_given(
 ) -> tuple[OfflineData | None, tuple[str, ...]]:
     """Return the demonstrations or pairs, and what is said where they are not here."""
     wanted = find_offline_source(spec)
-    if wanted is None or wanted.source is None:
+    if wanted is None:
         return None, ()
     name = f"{wanted.setting}={wanted.source}"
     if model is None or model.path is None or not model.has_tokenizer:
@@ -333,7 +339,10 @@ def _look_at_given(
     with only_local_data() as missing:
         try:
             if is_here:
-                return read_offline_data(spec, task, model.path), ()
+                framing = read_framing(model.path, task, spec.model.prompt_format)
+                if wanted.kind == "pairs":
+                    return read_pairs(spec.dpo, framing), ()
+                return read_demonstrations(spec.sft, framing), ()
         except RemoteMissing:
             if not missing:
                 raise

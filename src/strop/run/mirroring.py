@@ -75,14 +75,15 @@ def probe_store(root: str, store: RecordStore | None = None) -> None:
             ) from error
 
 
-def probe_mirror(spec: StoreSpec) -> None:
-    """Try the store that a run will be mirrored to, where it will be. Before anything heavy.
+def probe_mirror(spec: StoreSpec) -> str | None:
+    """Return the root of the store that a run will be mirrored to, after a test; None without a mirror.
 
-    Raises: CheckRefused.
+    Raises: CheckRefused like `probe_store`.
     """
     root = find_mirror_root(spec)
     if root is not None:
         probe_store(root)
+    return root
 
 
 class Mirroring:
@@ -91,8 +92,8 @@ class Mirroring:
     Use it in `with`: leaving the block waits for what is still to be sent, within the limits.
     """
 
-    def __init__(self, spec: StoreSpec, run_dir: RunDir, observer: Observer) -> None:
-        root = find_mirror_root(spec)
+    def __init__(self, root: str | None, spec: StoreSpec, run_dir: RunDir, observer: Observer) -> None:
+        """`root` is what `probe_mirror` returned."""
         self._spec = spec
         self._run_dir = run_dir
         self._observer = observer

@@ -202,7 +202,7 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             if judge.calibration is not None:
                 locate_named(judge.calibration)
         given = find_offline_source(spec)
-        if given is not None and given.source is not None:
+        if given is not None:
             find_source(given.source, setting=given.setting)
     by_source: dict[str, list[DataFile]] = {}
     for file in files:

@@ -67,7 +67,12 @@ from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import require_written
-from strop.train.data.offline import read_demonstrations
+from strop.train.data.offline import (
+    find_offline_source,
+    read_demonstrations,
+    read_framing,
+    read_pairs,
+)
 from strop.train.observer import Observer
 from strop.user_code import CodeRef, hash_sources, is_code
 
@@ -101,7 +106,7 @@ def train_here(
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
     with ExitStack() as stack:
         stack.enter_context(follow_store(spec.store))
-        probe_mirror(spec.store)
+        mirror_root = probe_mirror(spec.store)
         log_from(log_level_of(spec.output.log_level, "train"))
         num_threads = set_threads(spec.placement.threads)
         # A Ray cluster that is running has nodes that are not this job's.
@@ -119,7 +124,7 @@ def train_here(
         claim = stack.enter_context(
             claim_machine(run_dir.path, attempt, need_bytes=parts.need_bytes, wanted=wanted)
         )
-        mirroring = stack.enter_context(Mirroring(spec.store, run_dir, observer))
+        mirroring = stack.enter_context(Mirroring(mirror_root, spec.store, run_dir, observer))
         with _note_attempt(run_dir, mirroring, claim.devices):
             mirroring.begin()
             of_parts = _list_notices(parts, run_dir, is_auto=spec.model.dtype == AUTO)
@@ -199,13 +204,16 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
         spec, number_format = _settle(laid_out)
         task = build_task(spec.task)
         require_written(task)
-        demonstrations = read_demonstrations(spec, task, model.path)
-        preferences = None
-        if spec.train.terms == "dpo":
-            # Here: packing them takes torch, whose threads are fixed by now.
-            from strop.train.data.preferences import read_preferences
+        demonstrations, preferences = None, None
+        if (source := find_offline_source(spec)) is not None:
+            framing = read_framing(model.path, task, spec.model.prompt_format)
+            if source.kind == "demonstrations":
+                demonstrations = read_demonstrations(spec.sft, framing)
+            else:
+                # Here: packing them takes torch, whose threads are fixed by now.
+                from strop.train.data.preferences import pack_pairs
 
-            preferences = read_preferences(spec, task, model.path)
+                preferences = pack_pairs(read_pairs(spec.dpo, framing))
         return _Parts(
             spec=spec,
             number_format=number_format,

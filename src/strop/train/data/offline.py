@@ -21,7 +21,7 @@ from strop.errors import DataError
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import BoolArray, IntArray, Rollout
-from strop.spec.offline import DpoSpec
+from strop.spec.offline import DpoSpec, SftSpec
 from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
@@ -229,46 +229,39 @@ class OfflineSource:
     """'demonstrations' or 'pairs'."""
     setting: str
     """The setting that names the source."""
-    source: str | None
+    source: str
     per_step: int
     """Rows that a step takes."""
 
 
 def find_offline_source(spec: RunSpec) -> OfflineSource | None:
     """Return the source of a run's offline data, None where it has none."""
-    if spec.train.terms == "dpo":
+    sft, dpo = spec.sft, spec.dpo
+    if spec.train.terms == "dpo" and dpo.source is not None:
         return OfflineSource(
-            kind="pairs", setting="dpo.source", source=spec.dpo.source, per_step=spec.dpo.pairs_per_step
+            kind="pairs", setting="dpo.source", source=dpo.source, per_step=dpo.pairs_per_step
         )
-    if spec.has_demonstrations:
+    if spec.has_demonstrations and sft.source is not None:
         return OfflineSource(
-            kind="demonstrations",
-            setting="sft.source",
-            source=spec.sft.source,
-            per_step=spec.sft.rows_per_step,
+            kind="demonstrations", setting="sft.source", source=sft.source, per_step=sft.rows_per_step
         )
     return None
 
 
-def read_offline_data(spec: RunSpec, task: Task, model_dir: Path) -> OfflineData | None:
-    """Read a run's offline data; None without any. Raises: as `read_pairs` and `read_demonstrations`."""
-    return read_pairs(spec, task, model_dir) or read_demonstrations(spec, task, model_dir)
-
-
-def count_offline_positions(spec: RunSpec, found: OfflineData | None) -> int:
+def count_offline_positions(spec: RunSpec, data: OfflineData | None) -> int:
     """Return the positions of the largest micro-batch of offline rows; 0 where a run has none.
 
-    A full micro-batch where the data is not read yet: `found` is None.
+    A full micro-batch where the data is not read yet: `data` is None.
     """
-    wanted = find_offline_source(spec)
-    if wanted is None:
+    source = find_offline_source(spec)
+    if source is None:
         return 0
     budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    if found is None:
+    if data is None:
         return budget
-    longest = max(found.lengths)
-    # One that alone exceeds the budget is a micro-batch of its own.
-    return max(longest, min(budget, wanted.per_step * longest))
+    longest = max(data.lengths)
+    # A row longer than the budget is a micro-batch alone.
+    return max(longest, min(budget, source.per_step * longest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,21 +291,18 @@ class Pairs:
         return f"{len(self.members)} pairs from {self.source}" + (f" ({found})" if found else "")
 
 
-def read_pairs(spec: RunSpec, task: Task, model_dir: Path) -> Pairs | None:
-    """Read the preference pairs of a run (`dpo.source`); None where it has none.
+def read_pairs(dpo: DpoSpec, framing: Framing) -> Pairs:
+    """Read the preference pairs of a run (`dpo.source`).
 
     Raises: StoreError if dpo.source is no folder of rollouts; CorruptRecord if a file is damaged;
         DataError if fewer pairs are left than a step takes, they were written with another tokenizer or
         prompt, or they answer what this run holds out.
     """
-    dpo = spec.dpo
-    if spec.train.terms != "dpo" or dpo.source is None:
-        return None
+    assert dpo.source is not None
     # Imported here: pyarrow and the environments, which a run without pairs does not need.
     from strop.record.rollouts import read_rollouts
     from strop.train.data.sft_sources import find_rollouts_files, refuse_held_out, require_same_asking
 
-    framing = read_framing(spec, task, model_dir)
     folder = find_source(dpo.source, setting="dpo.source")
     rollouts = itertools.chain.from_iterable(map(read_rollouts, find_rollouts_files(folder)))
     counts: Counter[str] = Counter()
@@ -382,29 +372,26 @@ def _count_tokens(pair: tuple[Rollout, Rollout]) -> int:
     return len(pair[0].turns[0].token_ids) + sum(len(turn.token_ids) for turn in replies)
 
 
-def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstrations | None:
-    """Read the demonstrations of a run, in its prompt format; None where it has none.
+def read_demonstrations(sft: SftSpec, framing: Framing) -> Demonstrations:
+    """Read the demonstrations of a run (`sft.source`), in its prompt format.
 
     Raises: DataError or StoreError for a source that is missing, malformed or left with fewer than a
-        step takes; ConfigError if the model cannot be asked in the run's prompt format.
+        step takes.
     """
-    if not spec.has_demonstrations:
-        return None
+    assert sft.source is not None
     # Imported here: they bring the environments, which a plan without demonstrations does not need.
     from strop.train.data.sft_sources import read_file_demonstrations, read_run_demonstrations
 
-    source = spec.sft.source
-    assert source is not None
-    path = find_source(source)
-    is_from_file = spec.sft.is_from_file or is_saved(path)
+    path = find_source(sft.source)
+    is_from_file = sft.is_from_file or is_saved(path)
     read = read_file_demonstrations if is_from_file else read_run_demonstrations
-    found = read(spec.sft, path, read_framing(spec, task, model_dir))
-    require_enough(found, spec.sft.rows_per_step)
+    found = read(sft, path, framing)
+    require_enough(found, sft.rows_per_step)
     return found
 
 
-def read_framing(spec: RunSpec, task: Task, model_dir: Path) -> Framing:
-    """Return the prompt format, tokenizer and limits of a run.
+def read_framing(model_dir: Path, task: Task, prompt_format: str) -> Framing:
+    """Return the prompt format, tokenizer and limits of a run. `prompt_format` is that of its run file.
 
     Raises: ConfigError if its tokenizer is missing, or it cannot be asked in the run's prompt format;
         StoreError if a file cannot be read.
@@ -412,7 +399,7 @@ def read_framing(spec: RunSpec, task: Task, model_dir: Path) -> Framing:
     tokenizer = Tokenizer.load(model_dir)
     return Framing(
         tokenizer=tokenizer,
-        prompt_format=resolve_prompt_format(tokenizer, spec.model.prompt_format),
+        prompt_format=resolve_prompt_format(tokenizer, prompt_format),
         task=task,
         max_positions=read_model_size(model_dir).max_positions,
     )

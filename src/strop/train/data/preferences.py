@@ -17,10 +17,8 @@ from strop.errors import CorruptRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.rollout import FloatArray, Rollout
-from strop.spec.run import RunSpec
-from strop.tasks import Task
 from strop.train.batch import pack_reply
-from strop.train.data.offline import Pairs, read_pairs
+from strop.train.data.offline import Pairs
 
 REFERENCE_NAME = "reference.safetensors"
 """File in a run's folder: the reference's log-probabilities of all pairs."""
@@ -49,12 +47,6 @@ class Preferences:
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
         return self.words
-
-
-def read_preferences(spec: RunSpec, task: Task, model_dir: Path) -> Preferences | None:
-    """Read and pack the pairs that a run learns from; None where it has none. Raises: as `read_pairs`."""
-    pairs = read_pairs(spec, task, model_dir)
-    return None if pairs is None else pack_pairs(pairs)
 
 
 def pack_pairs(pairs: Pairs) -> Preferences:
