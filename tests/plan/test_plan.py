@@ -23,7 +23,7 @@ from strop.rollout import FinishReason, Outcome, Rollout, Sampling, Split, Turn
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tokenizer import Tokenizer
-from strop.train.data.offline import read_pairs
+from strop.train.data.offline import read_framing, read_pairs
 from strop.train.data.preferences import pack_pairs
 from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import new_run
@@ -338,8 +338,8 @@ def test_a_run_on_pairs_is_planned_by_their_lengths(
     assert int(re.findall(r"\d+", activations)[0]) >= 4 * 12
     assert {"dpo.beta", "dpo.loss", "dpo.pairs_per_step"} <= {value.name for value in planned.algorithm}
     spec = load_spec("run.toml", words).spec
-    pairs = read_pairs(spec, build_task(spec.task), tiny_model_dir)
-    assert pairs is not None
+    framing = read_framing(tiny_model_dir, build_task(spec.task), spec.model.prompt_format)
+    pairs = read_pairs(spec.dpo, framing)
     # A prompt once, and replies of 3 and 9.
     assert list(pairs.lengths) == [len(one.turns[0].token_ids) + 12 for one, _ in pairs.members]
     assert time.num_positions == pytest.approx(4 * fmean(pairs.lengths))

@@ -1,7 +1,7 @@
-"""Running a run file on this machine: find or make its directory, take GPUs, compose its parts, train.
+"""Run a run file on this machine: find or make its directory, take GPUs, compose its parts, train.
 
-The same command again continues a run that did not finish: same name, same spec, newest first. Its GPUs are
-held under a lease while it runs; under an agent the lease is the agent's, and the training inherits it.
+The same command again continues an unfinished run of the same name and spec, the newest first. GPUs are
+held under a lease while the run trains; under an agent the training inherits the agent's lease.
 """
 
 from __future__ import annotations
@@ -91,25 +91,24 @@ def train_here(
 ) -> TrainOutcome:
     """Train a run on this machine, from its last checkpoint if it has one.
 
-    `is_new` starts a new run even where an unfinished one could go on. `on_run` gets the run
-    directory once it is locked, before anything heavy happens; `on_trained` the outcome, while what it
-    writes there still reaches the run's mirror.
+    `is_new` starts a new run even if an unfinished one could be resumed. `on_run` is called with the run
+    directory once it is locked, before any heavy work; `on_trained` with the outcome, while files that it
+    writes into the directory still reach the run's mirror.
 
-    Raises: CheckRefused if the directory is in use, finished or not writable, if others have the GPUs,
-        or the gate refuses;
-        Interrupted after a signal; StropError for everything else that strop refuses.
+    Raises: CheckRefused if the directory is in use, finished or not writable, if other processes have the
+        GPUs, or the gate refuses; Interrupted after a signal; StropError for every other refusal.
     """
-    # Inherited by every child: one that hangs can be asked where.
+    # Every child inherits it: one that hangs can be made to print its stack.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     spec = resolved.spec
-    # Before a model is fetched: that may take an hour.
+    # Checked before a model is fetched, which may take an hour.
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
     with ExitStack() as stack:
         stack.enter_context(follow_store(spec.store))
         mirror_root = probe_mirror(spec.store)
         log_from(log_level_of(spec.output.log_level, "train"))
         num_threads = set_threads(spec.placement.threads)
-        # A Ray cluster that is running has nodes that are not this job's.
+        # The nodes of a running Ray cluster are not those of this job.
         is_attached = spec.ray.address is not None
         laid_out = settle_layout(spec, None if is_attached else count_nodes(os.environ))
         parts = _read_parts(laid_out)
@@ -127,8 +126,8 @@ def train_here(
         mirroring = stack.enter_context(Mirroring(mirror_root, spec.store, run_dir, observer))
         with _note_attempt(run_dir, mirroring, claim.devices):
             mirroring.begin()
-            of_parts = _list_notices(parts, run_dir, is_auto=spec.model.dtype == AUTO)
-            for notice in (*resolved.notices, *claim.notices, *of_parts):
+            notices = _list_notices(parts, run_dir, is_auto=spec.model.dtype == AUTO)
+            for notice in (*resolved.notices, *claim.notices, *notices):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
@@ -142,42 +141,42 @@ def train_here(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """What a training is made of, on this disk."""
+    """The inputs of a training, fetched to this disk."""
 
     spec: RunSpec
-    """Laid out, and in the number format of this machine."""
+    """With its layout settled, in the number format of this machine."""
     number_format: NumberFormat
     task: Task
     task_version: str
     model: ModelHandle
     frozen: Mapping[str, ModelHandle]
-    """The reference and the teacher that are models of their own, by role."""
+    """Reference and teacher by role, where they are other models than the policy."""
     judges: Mapping[str, ModelHandle]
-    """Those that the run starts, by name."""
+    """Models of the judges that the run starts, by name."""
     demonstrations: Demonstrations | None
     preferences: Preferences | None
     notices: tuple[str, ...]
-    """What was said while the parts were fetched."""
+    """Notices from fetching the parts."""
 
     @property
     def offline_data(self) -> Demonstrations | Preferences | None:
-        """What is learned from beside rollouts."""
+        """Training data beside the rollouts."""
         return self.demonstrations or self.preferences
 
     @property
     def need_bytes(self) -> int:
-        """Bytes that learner and engine hold at their peak, as the plan counts them."""
+        """Peak bytes of learner and engine, as the plan estimates them."""
         others = {**self.frozen, **self.judges}
-        sizes = {name: read_model_size(one.path) for name, one in others.items()}
+        sizes = {name: read_model_size(handle.path) for name, handle in others.items()}
         limit = self.task.limits.max_reply_tokens
         needed = split_memory(self.spec, read_model_size(self.model.path), limit, frozen=sizes)
         return int(sum(part.amount for part in needed))
 
     def facts(self, num_threads: int) -> dict[str, object]:
-        """Return what run.json says of the parts."""
+        """Return the facts about the parts for run.json."""
         data = {"demonstrations": self.demonstrations, "preferences": self.preferences}
         models = {"model": self.model, **self.frozen}
-        models |= {f"judge {name}": one for name, one in self.judges.items()}
+        models |= {f"judge {name}": handle for name, handle in self.judges.items()}
         return {
             "model_uri": self.spec.model.uri,
             "model_digest": self.model.digest,
@@ -191,13 +190,13 @@ class _Parts:
                 self.spec,
                 self.task,
                 models,
-                {name: one.digest for name, one in data.items() if one is not None},
+                {name: rows.digest for name, rows in data.items() if rows is not None},
             ),
         }
 
 
 def _read_parts(laid_out: RunSpec) -> _Parts:
-    """Fetch the models, and read the task and the data that the run learns from."""
+    """Fetch the models; read the task and the offline data."""
     notices: list[str] = []
     with listen(notices.append):
         model = get_model(laid_out.model.uri)
@@ -220,9 +219,8 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
             task=task,
             task_version=task.version,
             model=model,
-            # Before anything is started: a reference or teacher may have to be fetched, too.
             frozen={role: get_model(uri) for role, uri in spec.frozen_models.items() if uri is not None},
-            judges={one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)},
+            judges={judge.judge_model: get_model(judge.judge_model) for judge in role_judges(spec.task)},
             demonstrations=demonstrations,
             preferences=preferences,
             notices=tuple(notices),
@@ -230,14 +228,14 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
 
 
 def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
-    """Choose the number format for this process's device; `facts` are those of a run that goes on."""
+    """Choose the number format for this process's device; `facts` are those of a resumed run."""
     machine = describe_machine()
     return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
 
 
 @contextmanager
 def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, object]) -> Iterator[None]:
-    """Begin an attempt, and note its end with the cause, whatever ends it."""
+    """Begin an attempt; record how it ended when the block is left."""
     kernels = kernel_status().describe()
     attempt = run_dir.begin_attempt(
         {"machine": describe_machine().cpu_name, "kernels": kernels, "devices": devices}
@@ -261,9 +259,9 @@ def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, obj
 
 
 def _list_notices(parts: _Parts, run_dir: RunDir, *, is_auto: bool) -> Iterator[str]:
-    """Yield what the user should know of the parts, the machine and the software of this attempt.
+    """Yield notices for the user about the parts, the machine and the software of this attempt.
 
-    `is_auto`: the run file leaves the number format open.
+    `is_auto`: the run file does not set the number format.
     """
     yield from parts.notices
     status = kernel_status()
@@ -272,7 +270,7 @@ def _list_notices(parts: _Parts, run_dir: RunDir, *, is_auto: bool) -> Iterator[
     if parts.offline_data is not None:
         yield parts.offline_data.describe()
     environment = run_dir.path / "env.txt"
-    # Other software is allowed, since a fix may need it.
+    # Changed software is allowed, because a fix may need it.
     for change in list_changes(environment.read_text()) if environment.is_file() else ():
         yield f"the run goes on with other software, which may round otherwise: {change}"
     if is_auto or parts.number_format.cost is not None:
@@ -280,9 +278,9 @@ def _list_notices(parts: _Parts, run_dir: RunDir, *, is_auto: bool) -> Iterator[
 
 
 def set_threads(wanted: int | None) -> int:
-    """Fix the number of compute threads, and how memory is kept. Returns the number.
+    """Set the number of compute threads and the memory allocator's options. Returns the number.
 
-    None means the physical cores that this process may use.
+    None: as many as the physical cores that this process may use.
     """
     tune_process()  # Before torch is imported.
     with importing():
@@ -296,7 +294,7 @@ def set_threads(wanted: int | None) -> int:
 async def _train(
     parts: _Parts, run_dir: RunDir, observer: Observer, prediction: Prediction | None
 ) -> TrainOutcome:
-    """Start the roles, train, and stop them whatever happens."""
+    """Start the roles and train; stop the roles in any case."""
     with importing():
         from strop.cluster.contract import ModelSource, build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
@@ -305,11 +303,11 @@ async def _train(
 
     spec, task = parts.spec, parts.task
     sources = {
-        one.uri: ModelSource(path=one.path, digest=one.digest, uri=one.uri)
-        for one in (parts.model, *parts.frozen.values(), *parts.judges.values())
+        handle.uri: ModelSource(path=handle.path, digest=handle.digest, uri=handle.uri)
+        for handle in (parts.model, *parts.frozen.values(), *parts.judges.values())
     }
     source = sources[parts.model.uri]
-    # What was sampled can be read token by token where the model is not.
+    # With it rollouts can be read token by token on a machine without the model.
     kept, tokenizer = run_dir.path / TOKENIZER_NAME, source.path / TOKENIZER_NAME
     if tokenizer.is_file() and not kept.exists():
         write_bytes_atomically(kept, tokenizer.read_bytes())
@@ -320,7 +318,7 @@ async def _train(
     judge = open_judge(task, task_builder(spec.task))
     keep_prints(run_dir.path / "latest" / "environments.log")
     try:
-        # First: the judging processes inherit the addresses.
+        # Before the placement: its processes inherit the addresses of these servers.
         await runtime.start()
         await judges.start()
         roles = await with_frozen(await placement.start(), spec, source, sources.__getitem__)
@@ -350,13 +348,13 @@ async def _train(
 
 
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    """Return the run's directory with its lock held: an unfinished one, or a new one.
+    """Return the directory of an unfinished run or of a new one, with its lock held.
 
-    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
-    nothing.
+    An unfinished run that was begun with other parts, such as another version of its task, and has no trained
+    step is ignored: a new run begins.
 
-    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
-        would go on has trained with other parts, naming them.
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds the run of another spec; if the run to
+        resume was trained with other parts, naming them.
     """
     run_dir = _open_run(resolved, facts, is_new=is_new)
     before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
@@ -371,14 +369,14 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
 
 
 def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    spec, digest = resolved.spec, spec_digest(resolved.spec)
+    spec, text, digest = resolved.spec, write_spec(resolved), spec_digest(resolved.spec)
     if spec.output.dir is not None:
         path = Path(spec.output.dir)
         if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
             # A launcher has prepared the folder, and no run has begun in it.
-            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
+            return RunDir.adopt(path, spec.name, text, digest, facts)
         if not path.exists():
-            run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+            run_dir = RunDir.create(path.parent, spec.name, text, digest, facts)
             run_dir.move_to(path)
             return run_dir
         if is_new:
@@ -392,93 +390,91 @@ def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool)
         if run_dir.state.spec_digest == digest and not run_dir.is_finished:
             return run_dir
         run_dir.release()
-        given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+        content = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
         raise CheckRefused(
-            f"output.dir={path} {given}; nothing is left to do there",
+            f"output.dir={path} {content}; nothing is left to do there",
             allowed="a new directory, or the unfinished run of this very spec",
             next_step="choose another output.dir, or remove it to get a dated directory",
         )
     root = Path(spec.output.root)
     resumable = None if is_new else find_resumable(root, spec.name, digest)
-    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
+    return resumable or RunDir.create(root, spec.name, text, digest, facts)
 
 
 def list_parts(
-    spec: RunSpec, task: Task, models: Mapping[str, ModelHandle], given: Mapping[str, str]
+    spec: RunSpec, task: Task, models: Mapping[str, ModelHandle], data: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the digest of every part of a training by a name that a person understands.
+    """Return the digest of every input of a training, by a readable name.
 
-    They are recorded in run.json and compared whenever a run goes on; see `strop.record.parts`.
-
-    `models` are those that take part, by their role; `given` the digests of other data that is learned from.
+    They are recorded in run.json and compared whenever the run is resumed; see `strop.record.parts`.
+    `models` are by role; `data` are the digests of the offline data by kind.
 
     Raises: DataError, StoreError or CorruptRecord if a part cannot be read.
     """
-    # The ids are hashes of what is asked and answered.
+    # An example's id is a hash of its question and answer.
     examples = hashlib.sha256()
     for split in [Split.TRAIN, Split.HELD_OUT] if spec.train.has_rl else [Split.HELD_OUT]:
-        examples.update("\n".join([split, *(one.example_id for one in task.examples(split))]).encode())
-    found = {"version of its task": task.version, "set of examples": examples.hexdigest(), **given}
+        ids = (example.example_id for example in task.examples(split))
+        examples.update("\n".join([split, *ids]).encode())
+    digests = {"version of its task": task.version, "set of examples": examples.hexdigest(), **data}
     for role, model in models.items():
         parts = digest_parts(model.path, user_cache_dir() / "digests")
-        found |= {f"{role} ({part})": digest for part, digest in parts.items()}
+        digests |= {f"{role} ({part})": digest for part, digest in parts.items()}
     if is_code(spec.algorithm.name):
-        found["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
-    for section in judge_sections(spec.task):
-        path = None if section.calibration is None else locate_named(section.calibration)
+        digests["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
+    for judge in judge_sections(spec.task):
+        path = None if judge.calibration is None else locate_named(judge.calibration)
         # A missing file is refused where it is read.
         if path is not None and path.is_file():
-            found[f"calibration of {section.judge_model}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
-_ROLE = "train"
-"""Learner and engine together."""
+            digests[f"calibration of {judge.judge_model}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What was found and taken."""
+    """The devices that a training holds."""
 
     notices: tuple[str, ...] = ()
     devices: Mapping[str, object] = field(default_factory=dict)
-    """For the start record; empty where an agent keeps its own."""
+    """For the record of the attempt; empty under an agent, which has a record itself."""
 
 
 @contextmanager
 def claim_machine(
     run_path: Path, attempt: str, *, need_bytes: int, wanted: Mapping[str, int] | None = None
 ) -> Iterator[Claim]:
-    """Clear what dead runs of this user left, and hold GPUs for a training, if it uses any.
+    """Remove leftovers of this user's dead runs, and hold the GPUs of a training inside the block.
 
-    `need_bytes` is what must be free on each but those for environments. `wanted`: how many GPUs each part
-    of `spec.layout` gets; without it learner and engine share the first one that torch sees. Every process
-    that is started meanwhile carries the lease's id, and sees these GPUs alone.
+    `need_bytes` must be free on each GPU but those of environments and sandboxes. `wanted`: number of GPUs by
+    part of `spec.layout`; without it learner and engine share the first GPU that torch sees. Processes
+    started inside the block carry the id of the lease, and see these GPUs only.
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
     """
     if find_inherited() is not None:
         yield Claim()
         return
-    cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
+    cleared = [f"a dead run had left something: {leftover}" for leftover in clear_leftovers()]
     inherited = os.environ.get(VISIBLE_DEVICES)
-    shares = dict(wanted or {_ROLE: 1 if _uses_gpu(inherited) else 0})
+    # "train": learner and engine together.
+    shares = dict(wanted or {"train": 1 if _uses_gpu(inherited) else 0})
     needs = {part: 0 if part in (ENV, SANDBOX) else need_bytes for part in shares}
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
     with held, set_variables(held.variables):
         warnings: list[str] = []
+        variables: dict[str, str] = {}
         if allocation.uuids:
-            asked = PreflightRequest(
+            preflight = PreflightRequest(
                 run_path=run_path,
                 allocation=allocation,
                 gpu_need_bytes=needs,
                 own_lease_id=held.lease.lease_id,
             )
-            found = [_judge(finding, inherited) for finding in run_preflight(asked)]
-            warnings = [str(finding) for finding in require_none(found)]
-        variables: dict[str, str] = {}
-        if allocation.uuids:
+            findings = run_preflight(preflight)
+            if inherited is not None:
+                findings = [_allow_sharing(finding) for finding in findings]
+            warnings = [str(finding) for finding in require_none(findings)]
             visible = {part: devices.visible for part, devices in allocation.roles.items()}
             variables = {**part_variables(visible), DEVICE_ORDER: PCI_BUS_ID}
         # Early enough: CUDA reads its variable when it is first used.
@@ -495,9 +491,9 @@ def _uses_gpu(inherited: str | None) -> bool:
     return build is not None and (build.cuda or build.hip) is not None
 
 
-def _judge(finding: Finding, inherited: str | None) -> Finding:
-    """Let a person who names a GPU share it: that is then a warning."""
-    if finding.code != "foreign_process" or inherited is None:
+def _allow_sharing(finding: Finding) -> Finding:
+    """Turn the refusal of a GPU that others use into a warning: the user has named this GPU."""
+    if finding.code != "foreign_process":
         return finding
     next_step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
     return replace(finding, next_step=next_step, severity=Severity.WARNING)
