@@ -42,15 +42,13 @@ def test_what_fails_beside_others_is_run_alone_and_named(
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "code"), [(ALWAYS, 1), ("import no_such_module", 2), ("import os; os._exit(3)", 3)]
-)
-def test_what_fails_alone_too_or_cannot_be_run_fails(
-    folder: Path, text: str, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "test_one.py").write_text(text)
-    assert run_streams({"one": ["test_one.py"], "two": ["test_two.py"]}, folder) == 1
-    assert capfd.readouterr().out.splitlines()[-2:] == [f"one: exit code {code}", "two: passed"]
+def test_what_fails_alone_too_or_cannot_be_run_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = {"fails": ALWAYS, "lacks": "import no_such_module", "dies": "import os; os._exit(3)"}
+    for name, text in texts.items():
+        (folder / f"test_{name}.py").write_text(text)
+    assert run_streams({name: [f"test_{name}.py"] for name in (*texts, "two")}, folder) == 1
+    said = ["fails: exit code 1", "lacks: exit code 2", "dies: exit code 3", "two: passed"]
+    assert capfd.readouterr().out.splitlines()[-4:] == said
 
 
 def test_each_slow_test_is_in_one_stream() -> None:
