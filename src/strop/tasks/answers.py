@@ -1,6 +1,6 @@
-"""Reading replies: which part is judged, what counts as a number, and which number is the answer.
+"""Read replies: the part that is judged, numbers, and the number that is the answer.
 
-What is read as one number:
+One number is:
 * digits, with thousands commas only where they group by three: '1,234' is one number, '1,2' two;
 * a decimal part ('7.0', '.5') and a short exponent ('1e3'); a trailing period is punctuation;
 * a minus sign (ASCII or U+2212) that stands directly before the digits, or before a '$' there, and
@@ -27,7 +27,7 @@ NUMBER_PATTERN = (
 _NUMBER = re.compile(NUMBER_PATTERN)
 _DIGITS = "0123456789"
 _FIRST_CHARS = 256
-"""How much of a reply's end is read first: an answer is mostly there."""
+"""Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """What may follow an answer without moving it from the end of the reply."""
 
@@ -40,42 +40,42 @@ def parse_number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text, or None if there is none."""
-    found = _last_match(text)
-    return None if found is None else _to_decimal(found.group())
+    match = _last_match(text)
+    return None if match is None else _to_decimal(match.group())
 
 
 def last_number_text(text: str) -> str | None:
     """Return the last number in a text as it was written, or None if there is none."""
-    found = _last_match(text)
-    return None if found is None else found.group()
+    match = _last_match(text)
+    return None if match is None else match.group()
 
 
 def ends_with_number(text: str) -> bool:
     """Whether nothing but closing punctuation follows the last number."""
-    found = _last_match(text)
-    return found is not None and _CLOSING.fullmatch(text, found.end()) is not None
+    match = _last_match(text)
+    return match is not None and _CLOSING.fullmatch(text, match.end()) is not None
 
 
 def cut_at_first(text: str, markers: tuple[str, ...]) -> str:
-    """Return the text before the first of several markers; all of it where none occurs."""
+    """Return the text before the first of several markers; all of it if none occurs."""
     ends = [position for marker in markers if (position := text.find(marker)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def _last_match(text: str) -> re.Match[str] | None:
-    """Return the last of all matches from the left, which is looked for from the end."""
+    """Return the last of the left-to-right matches; the search starts at the end."""
     if not any(digit in text for digit in _DIGITS):
         return None
     start, length = len(text), _FIRST_CHARS
     while start:
-        # No number has a space in it, so those behind one do not depend on what is before it.
+        # Numbers contain no space, so those behind a space do not depend on the text before it.
         start = text.rfind(" ", 0, max(len(text) - length, 0)) + 1
         last = None
         for match in _NUMBER.finditer(text, start):
             last = match
         if last is not None:
             return last
-        # Larger by a factor each time: the time stays linear in the text.
+        # Growing by a factor keeps the time linear in the text.
         length *= 8
     return None
 
@@ -89,7 +89,7 @@ _TAG = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 
 
 def text_after_thinking(text: str) -> str | None:
-    """Return the text behind the last closed thinking block; all of it where nothing was thought.
+    """Return the text behind the last closed thinking block; all of it if there is no block.
 
     None if a block was opened and not closed: the reply ended before its answer. A closing tag
     without an opening one counts, because chat templates may open the block themselves.
@@ -103,10 +103,10 @@ def text_after_thinking(text: str) -> str | None:
 
 
 def judged_text(reply: str, markers: Sequence[str] = ()) -> str | None:
-    """Return the part of a reply that counts: behind its thinking, and before the first marker there.
+    """Return the judged part of a reply: behind its thinking, and before the first marker there.
 
-    None if its thinking did not end. Thoughts may hold a marker; a block that begins behind one does not
-    count, because the reply had gone on to a problem of its own making.
+    None if its thinking did not end. Thoughts may contain a marker; a block that begins behind a marker is
+    ignored, because the reply had gone on to invent another problem.
     """
     head = cut_at_first(reply, tuple(markers))
     first_tag = _TAG.search(reply)

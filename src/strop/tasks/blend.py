@@ -1,9 +1,9 @@
 """One task's problems judged by several verifiers: the reward is the weighted sum of their scores.
 
-R = sum of w_i * s_i, where s_i is a part's reward as a share of its full marks. A part that cannot score a
-reply leaves it without a score, unless it is optional: then the other weights grow to the same sum, and the
-fact is counted. A part of weight 0 is recorded and can never matter. What is solved, and how a problem is
-posed, limited and ended, the part with the data says. Form alone is paid to wrong replies only.
+R = sum of w_i * s_i, where s_i is a part's reward as a share of its full marks. If a part cannot score a
+reply, the reply has no score; if that part is optional, the other weights are scaled up to the same sum and
+this is counted. A part of weight 0 is only recorded. The part with the data poses, limits and ends the
+problems and decides which replies are correct. The format bonus is paid to wrong replies only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Part:
     weight: float
     optional: bool
     settings: str
-    """Of its task, as JSON; they identify a verifier whose data is not used, and which asks nothing."""
+    """Its task's settings as JSON: they identify a verifier that poses no problems."""
 
 
 MAX_FORMAT_WEIGHT = 0.1
@@ -166,10 +166,10 @@ class BlendSpec(PartedSection):
                 )
             return
         num_judges = sum(isinstance(part.task, LlmJudgeSpec) for part in parts.values())
-        given = {key: weight for key, weight in weights.items() if weight != 1.0}
-        if len(parts) != 2 or num_judges != 1 or given:
+        changed = {key: weight for key, weight in weights.items() if weight != 1.0}
+        if len(parts) != 2 or num_judges != 1 or changed:
             raise SpecConflict(
-                {"task.alpha": self.alpha, "task.parts": list(parts), **given},
+                {"task.alpha": self.alpha, "task.parts": list(parts), **changed},
                 "alpha weighs one verifier against one judge, and nothing else does",
                 allowed="two parts without weights, one of them llm-judge; or weights and no alpha",
                 next_step="remove task.alpha, or the other weights and parts",
@@ -192,7 +192,7 @@ class BlendSpec(PartedSection):
         return {self.data_label: self.read_parts()[self.data_label]}
 
     def read_weights(self) -> dict[str, float]:
-        """Return what full marks of each part add to the reward."""
+        """Return the weight of each part: its full marks add that much to the reward."""
         parts = self.read_parts()
         if self.alpha is None:
             return {label: part.weight for label, part in parts.items()}
@@ -229,14 +229,14 @@ class Blend:
         self._checked: dict[Split, Sequence[Example]] = {}
 
     def _blend_limits(self, own: TaskLimits) -> TaskLimits:
-        """Return the limits of the part with the data, with marks and time of all."""
+        """Return the limits of the part with the data, with the marks and the time of all parts."""
         limits = [part.task.limits for part in self._parts]
         verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
         chances = [part.weight * part.task.limits.chance for part in self._parts]
         return replace(
             own,
             max_reward=self._full_marks,
-            # What cannot be scored leaves its weight to the others: to the one that takes most off, at worst.
+            # At worst an optional part without a score leaves its weight to the part with the lowest minimum.
             min_reward=self._full_marks * min(limit.min_reward / limit.max_reward for limit in limits),
             chance=math.fsum(chances) / self._full_marks,
             # One verifier after the other, in one process.
@@ -247,7 +247,7 @@ class Blend:
 
     @cached_property
     def version(self) -> str:
-        """Hash over the weights, the version of the part with the data, and what the others judge by."""
+        """Hash over the weights, the version of the part with the data, and the other parts' verifiers."""
         spec = self._spec
         settings = {"data": spec.data, "alpha": spec.alpha, "format_weight": spec.format_weight}
         parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
@@ -255,7 +255,7 @@ class Blend:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _identity(self, part: _Part) -> str:
-        """Return what a part's score follows from; data that only a version would ask for is not read."""
+        """Return what determines a part's score. The data of parts that only judge is not read."""
         if part is self._data:
             return part.task.version
         if isinstance(part.task, LlmJudge):
@@ -264,17 +264,17 @@ class Blend:
 
     @property
     def judge_digests(self) -> Sequence[str]:
-        """Those of all parts that a model judges."""
+        """Hashes of the models that judge the parts."""
         return judge_digests_of(*(part.task for part in self._parts))
 
     @property
     def variant(self) -> str | None:
-        """That of the part with the data."""
+        """The variant of the part with the data."""
         return variant_of(self._data.task)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of the part with the data."""
+        """The counts of the part with the data."""
         return counts_of(self._data.task)
 
     def program_form(self, example: Example) -> ProgramForm | None:
@@ -294,7 +294,7 @@ class Blend:
         return self._checked[split]
 
     def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits that the example has in its own task, with marks and time of all parts."""
+        """Return the example's limits in its own task, with the marks and the time of all parts."""
         return self._blend_limits(limits_of(self._data.task, example))
 
     def row_keys(self, column: str | None) -> Mapping[str, str | None]:
@@ -314,37 +314,35 @@ class Blend:
         return choices_of(self._data.task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return what the example's own task calls right."""
+        """Return the gold replies of the example's own task."""
         return self._data.task.gold_replies(example)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Let every part judge, and add the scores up.
 
-        Raises: whatever the verifier of a part raises that the reward cannot do without.
+        Raises: any exception of a verifier that has a weight and is not optional.
         """
         outcomes = {part.label: self._judge(part, example, text) for part in self._parts}
-        # Shares of the parts' full marks.
-        scores: dict[str, float | None] = {}
+        scores: dict[str, float | None] = {}  # Shares of the parts' full marks.
         for part in self._parts:
             reward = outcomes[part.label].reward
             scores[part.label] = None if reward is None else reward / part.task.limits.max_reward
         missing = [part for part in self._parts if part.weight != 0.0 and scores[part.label] is None]
-        known = [part for part in self._parts if scores[part.label] is not None]
-        known_weight = math.fsum(part.weight for part in known)
-        # The scores before weighing, and what the parts say beside; the data's own word wins.
+        scored = [part for part in self._parts if scores[part.label] is not None]
+        scored_weight = math.fsum(part.weight for part in scored)
+        # The unweighted scores and the parts' metrics; those of the part with the data take precedence.
         metrics: dict[str, float] = {}
         for part in (*(part for part in self._parts if part is not self._data), self._data):
             metrics |= outcomes[part.label].metrics
         metrics |= {f"score_{label}": score for label, score in scores.items() if score is not None}
-        lost = next((part for part in missing if not part.optional or known_weight == 0.0), None)
-        factor = self._full_marks / known_weight if missing and lost is None else 1.0
+        lost = next((part for part in missing if not part.optional or scored_weight == 0.0), None)
+        factor = self._full_marks / scored_weight if missing and lost is None else 1.0
         parts: dict[str, float | None] = {
-            part.label: part.weight * (scores[part.label] or 0.0) * factor for part in known
+            part.label: part.weight * (scores[part.label] or 0.0) * factor for part in scored
         }
         own = outcomes[self._data.label]
-        # None where no part knows a form.
-        known_forms = [one.format_ok for one in outcomes.values() if one.format_ok is not None]
-        format_ok = all(known_forms) if known_forms else None
+        forms = [outcome.format_ok for outcome in outcomes.values() if outcome.format_ok is not None]
+        format_ok = all(forms) if forms else None
         failure = None
         if lost is not None:
             parts |= {part.label: None for part in missing}
@@ -364,27 +362,27 @@ class Blend:
         )
 
     def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
-        known = self._part_example(part, example)
+        example_of_part = self._part_example(part, example)
         limits = limits_of(part.task, example) if part is self._data else part.task.limits
+        # Bounds are checked per part: a small weight would hide an impossible score in the sum.
         if part.weight != 0.0 and not part.optional:
-            return within_bounds(part.task.verify(known, text), limits)
+            return within_bounds(part.task.verify(example_of_part, text), limits)
         outcome = Outcome(parts={})
         with catch_failure(FailureOwner.TASK) as caught:
-            # Of each part: the sum of all would hide what a small weight makes small.
-            outcome = within_bounds(part.task.verify(known, text), limits)
+            outcome = within_bounds(part.task.verify(example_of_part, text), limits)
         return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
 
     def _part_example(self, part: _Part, example: Example) -> Example:
-        """Return the example as a part knows it: a judge reads the question as it is posed."""
+        """Return the example in a part's form: an LLM judge needs the rendered question."""
         if part is self._data or not isinstance(part.task, LlmJudge):
             return example
         prompt = "\n\n".join(message.text for message in self.render(example))
         return part.task.as_question(prompt, example.answer, example.fields)
 
     def _require_judgeable(self, part: _Part, examples: Sequence[Example]) -> None:
-        """Refuse an example that a part has no verifier for, before any reply to it is lost.
+        """Refuse examples that a part cannot judge, before any reply to them is lost.
 
-        A verifier that takes time is not tried; the gate's self-test does that.
+        A verifier with a time limit is not tried here; the gate's self-test does that.
         Raises: DataError naming the example and the part.
         """
         if part is self._data:

@@ -15,38 +15,38 @@ from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 
 TURN = "\x1e"
-"""Stands between the replies of an attempt of several turns where they are one text, as right replies and
-those of probes are: ASCII's record separator."""
+"""Separates the replies of a multi-turn attempt where they are one text, as gold replies and probes are:
+ASCII's record separator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskLimits:
-    """What a reply may use, and what it can earn."""
+    """Limits of a reply, and the range of its reward."""
 
     max_reply_tokens: int
-    """Tokens that a reply may use: what a full solution needs at most, or less where a run asks so."""
+    """Tokens that a reply may use: the most that a full solution needs, or less where a run says so."""
     full_reply_tokens: int | None = None
-    """The task's own budget where a run lowered `max_reply_tokens`. None: it did not."""
+    """The task's own budget if a run lowered `max_reply_tokens`, else None."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, in addition to the model's own terminator."""
     base_stop_strings: tuple[str, ...] = ()
-    """Further ones where the model is asked in plain text: what base models write when they go on to a
-    problem of their own making. In a chat they would cut replies that may hold them."""
+    """Additional ones for prompts in plain text: base models write them when they go on to invent another
+    problem. In a chat they would cut replies that may contain them."""
     max_reward: float = 1.0
-    """What a right reply earns. Rewards lie in [min_reward, max_reward]; another one is no reward."""
-    # Not in the text of an object, which versions of `rlvr-mixed` hash: it came later than they.
+    """Reward of a right reply. Rewards lie in [min_reward, max_reward]; another value is a failure."""
+    # Not in the repr, which versions of `rlvr-mixed` hash: the field is newer than they.
     min_reward: float = field(default=0.0, repr=False)
-    """What the worst reply earns; below 0 where a task gives negative marks."""
+    """Reward of the worst reply; below 0 where a task gives negative marks."""
     chance: float = 0.0
     """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
     max_goldless_frac: float = 0.0
     """Share of examples for which no right reply may be known. 0: the task promises one for each."""
     verify_limit_s: float | None = None
-    """Wall time of one judgement, kept by killing the process that it runs in. None: the verifier's time
-    is bounded by the text, and it runs in the caller's process."""
+    """Wall time (seconds) of one judgement, enforced by killing its process. None: the verifier's time is
+    bounded by the text, and it runs in the caller's process."""
     verify_keeps_time: bool = False
-    """Whether the verifier ends in time by itself, as one whose work a sandbox ends. Then a slow judgement
-    keeps its place, and no more run at once than there are cores: their own limits are wall time too."""
+    """Whether the verifier ends in time by itself, for example because a sandbox ends its work. Then a slow
+    judgement keeps its slot, and at most one per core runs: the sandbox's limits are wall time too."""
 
     def stops(self, *, is_base: bool) -> tuple[str, ...]:
         """Return the texts that end a reply to a prompt of this form."""
@@ -59,7 +59,7 @@ class TaskLimits:
 
 
 def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None = None) -> Outcome:
-    """Return the outcome of a reply that is right or wrong and nothing between."""
+    """Return the outcome of a reply that is either right or wrong."""
     parts: dict[str, float | None] = {"correct": float(is_correct)}
     return Outcome(parts=parts, is_correct=is_correct, format_ok=format_ok, extracted=extracted)
 
@@ -76,7 +76,7 @@ class Task(Protocol):
     def version(self) -> str:
         """Hash over everything that changes prompts or scores; stored with every result.
 
-        Raises: DataError like `examples`, where the data itself is part of the version.
+        Raises: DataError like `examples`, if the version covers the data.
         """
         ...
 
@@ -101,22 +101,22 @@ class Task(Protocol):
         ...
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return replies that deserve full marks, the asked-for form first.
+        """Return replies that deserve full marks, the form that the prompt asks for first.
 
-        Empty where no answer is known. The self-test judges all of them.
+        Empty if no answer is known. The self-test judges all of them.
         """
         ...
 
 
-# Scores that a task cannot give: above its full marks, below its lowest marks, or not finite. A grader that
-# gives one is broken, so the rollout has no score, its failure is the task's, and the record keeps the score.
+# Impossible scores: above the task's full marks, below its lowest marks, or not finite. Such a grader is
+# broken, so the rollout has no score, the task owns the failure, and the record keeps the score.
 
 CEILING = "ceiling"
 """Kind of failure: a score above full marks."""
 IMPOSSIBLE = "impossible_value"
-"""Kind of failure: a score below the lowest marks, or one that is no number."""
+"""Kind of failure: a score below the lowest marks, or not a number."""
 _SLACK = 1e-6
-"""Share of full marks that the rounding of a sum may add: rewards are often computed in float32."""
+"""Tolerance as a share of full marks: rewards are often sums in float32."""
 
 
 def is_within(reward: float, limits: TaskLimits) -> bool:
@@ -126,15 +126,15 @@ def is_within(reward: float, limits: TaskLimits) -> bool:
 
 
 def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
-    """Return an outcome unchanged, or without a score where the score is impossible.
+    """Return an outcome unchanged, or as a failure without a score if the score is impossible.
 
-    A sum beyond its bounds by rounding alone is allowed.
+    Rounding beyond the bounds is allowed.
     """
-    given = [value for value in outcome.parts.values() if value is not None]
-    if outcome.failure is not None or not given:
+    scores = [value for value in outcome.parts.values() if value is not None]
+    if outcome.failure is not None or not scores:
         return outcome
-    if not all(math.isfinite(value) for value in given):
-        # Not kept as a number: records hold finite ones.
+    if not all(math.isfinite(value) for value in scores):
+        # Records hold finite numbers only.
         parts = {
             name: None if value is not None and not math.isfinite(value) else value
             for name, value in outcome.parts.items()
@@ -147,13 +147,13 @@ def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
 
 
 def _fail(outcome: Outcome, reward: float, limits: TaskLimits) -> Failure:
-    given = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items() if value is not None)
+    scores = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items() if value is not None)
     bounds = f"{limits.min_reward:g} to {limits.max_reward:g}"
     return Failure(
         owner=FailureOwner.TASK,
         kind=CEILING if reward > limits.max_reward else IMPOSSIBLE,
         detail=format_error(
-            f"a score of {reward:g} ({given})",
+            f"a score of {reward:g} ({scores})",
             allowed=f"{bounds}, what the task says that a reply can earn; the rollout is masked",
             next_step="mend the grader, or correct the task's max_reward and min_reward",
         ),

@@ -1,10 +1,10 @@
 """Training examples in a given order, or of a given difficulty, read from an order file.
 
 An order file is JSONL: one object per line with an `example_id`, and `solved_frac` where the file was
-made from measured pass rates; a first line with `task` and `task_version` says what it was made for.
-Or it is plain text: one id, or one row number from 0, a line. Ids are hashes of content, so a file that was
-made with other settings or data does not match, and is refused rather than thinned out in silence (DAT-1).
-`convert_order` makes the first form of a plain one, whose lines may also be values of a column.
+made from measured pass rates; an optional first line names the `task` and `task_version` it was made for.
+Or it is plain text: one id, or one row number from 0, per line. Ids are hashes of content, so a file made
+with other settings or data does not match, and is refused instead of silently shrunk (DAT-1).
+`convert_order` turns a plain file into JSONL; its lines may also be values of a column.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class OrderEntry:
 
     example_id: str
     solved_frac: float | None
-    """Share of attempts that solved it; None where the file does not say."""
+    """Share of attempts that solved it; None if unknown."""
 
 
 class Curriculum(TaskWrapper):
-    """A task whose training examples are those of an order file, in its order, within its bounds.
+    """A task that trains on the examples of an order file, in its order, within the difficulty bounds.
 
-    Held-out examples and the version are the task's own, so scores with and without a curriculum can be
-    compared: an order changes neither prompts nor scores.
+    Held-out examples and the version are those of the wrapped task, so scores with and without a curriculum
+    are comparable: an order changes neither prompts nor scores.
     """
 
     def __init__(self, task: Task, spec: TaskSpec) -> None:
@@ -55,20 +55,16 @@ class Curriculum(TaskWrapper):
 
         Raises: DataError if an id of the file is no training example, or none is within the bounds.
         """
-        return self._train if split is Split.TRAIN else self._task.examples(split)
+        return self._choice[0] if split is Split.TRAIN else self._task.examples(split)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of the task that is ordered, and how many lines of the file are left out; reads both."""
+        """The task's counts, and how many lines of the file are left out; reads the data and the file."""
         return {**counts_of(self._task), **self._choice[1]}
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         """Return the positions of an epoch: every epoch goes through the file from its first line."""
-        return range(len(self._train))
-
-    @property
-    def _train(self) -> tuple[Example, ...]:
-        return self._choice[0]
+        return range(len(self._choice[0]))
 
     @cached_property
     def _choice(self) -> tuple[tuple[Example, ...], dict[str, int]]:
@@ -77,13 +73,13 @@ class Curriculum(TaskWrapper):
         entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
         num_repeated = 0
-        if all(one.example_id.isdecimal() and one.example_id not in by_id for one in entries):
-            # Rows that ask the same became one example, which is trained on once an epoch.
+        if all(entry.example_id.isdecimal() and entry.example_id not in by_id for entry in entries):
+            # Rows with the same question became one example, which is trained on once per epoch.
             keys = row_keys_of(self._task, None)
             numbers = [int(entry.example_id) for entry in entries]
-            found = [keys.get(str(number)) or f"row {number}" for number in numbers]
-            num_repeated = len(found) - len(set(found))
-            entries = [OrderEntry(example_id=one, solved_frac=None) for one in dict.fromkeys(found)]
+            ids = [keys.get(str(number)) or f"row {number}" for number in numbers]
+            num_repeated = len(ids) - len(set(ids))
+            entries = [OrderEntry(example_id=key, solved_frac=None) for key in dict.fromkeys(ids)]
         _refuse_unmatched(spec, entries, by_id)
         known = [entry for entry in entries if entry.example_id in by_id]
         kept = [entry for entry in known if self._is_within(entry)]
@@ -117,7 +113,7 @@ class Curriculum(TaskWrapper):
 def read_order_file(path: Path) -> list[OrderEntry]:
     """Read an order file.
 
-    Raises: DataError if it cannot be read, a line is malformed, or an id stands there twice.
+    Raises: DataError if it cannot be read, a line is malformed, or an id occurs twice.
     """
     try:
         # Not `splitlines`: a text of JSON may hold other line ends, such as U+2028.
@@ -149,97 +145,96 @@ def read_order_file(path: Path) -> list[OrderEntry]:
 def _read_plain(path: Path, lines: Sequence[str]) -> list[str]:
     """Return the ids or row numbers of a plain order file, in order.
 
-    Raises: DataError if a line holds more than one, or one stands there twice.
+    Raises: DataError if a line holds more than one, or one occurs twice.
     """
-    found: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         word = line.strip().strip('"')
         if not word:
             continue
-        if word in found or len(word.split()) > 1 or word[0] in "{[":
-            given = f"{word!r} a second time, after line {found[word]}" if word in found else repr(word[:80])
+        if word in line_of or len(word.split()) > 1 or word[0] in "{[":
+            repeated = f"{word!r} a second time, after line {line_of.get(word)}"
             raise DataError(
-                f"line {number} of order file {path} is {given}",
+                f"line {number} of order file {path} is {repeated if word in line_of else repr(word[:80])}",
                 allowed="one id or one row number a line, each once",
                 next_step="mend or remove the line",
             )
-        found[word] = number
-    return list(found)
+        line_of[word] = number
+    return list(line_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertedOrder:
-    """An order file of ids, made of a plain one."""
+    """An order file of ids, made from a plain one."""
 
     text: str
     num_lines: int
     num_examples: int
     unmatched: tuple[str, ...]
-    """Lines that are no training example, as they were written."""
+    """Lines that match no training example, as written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """How the lines of an order file are understood."""
+    """How to read the lines of a plain order file."""
 
     column: str | None = None
-    """The column of the data whose values the lines are; None: ids, or row numbers."""
+    """The data column whose values the lines hold. None: the lines are ids or row numbers."""
     first: int = 0
     """The number of the first row: 0 or 1."""
     part: str | None = None
     """The part of a mixture that the file is for."""
     max_unmatched: int = 0
-    """Lines that may be no training example."""
+    """How many lines may match no training example."""
 
 
 def read_conversion(words: Sequence[str]) -> tuple[Conversion, list[str]]:
-    """Return what `column=`, `first=`, `part=` and `max_unmatched=` say, and the other words.
+    """Read `column=`, `first=`, `part=` and `max_unmatched=`; return them and the other words.
 
-    Raises: ConfigError for a number that is none.
+    Raises: ConfigError for a malformed number.
     """
     names = {field.name for field in fields(Conversion)}
-    said = {key: value for key, _, value in (word.partition("=") for word in words) if key in names}
-    if said.get("first", "0") not in ("0", "1") or not said.get("max_unmatched", "0").isdecimal():
-        name = "first" if said.get("first", "0") not in ("0", "1") else "max_unmatched"
+    values = {key: value for key, _, value in (word.partition("=") for word in words) if key in names}
+    if values.get("first", "0") not in ("0", "1") or not values.get("max_unmatched", "0").isdecimal():
+        name = "first" if values.get("first", "0") not in ("0", "1") else "max_unmatched"
         raise ConfigError(
-            f"{name}={said[name]} is not allowed",
+            f"{name}={values[name]} is not allowed",
             allowed="first=0 or first=1; max_unmatched from 0",
             next_step=f"correct {name}",
         )
     conversion = Conversion(
-        column=said.get("column"),
-        first=int(said.get("first", 0)),
-        part=said.get("part"),
-        max_unmatched=int(said.get("max_unmatched", 0)),
+        column=values.get("column"),
+        first=int(values.get("first", 0)),
+        part=values.get("part"),
+        max_unmatched=int(values.get("max_unmatched", 0)),
     )
     return conversion, [word for word in words if word.partition("=")[0] not in names]
 
 
 def convert_order(path: Path, section: TaskSection, conversion: Conversion) -> ConvertedOrder:
-    """Return the order file of ids that a plain one means for a task, or for a part of a mixture.
+    """Convert a plain order file to one of ids, for a task or for a part of a mixture.
 
-    Raises: ConfigError if there is no such part; DataError if the file is malformed or the task has no rows
-        to look into.
+    Raises: ConfigError if there is no such part; DataError if the file is malformed or the task has no rows.
     """
     task = build_task(_choose_part(section, conversion.part).model_copy(update={"order_file": None}))
     lines = [entry.example_id for entry in read_order_file(path)]
     ids = {example.example_id for example in task.examples(Split.TRAIN)}
     if conversion.column is not None:
         keys = row_keys_of(task, conversion.column)
-        found = [keys.get(line) for line in lines]
+        matches = [keys.get(line) for line in lines]
     elif ids.isdisjoint(lines) and all(line.isdecimal() for line in lines):
         keys = row_keys_of(task, None)
-        found = [keys.get(str(int(line) - conversion.first)) for line in lines]
+        matches = [keys.get(str(int(line) - conversion.first)) for line in lines]
     else:
-        found = [line if line in ids else None for line in lines]
-    kept = list(dict.fromkeys(one for one in found if one is not None))
+        matches = [line if line in ids else None for line in lines]
+    kept = list(dict.fromkeys(key for key in matches if key is not None))
     header = {"task": task.name, "task_version": task.version}
-    rows = [header, *({"example_id": one} for one in kept)]
+    rows = [header, *({"example_id": key} for key in kept)]
     return ConvertedOrder(
         text="".join(json.dumps(row) + "\n" for row in rows),
         num_lines=len(lines),
         num_examples=len(kept),
-        unmatched=tuple(line for line, one in zip(lines, found, strict=True) if one is None),
+        unmatched=tuple(line for line, key in zip(lines, matches, strict=True) if key is None),
     )
 
 
@@ -248,7 +243,7 @@ def write_converted(
 ) -> Path:
     """Write a converted file, by default beside its source with the ending .jsonl, and return its path.
 
-    Raises: DataError if more lines than that are no training example; ConfigError if a file is there.
+    Raises: DataError if more than `max_unmatched` lines match no example; ConfigError if the file exists.
     """
     path = out or order_path.with_suffix(".jsonl")
     unmatched = converted.unmatched
@@ -268,7 +263,7 @@ def write_converted(
 
 def _choose_part(section: TaskSection, part: str | None) -> TaskSection:
     parts = section.posed_parts() if isinstance(section, PartedSection) else {}
-    # Of a blend, one part poses the problems, and the order is the blend's.
+    # In a blend one part poses the problems, and the order file belongs to the blend.
     if part is None and len(parts) <= 1:
         return section
     if part is not None and part in parts:
@@ -291,17 +286,16 @@ def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:
     if number == 1 and "example_id" not in values and "task" in values:
         return None
     example_id, solved_frac = values.get("example_id"), values.get("solved_frac")
-    # True is a number to Python.
-    is_share = isinstance(solved_frac, int | float) and 0.0 <= solved_frac <= 1.0
-    is_share = is_share and not isinstance(solved_frac, bool)
+    is_number = isinstance(solved_frac, int | float) and not isinstance(solved_frac, bool)
+    is_share = is_number and 0.0 <= solved_frac <= 1.0
     if not isinstance(example_id, str) or not (solved_frac is None or is_share):
         raise _malformed(path, number, f"{values}")
     return OrderEntry(example_id=example_id, solved_frac=None if solved_frac is None else float(solved_frac))
 
 
-def _malformed(path: Path, number: int, given: str) -> DataError:
+def _malformed(path: Path, number: int, content: str) -> DataError:
     return DataError(
-        f"line {number} of order file {path} is {given}",
+        f"line {number} of order file {path} is {content}",
         allowed="an object with an example_id that stands nowhere else, and a solved_frac from 0 to 1",
         next_step="mend or remove the line",
     )

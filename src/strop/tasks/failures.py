@@ -29,15 +29,15 @@ _OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "c
 
 
 class AttemptFailed(Exception):
-    """Raised by an environment that cannot go on or cannot score: says who owns that, and its kind.
+    """Raised by an environment that cannot continue or cannot score, with the failure's owner and kind.
 
-    The rollout has no score then. A reply that is wrong, malformed or broken code is no such failure: it is
-    scored.
+    The rollout then has no score. A reply that is wrong, malformed or broken code is not such a failure: it
+    is scored.
     """
 
     def __init__(self, owner: FailureOwner, kind: str, detail: str) -> None:
         """`kind` is the cause in one word, for counting."""
-        # All three, so that it survives pickling.
+        # All three arguments, so that it survives pickling.
         super().__init__(owner, kind, detail)
         self.owner = owner
         self.kind = kind
@@ -48,19 +48,19 @@ class AttemptFailed(Exception):
 
 
 def owner_of_error(kind: str) -> FailureOwner:
-    """Return who owns a verifier's failure of this kind: the machine or the task."""
+    """Return the owner of a verifier's failure of this kind: the machine or the task."""
     return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 
 class catch_failure:
-    """Run a block; keep its exception in `failure`, with traceback (`to_failure`). None: it raised nothing.
+    """Run a block and keep its exception, with traceback, in `failure` (None: no exception).
 
-    Lets pass what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
-    A class and not a generator: there is one around every rollout in flight.
+    Errors of the whole run pass through: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
+    A class and not a generator, for speed: every rollout in flight is inside one.
     """
 
     def __init__(self, owner: FailureOwner | Callable[[], FailureOwner]) -> None:
-        """`owner` owns the failure; a function is asked for it when the block has raised."""
+        """`owner`: the owner of the failure, or a function that is called after the block has raised."""
         self.failure: Failure | None = None
         self._owner = owner
 
@@ -78,9 +78,9 @@ class catch_failure:
 
 
 def to_failure(error: Exception, owner: FailureOwner) -> Failure:
-    """Return an exception as a failure; `detail` is its traceback and a last line with message and place.
+    """Convert an exception to a failure; `detail` is its traceback and a last line with message and place.
 
-    `owner` owns it, unless the error names its owner or is one of the machine.
+    `owner` is the default; `AttemptFailed` and errors of the machine have their own.
     """
     kind = type(error).__name__
     if isinstance(error, AttemptFailed):
@@ -90,7 +90,7 @@ def to_failure(error: Exception, owner: FailureOwner) -> Failure:
     message = "".join(traceback.format_exception_only(error)).strip()
     line = describe_error(error).replace(type(error).__name__, kind, 1)
     trace = "".join(traceback.format_exception(error)).strip().removesuffix(message)[-_MAX_TRACE_CHARS:]
-    # A message of several lines is kept as it is, too.
+    # A message of several lines is kept as well.
     is_repeated = line.startswith(message.removeprefix(f"{type(error).__module__}."))
     whole = "" if is_repeated else f"{message[:_MAX_MESSAGE_CHARS]}\n"
     return Failure(owner=owner, kind=kind, detail=trace + whole + line)
@@ -106,7 +106,7 @@ class FailureCause:
 
     @property
     def key(self) -> tuple[str, str, str | None]:
-        """Owner, kind and place. Not the message, which may name what only one rollout has."""
+        """Owner, kind and place. Not the message, which may name details of a single rollout."""
         return _key_of(self.failure)
 
 
@@ -115,7 +115,7 @@ def _key_of(failure: Failure) -> tuple[str, str, str | None]:
 
 
 def find_failures(outcomes: Iterable[Outcome]) -> list[Failure]:
-    """Return why outcomes have no score; a prompt that was too long to be attempted did not fail."""
+    """Return the failures of outcomes; a prompt that was too long to be attempted is no failure."""
     return [o.failure for o in outcomes if o.failure is not None and not o.is_too_long]
 
 
@@ -154,6 +154,6 @@ def sum_up(causes: Sequence[FailureCause], num_all: int, noun: str = "rollouts")
     share = f"all {num_all}" if num_failed == num_all else f"{num_failed} of {num_all}"
     text = f"{share} {noun} failed: {describe_failure(first.failure)}"
     if others:
-        kinds = ", ".join(f"{one.num} of {one.failure.owner}, {one.failure.kind}" for one in others[:3])
+        kinds = ", ".join(f"{c.num} of {c.failure.owner}, {c.failure.kind}" for c in others[:3])
         text += f" ({first.num} times; {num_failed - first.num} otherwise: {kinds})"
     return text

@@ -134,11 +134,11 @@ class Mixture:
             verify_limit_s=max(verify_limits_s, default=None),
             verify_keeps_time=any(limit.verify_keeps_time for limit in limits),
         )
-        """The widest of the parts'; an example's own are `limits_of`."""
+        """The widest limits of all parts; `limits_of` has those of an example."""
 
     @property
     def version(self) -> str:
-        """Hash over the parts' versions and how they are mixed; not over where their data lies."""
+        """Hash over the parts' versions and how they are mixed; not over the paths of their data."""
         parts = [
             f"{part.label}:{part.task.version}:{part.weight}:{part.count}:{part.repeat}"
             for part in self._parts
@@ -147,12 +147,12 @@ class Mixture:
 
     @property
     def judge_digests(self) -> Sequence[str]:
-        """Those of all parts that a model judges."""
+        """Hashes of the models that judge the parts."""
         return judge_digests_of(*(part.task for part in self._parts))
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of all parts, by label."""
+        """The counts of all parts, by label."""
         return {
             f"{part.label}, {name}": count
             for part in self._parts
@@ -171,7 +171,7 @@ class Mixture:
         return self._examples[split]
 
     def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits that the example has in its part."""
+        """Return the example's limits in its part."""
         return limits_of(self._owner(example), example)
 
     def part_of(self, example: Example) -> str:
@@ -206,7 +206,7 @@ class Mixture:
         return choices_of(self._owner(example), example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return what the example's part calls right."""
+        """Return the gold replies of the example's part."""
         return self._owner(example).gold_replies(example)
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
@@ -254,7 +254,7 @@ class Mixture:
     @cached_property
     def _part_examples(self) -> list[Sequence[Example]]:
         """The training examples of each part, as many as its settings ask for."""
-        found = []
+        chosen = []
         for part in self._parts:
             examples = part.task.examples(Split.TRAIN)
             if part.count is not None and part.count > len(examples):
@@ -263,8 +263,8 @@ class Mixture:
                     allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
                     next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
                 )
-            found.append(examples[: part.count])
-        return found
+            chosen.append(examples[: part.count])
+        return chosen
 
     @cached_property
     def _owners(self) -> dict[str, _Part]:
@@ -286,7 +286,7 @@ class Mixture:
 def _draw(
     orders: Sequence[list[int]], weights: NDArray[np.float64], random: np.random.Generator
 ) -> list[int]:
-    """Interleave orders by weighted draws; a part that is used up is drawn no more."""
+    """Interleave orders by weighted draws; an exhausted part is no longer drawn."""
     drawn: list[int] = []
     used = [0] * len(orders)
     while len(drawn) < sum(map(len, orders)):

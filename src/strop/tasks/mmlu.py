@@ -161,16 +161,16 @@ class MmluChoiceSpec(_MmluRows, EvaluationRows):
 
     @model_validator(mode="after")
     def _check_unwritten(self) -> MmluChoiceSpec:
-        given: dict[str, object] = {}
+        meaningless: dict[str, object] = {}
         if self.thinking == "on":
-            given["task.thinking"] = self.thinking
+            meaningless["task.thinking"] = self.thinking
         if self.max_reply_tokens is not None:
-            given["task.max_reply_tokens"] = self.max_reply_tokens
+            meaningless["task.max_reply_tokens"] = self.max_reply_tokens
         if self.stop is not None:
-            given["task.stop"] = self.stop
-        if given:
+            meaningless["task.stop"] = self.stop
+        if meaningless:
             raise SpecConflict(
-                given,
+                meaningless,
                 "the model writes no reply: the likeliest of four letters is taken",
                 allowed="thinking off or model_default, no reply budget, and no texts that end a reply",
                 next_step="remove the setting, or use task mmlu, where the model writes",
@@ -209,11 +209,7 @@ class MmluChoice(Mmlu):
         """Compare the whole reply with the right letter."""
         gold, letter = gold_of(example), text.strip()
         is_letter, is_correct = letter in tuple(_LETTERS), letter == gold
-        return right_or_wrong(
-            is_correct,
-            format_ok=is_letter,
-            extracted=letter if is_letter else None,
-        )
+        return right_or_wrong(is_correct, format_ok=is_letter, extracted=letter if is_letter else None)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the letter alone: nothing else can be chosen."""
@@ -225,7 +221,7 @@ def _subject(example: Example) -> str:
 
 
 def _choices(example: Example) -> dict[str, str]:
-    """Return what the prompts name of a question."""
+    """Return the fields of a question that the prompts use."""
     a, b, c, d = example.fields["choices"]
     return {"question": example.fields["question"].strip(), "a": a, "b": b, "c": c, "d": d}
 

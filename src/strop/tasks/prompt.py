@@ -1,7 +1,7 @@
-"""From messages to the exact ids that the model is asked with; resolved once for a run.
+"""Render messages to prompt ids.
 
-Whether a prompt is written as a chat or as plain text follows from the run file and the model, in
-one place for training, evaluation and sampling (TOK-3).
+The run file and the model decide between chat and plain text, once per run and in one place for training,
+evaluation and sampling (TOK-3).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptFormat(StrEnum):
     """How messages become a prompt; the values of `model.prompt_format`."""
 
     AUTO = "auto"
-    """Chat where the model has a chat template, base where it has none."""
+    """Chat if the model has a chat template, else base."""
     CHAT = "chat"
     """The model's own chat template."""
     BASE = "base"
@@ -45,14 +45,14 @@ class Thinking(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PosedMessage(Message):
-    """The message that poses a problem, in the forms that a model may be asked in."""
+    """The message that poses a problem, for a chat and in plain text."""
 
     base: str | None = None
-    """The whole prompt for a model without chat training, to the letter; None: the content as it stands."""
+    """The complete prompt for a model without chat training, verbatim; None: the content."""
     thinking: Thinking = Thinking.MODEL_DEFAULT
-    """For chat models. A base prompt knows nothing of it."""
+    """For chat models only."""
     tools: tuple[str, ...] = ()
-    """What may be called in the conversation: functions in the form of OpenAI's chat API, as JSON."""
+    """Functions that the conversation may call, as JSON in the form of OpenAI's chat API."""
 
 
 def pose(
@@ -65,7 +65,7 @@ def pose(
 def pose_messages(
     messages: Sequence[Message], thinking: Thinking | str, tools: tuple[str, ...] = ()
 ) -> tuple[Message, ...]:
-    """Return messages whose last one poses a problem: with which tools, and whether to think."""
+    """Return messages whose last one poses a problem, with tools and the thinking mode."""
     *before, last = messages
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
     return (*before, PosedMessage(**fields, thinking=Thinking(thinking), tools=tools))
@@ -78,22 +78,19 @@ def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def call_format_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallFormat:
-    """Return how calls are written in a prompt of a resolved format: in plain text, as fenced blocks."""
+    """Return the format of tool calls in a prompt of a resolved format: in plain text, fenced blocks."""
     return tokenizer.call_format if prompt_format is PromptFormat.CHAT else CallFormat.FENCE
 
 
 def join_shots(shots: Sequence[tuple[str, str]]) -> str:
-    """Return solved examples, each a prompt and its target, as lm-eval writes them before a problem.
-
-    Behind each stands a blank line.
-    """
+    """Join solved examples, each a prompt and its target, as lm-eval does: a blank line follows each."""
     return "".join(f"{prompt}{target}\n\n" for prompt, target in shots)
 
 
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
     """Decide between chat and base.
 
-    Raises: ConfigError if chat is asked of a model without a chat template, or the name is unknown.
+    Raises: ConfigError for chat with a model that has no chat template, or an unknown name.
     """
     if prompt_format not in {format_.value for format_ in PromptFormat}:
         raise ConfigError(
@@ -101,12 +98,12 @@ def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | st
             allowed=", ".join(PromptFormat),
             next_step="set model.prompt_format=auto",
         )
-    wanted = PromptFormat(prompt_format)
-    if wanted is PromptFormat.AUTO:
+    chosen = PromptFormat(prompt_format)
+    if chosen is PromptFormat.AUTO:
         return PromptFormat.CHAT if tokenizer.has_chat_template else PromptFormat.BASE
-    if wanted is PromptFormat.CHAT:
+    if chosen is PromptFormat.CHAT:
         tokenizer.require_chat_template()
-    return wanted
+    return chosen
 
 
 def render_prompt(
@@ -114,15 +111,15 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
-    A model whose chat template takes no tools, or that is asked in plain text, is told of them in the message
-    that poses the problem, and their replies come from the user.
+    If the chat template takes no tools, or the prompt is plain text, the message that poses the problem
+    describes the tools, and their replies come from the user.
 
     Raises: ConfigError like `resolve_prompt_format`, or if the prompt format has no thinking switch, or no
         form for a system message, a tool's reply, a tool call or reasoning; DataError if the prompt has no
         token.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
-    # A conversation goes on as its last posed message says.
+    # The last posed message decides.
     posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
     thinking = posed[-1] if posed else Thinking.MODEL_DEFAULT
     if resolved is PromptFormat.CHAT:
@@ -142,7 +139,7 @@ def render_prompt(
 
 
 def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
-    """Return a conversation, and its tools, as the model's chat template takes them: see `render_prompt`."""
+    """Return a conversation and its tools in the form of the model's chat template: see `render_prompt`."""
     tools = tools_of(messages)
     if tools and tokenizer.call_format is CallFormat.FENCE:
         return spell_tools(messages), ()
@@ -150,7 +147,7 @@ def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequen
 
 
 def spell_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a conversation without what only some templates know: tools are told of, and reply as a user."""
+    """Return a conversation for templates without tools: the problem describes them; they reply as user."""
     tools = tools_of(messages)
     return tuple(_spell(message, tools) for message in messages) if tools else tuple(messages)
 
@@ -178,10 +175,9 @@ def _spell(message: Message, tools: tuple[str, ...]) -> Message:
 
 
 def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:
-    """Return plain text: the base form of a problem to the letter, or all contents with their line breaks.
+    """Return plain text: the base form of a problem verbatim, or all contents with their line breaks.
 
-    Raises: ConfigError if thinking is asked for, or a message has tool calls or reasoning: plain text has no
-        form for them.
+    Raises: ConfigError for thinking, tool calls or reasoning: plain text has no form for them.
     """
     if thinking is Thinking.ON:
         raise ConfigError(

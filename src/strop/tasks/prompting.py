@@ -1,7 +1,7 @@
 """A task with the run file's own system prompt, prompt template and stop strings.
 
-Applied here to what a task renders and allows, so that no task can forget a setting. How a reply is judged
-does not change.
+They are applied to the rendered messages and the limits of any task, so that no task can forget a setting.
+The verifier does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from strop.tasks.traits import TaskWrapper, epoch_order_of, every_form, limits_o
 
 
 class Prompted(TaskWrapper):
-    """A task with the settings `PROMPTING` of its section applied; at least one of them is set."""
+    """A task with the settings `PROMPTING` of its section applied; at least one is set."""
 
     def __init__(self, task: Task, spec: TaskSpec) -> None:
         super().__init__(task)
@@ -30,16 +30,16 @@ class Prompted(TaskWrapper):
         self.limits = with_stops(task.limits, spec.stop)
         self._checked: dict[Split, Sequence[Example]] = {}
         if (epoch_order := epoch_order_of(task)) is not None:
-            # Only then: a task without an order of its own is shuffled.
+            # Only if the task has an order: others are shuffled.
             self.epoch_order = epoch_order
 
     @cached_property
     def version(self) -> str:
-        """Hash over the task's own and the settings; reads the data where the task's own does."""
+        """Hash over the task's version and the settings; reads the data if the task's version does."""
         return hash_prompting(self._task.version, self._spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the task's examples, each of which can be asked.
+        """Return the task's examples, after a check that each can be rendered.
 
         Raises: DataError as the task does, and like `render`; ConfigError like `render`.
         """
@@ -51,14 +51,14 @@ class Prompted(TaskWrapper):
         return self._checked[split]
 
     def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits that the task gives the example, with the run's stop strings."""
+        """Return the example's limits with the run's stop strings."""
         return with_stops(limits_of(self._task, example), self._spec.stop)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the example in the run's own words.
+        """Pose the example with the run's template and system prompt.
 
-        Raises: ConfigError if the template names what the example does not have; DataError if the example
-            begins with a system message of its own and the run has one too.
+        Raises: ConfigError if the template names a field that the example lacks; DataError if both the
+            example and the run have a system message.
         """
         template = self._spec.prompt_template
         *before, last = self._task.render(example)
@@ -83,15 +83,15 @@ class Prompted(TaskWrapper):
 
 
 def hash_prompting(version: str, spec: TaskSection) -> str:
-    """Return the version of a task that is asked as a section says; it must say something."""
+    """Return the version of a task with the prompting settings of a section, at least one of which is set."""
     parts = json.dumps([version, spec.prompting], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def with_system(messages: tuple[Message, ...], system: str | None, example: Example) -> tuple[Message, ...]:
-    """Return messages that pose an example behind the run's system message, where it has one.
+    """Put the run's system message, if any, before the messages of an example.
 
-    Raises: DataError if they have one of their own.
+    Raises: DataError if these have a system message already.
     """
     if system is None:
         return messages
@@ -109,5 +109,5 @@ def with_system(messages: tuple[Message, ...], system: str | None, example: Exam
 
 
 def with_stops(limits: TaskLimits, stop: tuple[str, ...] | None) -> TaskLimits:
-    """Return limits with the run's stop strings, where it has some, in the place of the task's own."""
+    """Replace the stop strings of a task by those of the run, if it has any."""
     return limits if stop is None else replace(limits, stop_strings=stop, base_stop_strings=())

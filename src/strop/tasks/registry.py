@@ -1,6 +1,6 @@
 """The built-in tasks and environments: found by their decorator, and built from their sections.
 
-A run imports its own task alone: names and sentences are read from the text of the files.
+A run imports only its own task: names and summaries are read from the text of the source files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK = re.compile(
 _LAST = 1000
 _ENVIRONMENTS = "strop.environments"
 _AGENTS = "strop.agents"
-"""Rooms above this one, where built-in environments are: imported when a run names one."""
+"""Rooms above this one with built-in environments; imported when a run names one."""
 _imported: dict[str, tuple[type[TaskSection], Callable[..., Any]]] = {}
 """By name: section and class of the tasks whose modules have been imported."""
 
@@ -39,10 +39,10 @@ _imported: dict[str, tuple[type[TaskSection], Callable[..., Any]]] = {}
 def built_in(
     name: str, section: type[TaskSection], summary: str, *, rank: int = _LAST
 ) -> Callable[[AnyTask], AnyTask]:
-    """Announce a class as the built-in task `name`, built from a `section` of the run spec.
+    """Register a class as the built-in task `name`, built from a `section` of the run spec.
 
-    `summary`: what it is, in a sentence; `rank`: its place in listings, lowest first. Name, summary and rank
-    stand as literals at the head of a line `@built_in(...)` in a file of this room, where they are read.
+    `summary`: one sentence; `rank`: its place in listings, lowest first. Name, summary and rank must be
+    literals, and `@built_in(` must begin a line: they are read from the text of the file.
     """
 
     def register(kind: AnyTask) -> AnyTask:
@@ -53,16 +53,16 @@ def built_in(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class _Listing:
     module: str
     summary: str
     rank: int
 
 
 @cache
-def _find_all() -> Mapping[str, _Found]:
-    """Read the decorators of the files of all rooms, by name of the task, in the order of listings."""
-    found: dict[str, _Found] = {}
+def _find_all() -> Mapping[str, _Listing]:
+    """Read the decorators in the files of all rooms: listings by name of the task, in order of rank."""
+    listings: dict[str, _Listing] = {}
     folders = [("strop.tasks", Path(folder)) for folder in strop.tasks.__path__]
     beside = folders[0][1].with_name
     folders += [(_ENVIRONMENTS, beside("environments")), (_AGENTS, beside("agents"))]
@@ -71,19 +71,20 @@ def _find_all() -> Mapping[str, _Found]:
             module = ".".join((room, *path.relative_to(folder).with_suffix("").parts))
             for mark in _MARK.finditer(path.read_text("utf-8")):
                 summary = ast.literal_eval(f"({mark['summary']})")
-                found[mark["name"]] = _Found(module=module, summary=summary, rank=int(mark["rank"] or _LAST))
-    return dict(sorted(found.items(), key=lambda item: (item[1].rank, item[0])))
+                rank = int(mark["rank"] or _LAST)
+                listings[mark["name"]] = _Listing(module=module, summary=summary, rank=rank)
+    return dict(sorted(listings.items(), key=lambda item: (item[1].rank, item[0])))
 
 
 class _BuiltInTasks:
-    """The list that the room `spec` asks for; see `BuiltInTasks` there."""
+    """Implements `BuiltInTasks` of the room `spec`."""
 
     def names(self) -> Sequence[str]:
-        """Return what `task.name` may be, in the order of listings. Imports no task."""
+        """Return the values of `task.name`, in the order of listings. Imports no task."""
         return tuple(_find_all())
 
     def summary(self, name: str) -> str:
-        """Return what a task is, in a sentence. Imports no task."""
+        """Return a task's summary, one sentence. Imports no task."""
         return _find_all()[name].summary
 
     def section(self, name: str) -> type[TaskSection]:
@@ -100,13 +101,14 @@ def _import(name: str) -> tuple[type[TaskSection], Callable[..., Any]]:
 
 
 def task_summaries() -> Mapping[str, str]:
-    """Return what each built-in task is, by name."""
-    return {name: found.summary for name, found in _find_all().items()}
+    """Return the summary of each built-in task, by name."""
+    return {name: listing.summary for name, listing in _find_all().items()}
 
 
 def environment_names() -> Sequence[str]:
-    """Return the built-in tasks whose attempts have several turns. Imports no task."""
-    return [name for name, found in _find_all().items() if found.module.startswith((_ENVIRONMENTS, _AGENTS))]
+    """Return the names of the built-in multi-turn tasks. Imports no task."""
+    rooms = (_ENVIRONMENTS, _AGENTS)
+    return [name for name, listing in _find_all().items() if listing.module.startswith(rooms)]
 
 
 def build_task(spec: TaskSection) -> Task:
@@ -154,7 +156,7 @@ def _worlds() -> Any:
 
 
 def task_builder(spec: TaskSection) -> Callable[[], Task]:
-    """Return what makes the task anew, and warm, in other processes; it refuses code edited since."""
+    """Return a picklable function that builds the task, warm, in other processes; it refuses edited code."""
     return partial(build_warm_task, spec, _hash_code(spec))
 
 
@@ -163,16 +165,16 @@ def _hash_code(spec: TaskSection) -> Mapping[str, str]:
 
 
 def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) -> Task:
-    """Build a task that has loaded what its verifier needs: processes forked from here find it there.
+    """Build a task and load everything that its verifier needs, for processes forked from this one.
 
-    `code` are the hashes of the user's files that it must be made of.
-    Raises: like `build_task`, and like `examples` where judging needs the data; ConfigError for other code.
+    `code`: the expected hashes of the user's files.
+    Raises: like `build_task`, and like `examples` if judging needs the data; ConfigError for other code.
     """
-    if code is not None and code != (found := _hash_code(spec)):
-        raise edited([path for path, digest in found.items() if code.get(path) != digest])
+    if code is not None and code != (current := _hash_code(spec)):
+        raise edited([path for path, digest in current.items() if code.get(path) != digest])
     task = build_task(spec)
     if spec.judges_by_data:
-        # A scorer that wants the generated problem; a mixture must know whose an example is.
+        # The scorer needs the generated problem; a mixture must know an example's part.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
     for part in plain_sections(spec):

@@ -62,7 +62,7 @@ class RlvrMixed(RowTask):
     """Each row is judged by the task of its kind, `format_ok` and metrics included."""
 
     def __init__(self, spec: RlvrMixedSpec) -> None:
-        # Their data is never read: they only judge.
+        # The data of these tasks is never read: they only judge.
         instructions = InstructionTask(RlvrIfevalSpec(name="rlvr-ifeval"))
         self._math = HendrycksMath(MathSpec(name="math", strictness=spec.strictness))
         self._judges: Mapping[str, Task] = {
@@ -86,7 +86,7 @@ class RlvrMixed(RowTask):
             question=lambda example: str(example.fields["prompt"]),
             drops_shared=True,
         )
-        # Without stop strings; an example's own limits are `limits_of`.
+        # Without stop strings; `limits_of` has the limits of an example.
         super().__init__(
             spec,
             reading,
@@ -97,7 +97,7 @@ class RlvrMixed(RowTask):
         )
 
     def warm_up(self) -> None:
-        """Load what compares formulas, if it is asked."""
+        """Load the comparison of formulas, if the settings use it."""
         self._math.warm_up()
 
     @property
@@ -112,7 +112,7 @@ class RlvrMixed(RowTask):
         return self._limits_by_kind[self._kind(example)]
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the row's own text, solved examples included."""
+        """Return the row's own text, solved examples included."""
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
@@ -121,14 +121,12 @@ class RlvrMixed(RowTask):
         return self._judges[self._kind(example)].verify(example, text)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return what the task of the row's kind calls right."""
+        """Return the gold replies of the task of the row's kind."""
         kind = self._kind(example)
-        # Of a worked solution the data set has the answer only.
-        return (
-            (f"The answer is {example.answer}.",)
-            if kind == "gsm8k"
-            else self._judges[kind].gold_replies(example)
-        )
+        if kind == "gsm8k":
+            # The data set has the answer without its worked solution.
+            return (f"The answer is {example.answer}.",)
+        return self._judges[kind].gold_replies(example)
 
     def _kind(self, example: Example) -> str:
         kind = example.fields.get("kind")
@@ -140,8 +138,8 @@ class RlvrMixed(RowTask):
         (dataset,) = require_texts(row, "dataset")
         kind, prompt = dataset.lower(), read_messages(row)
         if kind == "ifeval":
-            made = make_instruction_example(self.name, self._checkers, row, prompt, read_function(row))
-            return make_example(self.name, {**made.fields, "kind": kind}, None)
+            example = make_instruction_example(self.name, self._checkers, row, prompt, read_function(row))
+            return make_example(self.name, {**example.fields, "kind": kind}, None)
         if kind not in _KINDS:
             raise DataError(
                 f"{row.place} is of dataset {dataset!r}",

@@ -6,9 +6,8 @@ A verifier that compares with the wrong text, drops a sign or pays for an echo l
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from strop.errors import DataError
@@ -25,10 +24,8 @@ _NONSENSE = {"empty": "", "blank": " \n", "garbage": "asdf", "letter": "a"}
 _MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}
 """Share of examples on which a probe may be right by chance: 'What is 0 + 4?' ends in its answer."""
 _MAX_MEAN_FRAC = 0.5
-"""Mean reward, as a share of full marks, that a reply without any work may earn."""
+"""Largest mean reward, as a share of full marks, of a reply without any work."""
 _WORKLESS = frozenset({*_NONSENSE, "echo"})
-_Ask = Callable[[Example, str, str, str], Awaitable["_Judged"]]
-"""(example, probe, text, expectation) -> judgement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +42,9 @@ class SelfTestFinding:
     reward: float | None
     """None if the verifier raised or did not score."""
     detail: str
-    """What was expected, or the failure."""
+    """The expectation, or the failure."""
     failure: Failure | None = None
-    """Why it could not be judged; None where it was."""
+    """Why it could not be judged; None if it was."""
 
     def describe(self) -> str:
         """Describe it in one line."""
@@ -68,7 +65,6 @@ def describe_findings(findings: Sequence[SelfTestFinding]) -> str:
 class _Judged:
     finding: SelfTestFinding
     has_full_marks: bool
-    is_scored: bool
 
 
 async def self_test(
@@ -78,8 +74,8 @@ async def self_test(
 
     Without a `judge`, the verifier runs in this process.
 
-    An example without any gold reply is a finding, because nothing can show that it can be solved; where
-    the task's limits allow a share of such examples, only more of them than that are findings.
+    An example without any gold reply is a finding, because nothing shows that it can be solved; if the
+    task's limits allow a share of such examples, only an excess over that share is a finding.
     Raises: DataError if there is no example.
     """
     if not examples:
@@ -88,40 +84,27 @@ async def self_test(
         from strop.tasks.judging import InlineJudge
 
         judge = InlineJudge(task)
-    ask = partial(_judge, judge, task)
     findings: list[SelfTestFinding] = []
     by_probe: dict[str, list[_Judged]] = {}
     for index, example in enumerate(examples):
-        findings += await _check_gold(task, example, ask)
+        limits = limits_of(task, example)
+        for gold in task.gold_replies(example):
+            # As the reply arrives: it ends at the first stop string.
+            text = cut_at_first(gold, limits.stop_strings)
+            expectation = f"a right reply must earn {limits.max_reward}"
+            if text != gold:
+                stops = list(limits.stop_strings)
+                expectation += f", and this one is {gold[:80]!r}, ended by a stop string of {stops}"
+            judged = await _judge(judge, task, example, "gold", text, expectation)
+            findings += [] if judged.has_full_marks else [judged.finding]
         for probe, text in _probe_texts(task, examples, index):
-            judged = await ask(example, probe, text, "a wrong reply must earn less than full marks")
+            expectation = "a wrong reply must earn less than full marks"
+            judged = await _judge(judge, task, example, probe, text, expectation)
             by_probe.setdefault(probe, []).append(judged)
-    findings += _find_goldless(task, examples)
-    for probe, judged_replies in by_probe.items():
-        findings += _check_probe(task, probe, judged_replies)
-    return findings
-
-
-async def _check_gold(task: Task, example: Example, ask: _Ask) -> list[SelfTestFinding]:
-    """Judge the right replies as they arrive, ended where a stop string stands."""
-    stop_strings = limits_of(task, example).stop_strings
-    judged_replies = []
-    for gold in task.gold_replies(example):
-        expectation = f"a right reply must earn {limits_of(task, example).max_reward}"
-        text = cut_at_first(gold, stop_strings)
-        if text != gold:
-            expectation += f", and this one is {gold[:80]!r}, ended by a stop string of {list(stop_strings)}"
-        judged_replies.append(await ask(example, "gold", text, expectation))
-    return [judged.finding for judged in judged_replies if not judged.has_full_marks]
-
-
-def _find_goldless(task: Task, examples: Sequence[Example]) -> list[SelfTestFinding]:
-    """Return the examples without a right reply that the task promises, and others beyond their share."""
-    found = []
     for example in excess_goldless(task, examples):
         allowed = limits_of(task, example).max_goldless_frac
         share = f", and not for so many: its share is at most {allowed:g}" if allowed else ""
-        found.append(
+        findings.append(
             SelfTestFinding(
                 probe="gold",
                 example_id=example.example_id,
@@ -131,11 +114,13 @@ def _find_goldless(task: Task, examples: Sequence[Example]) -> list[SelfTestFind
                 detail=f"the task knows no right reply{share}",
             )
         )
-    return found
+    for probe, judged_replies in by_probe.items():
+        findings += _check_probe(task, probe, judged_replies)
+    return findings
 
 
 def excess_goldless(task: Task, examples: Sequence[Example]) -> list[Example]:
-    """Return the examples without a right reply, but for those that the task's limits allow."""
+    """Return the examples without a right reply, except those that the task's limits allow."""
     goldless = [example for example in examples if not task.gold_replies(example)]
     shares = [limits_of(task, example).max_goldless_frac for example in examples]
     is_within = sum(limits_of(task, e).max_goldless_frac > 0.0 for e in goldless) <= sum(shares)
@@ -144,7 +129,7 @@ def excess_goldless(task: Task, examples: Sequence[Example]) -> list[Example]:
 
 def _check_probe(task: Task, probe: str, judged_replies: Sequence[_Judged]) -> Iterator[SelfTestFinding]:
     """Yield the wrong replies that earned full marks or no score, and probes that earn too much."""
-    yield from (judged.finding for judged in judged_replies if not judged.is_scored)
+    yield from (judged.finding for judged in judged_replies if judged.finding.reward is None)
     full = [judged for judged in judged_replies if judged.has_full_marks]
     if len(full) > _MAX_FULL_MARKS_FRAC.get(probe, 0.0) * len(judged_replies):
         yield from (judged.finding for judged in full)
@@ -164,21 +149,14 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
     neighbor = next((other for other in others if other.answer != example.answer), None)
     if neighbor is not None and (replies := task.gold_replies(neighbor)):
         yield "neighbor", replies[-1]
-    gold = parse_number(example.answer or "")
+    answer = example.answer or ""
+    gold = parse_number(answer)
     if gold is not None:
-        before, behind = _answer_form(task, example)
+        # Wrong numbers in the form of the shortest gold reply that holds the answer.
+        replies = [reply for reply in task.gold_replies(example) if answer in reply]
+        before, _, behind = min(replies, key=len).rpartition(answer) if replies else ("#### ", "", "")
         misses = {"off-by-one": gold + 1} | ({"sign": -gold, "factor": gold * 10} if gold else {})
         yield from ((probe, f"{before}{number}{behind}") for probe, number in misses.items())
-
-
-def _answer_form(task: Task, example: Example) -> tuple[str, str]:
-    """Return what stands before and behind the answer in the shortest gold reply that holds it."""
-    answer = example.answer or ""
-    replies = [reply for reply in task.gold_replies(example) if answer in reply]
-    if not replies:
-        return "#### ", ""
-    before, _, behind = min(replies, key=len).rpartition(answer)
-    return before, behind
 
 
 async def _judge(
@@ -206,5 +184,4 @@ async def _judge(
         has_full_marks=(full and is_correct is not False)
         if probe == "gold"
         else (full or is_correct is True),
-        is_scored=reward is not None,
     )

@@ -90,20 +90,22 @@ class SftJsonl(RowTask):
     _spec: SftJsonlSpec
 
     def __init__(self, spec: SftJsonlSpec) -> None:
-        self._reader = _Reader(spec)
+        self._by_prompt_id: dict[str, SftRow] = {}
+        self._gold_by_prompt: dict[str, SftRow] = {}
+        self._sources: Counter[str] = Counter()
         reading = RowReading(
             layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
-            to_example=self._reader.to_example,
+            to_example=self._to_example,
             question=lambda example: json.dumps(example.fields["messages"]),
-            why_left_out=self._reader.why_left_out,
-            # Several replies to one prompt may be split by content: the prompt is held out then.
+            why_left_out=self._why_left_out,
+            # Replies to one prompt may land in both splits: the prompt is held out then.
             drops_shared=True,
         )
         limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS)
         super().__init__(spec, reading, limits, source=spec.source, prompt="", verifier=_VERIFIER)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the messages before the demonstrated reply."""
+        """Return the messages before the demonstrated reply."""
         messages = [Message(role=role, content=content) for role, content in example.fields["messages"]]
         return pose_messages(messages, self._spec.thinking)
 
@@ -119,67 +121,50 @@ class SftJsonl(RowTask):
                 next_step="add the key gold to the row",
             )
         kind = self._spec.answer
-        found = _find(kind, text_after_thinking(text) or "")
-        is_correct = found is not None and _is_equal(kind, example.answer, found)
-        return right_or_wrong(
-            is_correct,
-            format_ok=found is not None,
-            extracted=found,
-        )
+        answer = _find(kind, text_after_thinking(text) or "")
+        is_correct = answer is not None and _is_equal(kind, example.answer, answer)
+        return right_or_wrong(is_correct, format_ok=answer is not None, extracted=answer)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold answer and the demonstration, which must reach it."""
         return () if example.answer is None else (example.answer, str(example.fields["completion"]))
 
-    def _read_splits(self) -> SplitExamples:
-        found = super()._read_splits()
-        self._reader.require_some(found)
-        return found
-
-
-class _Reader:
-    """Converts rows to examples; the same prompt must have the same gold answer."""
-
-    def __init__(self, spec: SftJsonlSpec) -> None:
-        self._spec = spec
-        self._by_prompt_id: dict[str, SftRow] = {}
-        self._gold_by_prompt: dict[str, SftRow] = {}
-        self._sources: Counter[str] = Counter()
-
-    def why_left_out(self, row: Row, split: Split) -> str | None:
-        read = read_sft_row(row, self._spec.train_on)
-        self._sources["none" if read.source is None else repr(read.source)] += 1
-        refuse_double_names([self._by_prompt_id.setdefault(read.prompt_id, read), read])
-        if self._spec.subset not in (None, read.source):
+    def _why_left_out(self, row: Row, split: Split) -> str | None:
+        parsed = read_sft_row(row, self._spec.train_on)
+        self._sources["none" if parsed.source is None else repr(parsed.source)] += 1
+        refuse_double_names([self._by_prompt_id.setdefault(parsed.prompt_id, parsed), parsed])
+        if self._spec.subset not in (None, parsed.source):
             return "of other sources"
-        return "without gold" if read.gold is None else None
+        return "without gold" if parsed.gold is None else None
 
-    def to_example(self, row: Row) -> Example:
-        read = read_sft_row(row, self._spec.train_on)
-        assert read.gold is not None
-        if not _is_readable(self._spec.answer, read.gold):
-            raise malformed(read, f"has gold={read.gold[:80]!r}", f"gold that is a {self._spec.answer}")
-        messages = [[message.role, message.text] for message in read.messages[:-1]]
-        known = self._gold_by_prompt.setdefault(json.dumps(messages), read)
-        if known.gold != read.gold:
-            allowed = f"the gold of {known.place}, which asks the same: {str(known.gold)[:80]!r}"
-            raise malformed(read, f"has gold={read.gold[:80]!r}", allowed)
-        fields = {"messages": messages, "completion": read.messages[-1].text}
-        if read.problem is not None:
-            fields["problem"] = read.problem
-        return make_example("sft-jsonl", fields, read.gold)
+    def _to_example(self, row: Row) -> Example:
+        """Convert a row; the same prompt must have the same gold answer."""
+        parsed = read_sft_row(row, self._spec.train_on)
+        assert parsed.gold is not None
+        if not _is_readable(self._spec.answer, parsed.gold):
+            raise malformed(parsed, f"has gold={parsed.gold[:80]!r}", f"gold that is a {self._spec.answer}")
+        messages = [[message.role, message.text] for message in parsed.messages[:-1]]
+        first = self._gold_by_prompt.setdefault(json.dumps(messages), parsed)
+        if first.gold != parsed.gold:
+            allowed = f"the gold of {first.place}, which asks the same: {str(first.gold)[:80]!r}"
+            raise malformed(parsed, f"has gold={parsed.gold[:80]!r}", allowed)
+        fields = {"messages": messages, "completion": parsed.messages[-1].text}
+        if parsed.problem is not None:
+            fields["problem"] = parsed.problem
+        return make_example("sft-jsonl", fields, parsed.gold)
 
-    def require_some(self, found: SplitExamples) -> None:
-        """Refuse an empty split. Raises: DataError saying what was seen instead."""
-        if found.train and found.held_out:
-            return
+    def _read_splits(self) -> SplitExamples:
+        """Read the rows. Raises: DataError if a split is empty, naming the sources that were seen."""
+        splits = super()._read_splits()
+        if splits.train and splits.held_out:
+            return splits
         seen = ", ".join(
             f"{number} of source {name}" for name, number in self._sources.most_common(_MAX_SHOWN)
         )
-        left = ", ".join(f"{number} {why}" for why, number in found.left_out.items()) or "none"
+        left = ", ".join(f"{number} {why}" for why, number in splits.left_out.items()) or "none"
         raise DataError(
             f"task.source={self._spec.source} with task.subset={self._spec.subset!r} has"
-            f" {len(found.train)} training and {len(found.held_out)} held-out examples; its rows are"
+            f" {len(splits.train)} training and {len(splits.held_out)} held-out examples; its rows are"
             f" {seen}; left out: {left}",
             allowed="at least one row with gold in each split",
             next_step="correct task.subset, or add the key gold to the rows",
@@ -197,12 +182,12 @@ def _find(kind: AnswerKind, text: str) -> str | None:
     return lines[-1].strip() if lines else None
 
 
-def _is_equal(kind: AnswerKind, gold: str, found: str) -> bool:
+def _is_equal(kind: AnswerKind, gold: str, answer: str) -> bool:
     if kind == "number":
-        return parse_number(found) == parse_number(gold)
+        return parse_number(answer) == parse_number(gold)
     if kind == "formula":
-        return answers_equal(gold, found, Strictness.STANDARD)
-    return _plain(found) == _plain(gold)
+        return answers_equal(gold, answer, Strictness.STANDARD)
+    return _plain(answer) == _plain(gold)
 
 
 def _is_readable(kind: AnswerKind, gold: str) -> bool:

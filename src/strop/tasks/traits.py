@@ -1,7 +1,7 @@
-"""Optional capabilities of a task: members beside the contract, and how to ask for them.
+"""Optional capabilities of a task: members beyond the contract, and functions that read them.
 
-Ask by the functions below, which have an answer for tasks without the member. A task made of others
-(`TaskWrapper`, `Mixture`, `Blend`) passes on what they have.
+The functions below have a default for tasks without the member. Tasks made of other tasks (`TaskWrapper`,
+`Mixture`, `Blend`) pass the members on.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "variant": "Which of the tasks that share its name a task is, in a word.",
     }
 )
-"""What a task may have beside the contract, by the name of its method or property."""
+"""Optional methods and properties of a task, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramForm:
-    """How the program that a reply holds is used."""
+    """How the program of a reply is run."""
 
     entry_point: str | None
-    """The name that it must define; None where it is run as a whole, reads its input and prints."""
+    """The name that it must define; None: it runs as a whole, reads its input and prints."""
 
 
 def has(task: Task, name: str) -> bool:
@@ -59,19 +59,19 @@ def _member(task: Task, name: str) -> Any:
 
 
 def epoch_order_of(task: Task) -> Callable[[int, int], Sequence[int]] | None:
-    """Return how a task orders its training examples by seed and epoch; None: they are shuffled."""
+    """Return a task's own order of training examples, by seed and epoch; None: they are shuffled."""
     order: Callable[[int, int], Sequence[int]] | None = _member(task, "epoch_order")
     return order
 
 
 def counts_of(task: Task) -> Mapping[str, int]:
-    """Return what reading a task's data counted; empty where it counts nothing."""
+    """Return the counts of rows in a task's data; empty if it counts none."""
     counts: Mapping[str, int] | None = _member(task, "counts")
     return {} if counts is None else counts
 
 
 def describe_counts(task: Task) -> str:
-    """Describe in a line what reading a task's data counted; empty where there is nothing.
+    """Describe the counts of rows in a task's data in one line; empty if there are none.
 
     Raises: DataError like `examples`.
     """
@@ -79,7 +79,7 @@ def describe_counts(task: Task) -> str:
 
 
 def prompt_fields_of(task: Task, example: Example) -> Mapping[str, Any]:
-    """Return what a prompt may name of an example; its fields unless the task has `prompt_fields`."""
+    """Return the values that a prompt template may use; the example's fields without `prompt_fields`."""
     find = _member(task, "prompt_fields")
     fields: Mapping[str, Any] = example.fields if find is None else find(example)
     return fields
@@ -99,7 +99,7 @@ def quick_verifier_of(task: Task) -> Callable[[Example, str], Outcome | None] | 
 
 
 def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
-    """Judge where that takes little time for certain; None: ask `verify` where it can be killed."""
+    """Judge if that is certainly quick; None: call `verify` in a process that can be killed."""
     if limits_of(task, example).verify_limit_s is None:
         return task.verify(example, text)
     verify = quick_verifier_of(task)
@@ -107,29 +107,29 @@ def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
 
 
 def program_form_of(task: Task, example: Example) -> ProgramForm | None:
-    """Return how the program of a reply is used; None where replies are not programs."""
+    """Return how the program of a reply is run; None if replies are not programs."""
     find = _member(task, "program_form")
     form: ProgramForm | None = None if find is None else find(example)
     return form
 
 
 def choices_of(task: Task, example: Example) -> tuple[str, ...]:
-    """Return the replies that are chosen from; empty where the policy writes one."""
+    """Return the replies to choose from; empty if the policy writes the reply."""
     find = _member(task, "choices")
     choices: tuple[str, ...] = () if find is None else find(example)
     return choices
 
 
 def require_written(task: Task) -> None:
-    """Refuse to train on replies that are chosen by likelihood: nothing is sampled that could be reinforced.
+    """Refuse to train on replies that are chosen by likelihood: no sampled token could be reinforced.
 
     Only training examples count: a mixture may evaluate such held-out examples.
     Raises: ConfigError; DataError like `examples`.
     """
     if not has(task, "choices"):
         return
-    asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-    if any(choices_of(task, example) for example in every_form(asked)):
+    examples = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
+    if any(choices_of(task, example) for example in every_form(examples)):
         raise ConfigError(
             f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
             " samples nothing that could be reinforced",
@@ -139,19 +139,19 @@ def require_written(task: Task) -> None:
 
 
 def judge_digests_of(*tasks: Task) -> list[str]:
-    """Return the hashes of all models that judge replies to these tasks."""
+    """Return the hashes of all models that judge replies of these tasks."""
     return [digest for task in tasks for digest in _member(task, "judge_digests") or ()]
 
 
 def part_of(task: Task, example: Example) -> str | None:
-    """Return the label of an example's part, or None where the task has no parts."""
+    """Return the label of an example's part, or None if the task has no parts."""
     find = _member(task, "part_of")
     label: str | None = None if find is None else find(example)
     return label
 
 
 def problem_of(task: Task, example: Example) -> str | None:
-    """Return the name shared by examples that pose one problem; None where the task does not know."""
+    """Return the name shared by examples that pose one problem; None if unknown."""
     find = _member(task, "problem_of")
     name: str | None = None if find is None else find(example)
     return name
@@ -164,25 +164,25 @@ def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
 
 
 def variant_of(task: Task) -> str | None:
-    """Return which of the tasks of its name a task is, or None where there is one only."""
+    """Return a task's variant, or None if its name has only one."""
     variant: str | None = _member(task, "variant")
     return variant
 
 
 def world_of(task: Task) -> Any:
-    """Return where a task's examples are attempted in turns; None where one reply is judged."""
+    """Return the world of a multi-turn task; None if a single reply is judged."""
     return _member(task, "world")
 
 
 def attempt_tokens_of(task: Task, limits: TaskLimits) -> int:
-    """Return how many tokens the policy may say in an attempt: in one reply, or in all turns of a world."""
+    """Return how many tokens the policy may write in an attempt: in one reply, or in all turns of a world."""
     world = world_of(task)
     tokens: int = limits.max_reply_tokens if world is None else world.attempt_tokens(limits)
     return tokens
 
 
 def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
-    """Return which example each training row became, by number (None) or by a column's value.
+    """Map each training row, by number (None) or by a column's value, to its example id.
 
     Raises: DataError if the task has no rows, or as the task does.
     """
@@ -198,12 +198,12 @@ def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
 
 
 def every_form(examples: Sequence[Example]) -> Sequence[Example]:
-    """Return examples that cover every form: all of them, or the first where they are generated on demand."""
+    """Return examples of every form: all of them, or the first if they are generated on demand."""
     return examples if isinstance(examples, tuple | list) else examples[:1]
 
 
 class TaskWrapper:
-    """A task around another. It passes on everything but `epoch_order`, which only some tasks have."""
+    """A wrapper of a task that passes on everything but `epoch_order`, which only some tasks have."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -212,27 +212,27 @@ class TaskWrapper:
 
     @property
     def version(self) -> str:
-        """The task's own."""
+        """That of the wrapped task."""
         return self._task.version
 
     @property
     def variant(self) -> str | None:
-        """The task's own."""
+        """That of the wrapped task."""
         return variant_of(self._task)
 
     @property
     def world(self) -> Any:
-        """The task's own."""
+        """That of the wrapped task."""
         return world_of(self._task)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of the task; reads its data."""
+        """Those of the wrapped task; reads its data."""
         return counts_of(self._task)
 
     @property
     def judge_digests(self) -> Sequence[str]:
-        """Those of the task."""
+        """Those of the wrapped task."""
         return judge_digests_of(self._task)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -240,23 +240,23 @@ class TaskWrapper:
         return self._task.examples(split)
 
     def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits that the task gives the example."""
+        """Return the example's limits in the task."""
         return limits_of(self._task, example)
 
     def part_of(self, example: Example) -> str | None:
-        """Return the part that the task counts the example to."""
+        """Return the label of the example's part."""
         return part_of(self._task, example)
 
     def problem_of(self, example: Example) -> str | None:
-        """Return the problem that the task counts the example to."""
+        """Return the name of the example's problem."""
         return problem_of(self._task, example)
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return what the task's prompts may name of the example."""
+        """Return the values that a prompt template may use."""
         return prompt_fields_of(self._task, example)
 
     def row_keys(self, column: str | None) -> Mapping[str, str | None]:
-        """Return which example each of the task's rows became. Raises: DataError as the task does."""
+        """Map each of the task's rows to its example id. Raises: DataError as the task does."""
         return row_keys_of(self._task, column)
 
     def render(self, example: Example) -> tuple[Message, ...]:
@@ -268,17 +268,17 @@ class TaskWrapper:
         return self._task.verify(example, text)
 
     def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Judge as the task does, where it is quick."""
+        """Judge as the task does, if it is quick."""
         return verify_quick(self._task, example, text)
 
     def program_form(self, example: Example) -> ProgramForm | None:
-        """Return how the task uses the program of a reply."""
+        """Return how the program of a reply is run."""
         return program_form_of(self._task, example)
 
     def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies to choose from, where the task has them."""
+        """Return the replies to choose from, if the task has them."""
         return choices_of(self._task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return what the task calls right."""
+        """Return the task's gold replies."""
         return self._task.gold_replies(example)

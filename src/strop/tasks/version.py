@@ -1,4 +1,4 @@
-"""What a task's version hash covers, and how a run changes its reply limits."""
+"""A task's version hash, and its reply limits under a run's settings."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from strop.errors import ConfigError
 from strop.spec.task import PROMPTING, TaskSpec
 from strop.tasks.contract import TaskLimits
 
-# Paths differ between machines; the content of the data is hashed apart.
-# How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
+# Paths differ between machines; the content of the data is hashed separately.
+# The share of prompts that may be too long changes no prompt and no score; nor does the order of training.
 _NOT_HASHED = {
-    # `AgentTask` makes a version of the task's own and them.
+    # `AgentTask` hashes these together with the task's version.
     *("agent", "agent_limit_s", "agent_tokens", "agent_paths"),
     *("source", "root", "salt_file", "max_too_long_frac", "gpu_wait_s"),
     # A user's function is hashed by its source.
     "reward",
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
-    # How a judge is reached and calibrated; its rubric is hashed as a text.
+    # Address and calibration of a judge; the text of its rubric is hashed.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
     *("rubric", "calibration", "can_judge_itself", "judge_engine"),
-    # Where one of them is set, `Prompted` makes a version of the task's own and them.
+    # Where one of them is set, `Prompted` hashes them together with the task's version.
     *PROMPTING,
 }
-# What the self-test requires changes no score.
+# A requirement of the self-test changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
 _USUAL: dict[str, Any] = {"min_reward": 0.0, "sandbox": "auto", "mcp_servers": [], "sandbox_gpus": 0.0}
-"""Limits and settings hashed only where they differ from these: recorded versions are older than they."""
+"""Limits and settings hashed only where they differ from these: they are newer than recorded versions."""
 
 
 def hash_version(
@@ -52,27 +52,20 @@ def _without_usual(values: dict[str, Any]) -> dict[str, Any]:
 
 
 THINKING_TOKENS = 8192
-"""What a reply may use beyond the task's own limit where thinking is on."""
+"""Tokens that a reply may use beyond the task's own limit where thinking is on."""
 
 
 def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
-    """Return a task's limits as its section of the run file asks for them.
+    """Apply `task.thinking` and `task.max_reply_tokens` to a task's limits; keep the task's own limit.
 
-    A reply that thinks has room for it, and no text ends it: thoughts may hold any.
+    Thinking gets more tokens and no stop strings: thoughts may contain any text.
 
-    Raises: ConfigError like `limit_reply`.
+    Raises: ConfigError if `task.max_reply_tokens` is larger than the task's own limit.
     """
     if spec.thinking == "on":
         num_tokens = limits.max_reply_tokens + THINKING_TOKENS
         limits = replace(limits, max_reply_tokens=num_tokens, stop_strings=(), base_stop_strings=())
-    return limit_reply(limits, spec.max_reply_tokens)
-
-
-def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
-    """Apply `task.max_reply_tokens`, and remember the task's own limit beside it.
-
-    Raises: ConfigError if it is larger than the task's own limit.
-    """
+    max_reply_tokens = spec.max_reply_tokens
     if max_reply_tokens is None:
         return limits
     if max_reply_tokens > limits.max_reply_tokens:

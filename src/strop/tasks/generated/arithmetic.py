@@ -1,8 +1,8 @@
 """Sums, differences and products of two whole numbers: the canary that every machine can train on.
 
-All ordered pairs of a range under each operator. The same two numbers in both orders, 3 + 5 and 5 + 3, are
-two examples of one problem, which is held out or trained on. A pair is made when it is looked at; a range of
-any size costs no memory.
+The examples are all ordered pairs of a range under each operator. The two orders, 3 + 5 and 5 + 3, are two
+examples of one problem, which is either held out or trained on. Pairs are made on access, so a range of any
+size costs no memory.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class ArithmeticSpec(TaskSection):
 
     @property
     def num_train(self) -> int:
-        """Pairs to train on. Of an odd number held out of an even one, the last mirror is in no split."""
+        """Pairs to train on. If an odd number of an even total is held out, one mirror is in no split."""
         is_odd_of_even = self.num_held_out % 2 == 1 and self.num_pairs % 2 == 0
         return self.num_pairs - self.num_held_out - is_odd_of_even
 
     @property
     def num_held_out_problems(self) -> int:
-        """Problems of two pairs that are held out. Of an odd number of all pairs one is a problem alone."""
+        """Held-out problems of two pairs. If the total number of pairs is odd, one is a problem alone."""
         return (self.num_held_out + (1 - self.num_pairs % 2)) // 2
 
     @model_validator(mode="after")
@@ -116,9 +116,9 @@ class ArithmeticSpec(TaskSection):
     rank=10,
 )
 class Arithmetic:
-    """What is a + b, a - b, or a * b? Right if the last number of the reply is that.
+    """What is a + b, a - b, or a * b? Right if the last number of the reply is the result.
 
-    `format_ok`: the reply ends with a number. See `answers` for what reads as a number.
+    `format_ok`: the reply ends with a number, as defined in `answers`.
     """
 
     name = "arithmetic"
@@ -143,9 +143,9 @@ class Arithmetic:
         self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the pairs of a split; which ones is fixed by the range, not by a run's seed.
+        """Return the pairs of a split, which depends on the range and not on a run's seed.
 
-        The first of them pose different problems.
+        The first pairs all pose different problems.
         """
         spec = self._spec
         num_problems = spec.num_held_out_problems
@@ -208,12 +208,12 @@ class _Sums(Sequence[Example]):
             return _Sums(self._spec, self._ranks, self._places[index])
         spec, place = self._spec, self._places[index]
         if place == 2 * len(self._ranks):
-            # Of an odd number of pairs one has no other beside it.
+            # If the number of pairs is odd, this one has no partner.
             return _make(spec.operators[-1], spec.max_value, spec.max_value)
         is_other, position = divmod(place, len(self._ranks))
         rank = self._ranks[position]
         pair = _pairs_of(_shuffled(rank, spec.num_pairs // 2), spec)
-        # The rank says nothing of the numbers, so neither does which of the two comes first.
+        # The rank is independent of the numbers, and so is the order of the two pairs.
         return _make(*pair[(rank + is_other) % 2])
 
     def __iter__(self) -> Iterator[Example]:
@@ -223,8 +223,8 @@ class _Sums(Sequence[Example]):
 def _pairs_of(number: int, spec: ArithmeticSpec) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
     """Return both pairs of a problem, each with its operator.
 
-    First come those of two different numbers, in both orders. Then the pairs of equal numbers, which have no
-    other order: two of these are taken together, so that every problem has two pairs.
+    First come pairs of two different numbers, in both orders. Then the pairs of equal numbers, which have no
+    other order: two of these form one problem, so that every problem has two pairs.
     """
     num_values, low = spec.max_value - spec.min_value + 1, spec.min_value
     num_unequal = num_values * (num_values - 1) // 2
@@ -235,19 +235,19 @@ def _pairs_of(number: int, spec: ArithmeticSpec) -> tuple[tuple[str, int, int], 
         op, a, b = spec.operators[kind], low + smaller, low + larger
         return (op, a, b), (op, b, a)
     first = 2 * (number - num_unequal * len(spec.operators))
-    (one, place), (other, next_place) = divmod(first, num_values), divmod(first + 1, num_values)
+    (kind, place), (next_kind, next_place) = divmod(first, num_values), divmod(first + 1, num_values)
     a, b = low + place, low + next_place
-    return (spec.operators[one], a, a), (spec.operators[other], b, b)
+    return (spec.operators[kind], a, a), (spec.operators[next_kind], b, b)
 
 
 def _make(op: str, a: int, b: int) -> Example:
-    # A sum is named by its numbers alone, as it always was: ids in stored files stay what they are.
+    # A sum has no field `op`, so that example ids in stored files stay valid.
     fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
     return make_example("arithmetic", fields, str(_OPERATORS[op](a, b)))
 
 
 def _shuffled(rank: int, size: int) -> int:
-    """Return where `rank` goes in a fixed shuffle of range(size): one to one, without a table.
+    """Return the place of `rank` in a fixed permutation of range(size), without a table.
 
     A Feistel network permutes the next larger square power of two; a result beyond `size` is
     permuted again until it falls inside, which keeps the map one to one.

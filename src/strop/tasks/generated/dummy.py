@@ -39,10 +39,10 @@ class DummySpec(TaskSection):
     "dummy", DummySpec, "One fixed question, over and over, to see that a run learns; needs no data.", rank=20
 )
 class Dummy:
-    """Right if the last number of the reply is 1. Examples differ in their number only.
+    """Right if the last number of the reply is 1. Examples differ only in their number.
 
-    A constant answer is right here, which the audit says; a run that accepts that shows that learning works.
-    `format_ok`: the reply ends with a number.
+    A constant answer is right, as the audit reports; a run that accepts this finding shows that learning
+    works. `format_ok`: the reply ends with a number.
     """
 
     name = "dummy"
@@ -54,7 +54,7 @@ class Dummy:
         self.version = hash_version(self.name, _BASE_PROMPT + _QUESTION, _VERIFIER, self.limits, spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the question as often as is asked for, numbered; held-out numbers come first."""
+        """Return numbered copies of the question; held-out numbers come first."""
         num_held_out = self._spec.num_held_out
         numbers = range(num_held_out)
         if split is Split.TRAIN:
@@ -64,7 +64,7 @@ class Dummy:
         )
 
     def problem_of(self, example: Example) -> str:
-        """Return one name for all: a held-out score is of what is trained on, which the gate says."""
+        """Return one name for all: held-out and training problems are the same, which the gate reports."""
         return self.name
 
     def render(self, example: Example) -> tuple[Message, ...]:

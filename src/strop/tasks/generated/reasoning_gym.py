@@ -1,19 +1,19 @@
 """Any data set of the reasoning-gym package as a task, scored by the data set's own function.
 
-Tried with reasoning-gym 0.1.25. All examples come from one generator: two generators whose seeds
+Tested with reasoning-gym 0.1.25. All examples come from one generator: two generators whose seeds
 are close serve the same problems, because the package seeds each problem with seed + index.
-Known there: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
-rubiks_cube, rush_hour), some pay for garbage or for an echo of the question, and the scorer of
-prime_factorization raises on words. The self-test finds the first two; a scorer that raises gives a
-rollout without a score, never a 0.
+Known defects: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
+rubiks_cube, rush_hour), some reward garbage or an echo of the question, and the scorer of
+prime_factorization raises on words. The self-test finds the first two; if a scorer raises, the rollout has
+no score, never a 0.
 
-An example follows from data set, settings and seed alone, in every process. Some generators iterate over
+An example depends only on data set, settings and seed, in every process. Some generators iterate over
 Python sets: of letters (isomorphic_strings, ransom_note), of words (word_ladder), of board squares
 (knight_swap), of sympy's monomials (polynomial_multiplication). The order of a set depends on Python's hash
 seed, which differs between processes, so a resumed run or a judge's worker would see other problems. A
 process with hash seed 0 draws these data sets once, and the user's cache keeps them by request. Others
-(pool_matrix, list_functions) draw from the process-wide generators, which are seeded here for each problem
-and restored.
+(pool_matrix, list_functions) draw from the process-wide generators, which are seeded for each problem and
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{question}\n\nWrite your final answer between <answer> and </answer>."
 _BASE_STOP_STRINGS = ("</answer>",)
 _VERIFIER = "answer-tag-2"
-# An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
+# An opening tag is enough: the closing one may be the stop string, which is not in the text.
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _SPLITS = "by-problem-1"
 _DRAWN_ONCE = "/hash-seed-0"
-"""In the version of data sets whose problems used to differ between processes."""
+"""Added to the version of data sets whose problems once differed between processes."""
 _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
-"""Rounding that a score may carry beyond [0, 1], or below full marks."""
+"""Rounding error of a full score."""
 Entry = Mapping[str, Any]
-"""One problem as the package gives it: `question`, `answer` and `metadata`."""
+"""One problem of the package: `question`, `answer` and `metadata`."""
 HASH_SEEDED = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
-"""Data sets of reasoning-gym 0.1.25 whose problems follow from Python's hash seed, found by drawing all data
-sets under two seeds. Their entries are JSON values but for tuples, which their scorers take as lists."""
+"""Data sets of reasoning-gym 0.1.25 whose problems depend on Python's hash seed, found by drawing all data
+sets under two seeds. Their entries are JSON values except for tuples, which their scorers accept as lists."""
 _DRAWS_PER_EXAMPLE = 8
 _DRAW_LIMIT_S = 3600.0
 """A problem of knight_swap takes a second."""
 _PROGRAM = f"from {__name__} import draw_for_parent; draw_for_parent()"
 _FORM = 2
-"""Of the cached file; another number makes old files unread."""
+"""Version of the cached file; another number invalidates old files."""
 
 
 class ReasoningGymSpec(TaskSection):
@@ -107,7 +107,7 @@ class ReasoningGymSpec(TaskSection):
 
     @property
     def judges_by_data(self) -> bool:
-        """True: the generator's scorer wants the problem that it made."""
+        """True: the scorer needs the generated problem."""
         return True
 
 
@@ -117,17 +117,17 @@ class ReasoningGymSpec(TaskSection):
 class ReasoningGym:
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 
-    Judged is the first `<answer>` of the reply, so text that runs on behind it counts for nothing;
-    without one, the last line. `format_ok`: the tag is there.
+    The first `<answer>` of the reply is judged, so text behind it is ignored; without a tag, the last line.
+    `format_ok`: the tag is there.
     """
 
     name = "reasoning-gym"
 
     def __init__(self, spec: ReasoningGymSpec) -> None:
-        taken = [key for key in _OWN_SETTINGS if key in spec.config]
-        if taken:
+        reserved = [key for key in _OWN_SETTINGS if key in spec.config]
+        if reserved:
             raise ConfigError(
-                f"task.config sets {' and '.join(taken)}",
+                f"task.config sets {' and '.join(reserved)}",
                 allowed="the data set's other settings; strop sets seed and size itself",
                 next_step="use task.data_seed, task.num_train and task.num_held_out",
             )
@@ -146,15 +146,15 @@ class ReasoningGym:
 
     @property
     def version(self) -> str:
-        """Hash over settings, prompt, limits and the release of the package that makes the problems."""
+        """Hash over settings, prompt, limits and the release of the package."""
         _import_package(self._spec.dataset)
-        release = package_version("reasoning-gym") + (
-            _DRAWN_ONCE if self._spec.dataset in HASH_SEEDED else ""
-        )
+        release = package_version("reasoning-gym")
+        if self._spec.dataset in HASH_SEEDED:
+            release += _DRAWN_ONCE
         return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release + _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split; no question stands in both, also in another order, or twice in one.
+        """Return the problems of a split; a question, in any order of its words, is in one split only, once.
 
         Raises: ConfigError if the package, the data set or one of its settings does not exist;
             DataError if the data set has too few different questions.
@@ -164,7 +164,7 @@ class ReasoningGym:
         return examples[:num_held_out] if split is Split.HELD_OUT else examples[num_held_out:]
 
     def problem_of(self, example: Example) -> str:
-        """Return a name for all that differ in order alone (`problem_key`)."""
+        """Return a name shared by questions that differ only in order (`problem_key`)."""
         key = problem_key(example.fields["question"], example.answer)
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -176,8 +176,8 @@ class ReasoningGym:
     def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.
 
-        A score outside of [0, 1] is passed on; the caller refuses it.
-        Raises: DataError if the example is not of this task; whatever the data set's function raises.
+        A score outside [0, 1] is passed on; the caller refuses it.
+        Raises: DataError if the example is not of this task; any exception of the data set's function.
         """
         if example.example_id not in self._problems:
             raise DataError(
@@ -217,8 +217,8 @@ class ReasoningGym:
         try:
             return create_dataset(self._request)
         except (AssertionError, TypeError, ValueError) as error:
-            known = fields(package.factory.DATASETS[spec.dataset][1])
-            names = sorted({field.name for field in known} - set(_OWN_SETTINGS))
+            settings = fields(package.factory.DATASETS[spec.dataset][1])
+            names = sorted({field.name for field in settings} - set(_OWN_SETTINGS))
             raise ConfigError(
                 f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
                 f" ({type(error).__name__}: {error})",
@@ -246,7 +246,7 @@ class ReasoningGym:
 
 
 def list_datasets() -> list[str]:
-    """Return the names of all data sets of the installed package, but for the one that mixes others.
+    """Return the names of all data sets of the installed package, except the one that mixes others.
 
     Raises: ConfigError if the package is not installed.
     """
@@ -258,7 +258,7 @@ def _import_package(dataset: str | None) -> Any:
     """Import reasoning-gym (about two seconds) and check the name of a data set."""
     try:
         with warnings.catch_warnings():
-            # Its sources, when Python compiles them for the first time.
+            # Raised by its sources when Python compiles them for the first time.
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -284,26 +284,26 @@ class DrawRequest:
 
     dataset: str
     settings: Mapping[str, Any]
-    """The data set's own, without seed and size."""
+    """The data set's settings, without seed and size."""
     seed: int
     num_held_out: int
-    """The first different questions."""
+    """The first distinct questions."""
     num_train: int
-    """Those after them that pose none of their problems (`problem_key`)."""
+    """The questions after them that pose none of the held-out problems (`problem_key`)."""
 
     @property
     def num_wanted(self) -> int:
-        """Different questions in all."""
+        """Number of distinct questions in all."""
         return self.num_held_out + self.num_train
 
     @property
     def size(self) -> int:
-        """Problems drawn at most to find that many different questions."""
+        """Largest number of problems drawn to find that many distinct questions."""
         return _DRAWS_PER_EXAMPLE * self.num_wanted
 
 
 def create_dataset(request: DrawRequest) -> Any:
-    """Create the package's data set. Raises what the package raises on its settings."""
+    """Create the package's data set. Raises: any exception of the package about its settings."""
     import reasoning_gym
 
     with private_random_state(f"{request.dataset}/{request.seed}"):
@@ -313,9 +313,10 @@ def create_dataset(request: DrawRequest) -> Any:
 
 
 def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
-    """Return the first problems with different questions; fewer where the data set has no more.
+    """Return the first problems with distinct questions; fewer if the data set has no more.
 
-    Raises: DataError if the process that draws them fails; StoreError never, as the cache is for speed only.
+    The cache is for speed only: its errors are ignored.
+    Raises: DataError if the process that draws them fails.
     """
     if request.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
         return _draw_here(dataset, request)
@@ -350,27 +351,27 @@ def _draw_here(dataset: Any, request: DrawRequest) -> list[Entry]:
 
 
 def read_entry(entry: Entry) -> tuple[str, str | None]:
-    """Return question and answer as texts; None: the data set stores no answer."""
+    """Return question and answer as texts; the answer is None if the data set stores none."""
     return str(entry["question"]), None if entry["answer"] is None else str(entry["answer"])
 
 
 def problem_key(question: str, answer: str | None) -> str:
-    """Return what problems have in common that differ in order alone, such as 3 + 4 and 4 + 3.
+    """Return a key shared by problems that differ only in order, such as 3 + 4 and 4 + 3.
 
-    The words, numbers and signs of the question in order of the alphabet, with the answer; where none is
-    stored, in their own order.
+    The key is the answer with the sorted words, numbers and signs of the question; without a stored answer,
+    they stay in their order.
     """
     words = normal_text(question).split()
     return " ".join(words) if answer is None else " ".join([*sorted(words), "\n", answer])
 
 
 def _draw_in_process(request: DrawRequest) -> list[Entry]:
-    """Draw in a process of its own, whose sets are in the same order everywhere.
+    """Draw in a separate process with hash seed 0, whose sets have the same order everywhere.
 
     Raises: DataError if that process fails or takes too long.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
             input=json.dumps(asdict(request)).encode(),
             env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -378,7 +379,7 @@ def _draw_in_process(request: DrawRequest) -> list[Entry]:
             timeout=_DRAW_LIMIT_S,
             check=True,
         )
-        entries: list[Entry] = json.loads(done.stdout)
+        entries: list[Entry] = json.loads(process.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         errors = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         raise DataError(
@@ -392,17 +393,17 @@ def _draw_in_process(request: DrawRequest) -> list[Entry]:
 
 @contextmanager
 def private_random_state(stream_name: str) -> Iterator[None]:
-    """Give a block its own seeded global random state, and put the old one back.
+    """Seed the process-wide generators for a block, and restore their state afterwards.
 
-    Some data sets (pool_matrix, list_functions) draw from the process-wide generators, so their
-    problems would depend on what ran before, and would disturb what runs after.
+    Some data sets (pool_matrix, list_functions) draw from them, so their problems would depend on earlier
+    draws, and would change later ones.
     """
     seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
     try:
-        # Standard output is for what was asked for; some of the generators print.
+        # Some of the generators print; standard output is reserved for the entries.
         with redirect_stdout(sys.stderr):
             yield
     finally:

@@ -26,7 +26,7 @@ _SPLITS = "by-problem-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
 _CHANCE = {"beginning": 0.02, "any-order": 0.3}
-"""What nonsense earns: it may begin with the right letter, and shares some letters in order with any text."""
+"""Reward of nonsense: it may begin with the right letter, and shares some letters in order with any text."""
 _DRAWS_PER_EXAMPLE = 50
 
 # No word reads the same both ways, so copying is never right.
@@ -95,12 +95,12 @@ class ReverseTextSpec(TaskSection):
     rank=30,
 )
 class ReverseText:
-    """Reward: letters that are right from the beginning, by the length of the longer of reply and answer.
+    """Reward: number of leading letters that are right, over the length of the longer of reply and answer.
 
-    Right only if equal but for case. Judged is the last line that is not blank, without outer white space.
-    `format_ok`: the reply is one line. A letter counts only behind right ones, so next to nothing is earned
-    without reading the text. With `task.partial_marks = "any-order"` words that say nothing are paid (a third
-    of full marks for the best that were tried), and a policy learns to say one of them to everybody.
+    Right only if equal but for case. The last non-blank line is judged, without outer white space.
+    `format_ok`: the reply is one line. A letter counts only behind right ones, so almost nothing is earned
+    without reading the text. `task.partial_marks = "any-order"` rewards constant words (the best that were
+    tried earn a third of full marks), and a policy learns to reply with one of them to every text.
     """
 
     name = "reverse-text"
@@ -122,7 +122,7 @@ class ReverseText:
         return texts[:num_held_out] if split is Split.HELD_OUT else texts[num_held_out:]
 
     def problem_of(self, example: Example) -> str:
-        """Return the words in order of the alphabet: another order of them asks for the same letters."""
+        """Return the sorted words: another order of them needs the same letters."""
         return _sort_words(example.fields["text"])
 
     def render(self, example: Example) -> tuple[Message, ...]:
@@ -147,7 +147,7 @@ class ReverseText:
 
     @cached_property
     def _texts(self) -> tuple[Example, ...]:
-        """Different texts, held-out ones first; none of the others has the words of one of those."""
+        """Distinct texts, held-out ones first; no training text has the same words as a held-out one."""
         spec = self._spec
         wanted = spec.num_held_out + spec.num_train
         stream = random.Random(f"reverse-text/{spec.min_words}/{spec.max_words}")
@@ -176,10 +176,10 @@ def _sort_words(text: str) -> str:
 
 
 def share_of_beginning(reply: str, gold: str) -> float:
-    """Return how much of a text is right from its beginning: letters common there by the longer one's length.
+    """Return the length of the common beginning of two texts, in letters, over the length of the longer one.
 
-    What stands between letters breaks off nothing and is paid nothing: r-i-v has three of five characters
-    right. 1 if and only if both are equal.
+    Other characters are skipped and earn nothing: r-i-v has three of five characters right. 1 if and only
+    if both are equal.
     """
     if reply == gold:
         return 1.0

@@ -1,9 +1,9 @@
-"""Judging replies in this process, or in worker processes that are killed at their limit.
+"""Judge replies in this process, or in worker processes that are killed at their limit.
 
-`open_judge` returns the judge that a task asks for. A verifier that hangs, crashes or raises costs only its
-own rollout, which then has no score. Workers are forked from a process that has loaded what the verifier
-needs, so a new one costs milliseconds.
-Not here: what a verifier compares (`tasks`), and code that the model wrote (`sandbox`).
+`open_judge` returns the judge that a task needs. A verifier that hangs, crashes or raises costs only its
+own rollout, which then has no score. Workers are forked from a process that has loaded the verifier, so
+starting one takes milliseconds.
+Not here: the verifiers (`tasks`), and running code that the model wrote (`sandbox`).
 """
 
 from strop.tasks.judging.judge import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge

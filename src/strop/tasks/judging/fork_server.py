@@ -1,8 +1,8 @@
 """The fork server of verifier workers.
 
-Importing sympy or making a data set takes seconds; forking a process that has done both takes milliseconds,
-so a killed worker is replaced at once. The server has one thread, which makes forking safe. As the parent of
-all workers it can kill by process id: no id is reused before it is reaped.
+Importing sympy or generating a data set takes seconds; forking a process that has done both takes
+milliseconds, so a killed worker is replaced at once. The server has one thread, which makes forking safe. As
+the parent of all workers it can kill by process id: no id is reused before it is reaped.
 
 Orders come over a socket, one message each: `fork` with the worker's end of its connection, `end` with a
 process id. When the pool's process dies, the socket closes, and the server kills all workers and their
@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ ORDER = struct.Struct("!ci")
 """An order and a process id, which is 0 for `FORK`."""
 FORK, END = b"F", b"E"
 READY, BROKEN = b"R", b"B"
-"""First byte from a fork server: the handler is built, or the reason why not follows."""
+"""First byte from a fork server: the handler is built, or failed to build; then the reason follows."""
 _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 18
 
@@ -52,44 +53,38 @@ def main(descriptor: int) -> None:
         control.sendall(BROKEN + failure.detail.encode())
         return
     control.sendall(READY)
+    fork_server_pid = os.getpid()
     workers: set[int] = set()
     try:
-        _serve_orders(control, handler, max_bytes, workers)
+        while True:
+            order, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 1)
+            if len(order) < ORDER.size:
+                return
+            kind, pid = ORDER.unpack(order)
+            if kind == END:
+                # Other ids are workers of an earlier server: gone, and maybe reused.
+                if pid in workers:
+                    workers.discard(pid)
+                    _end(pid)
+                continue
+            (descriptor,) = descriptors
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _become_worker(handler, descriptor, max_bytes, fork_server_pid)
+            os.close(descriptor)
+            workers.add(pid)
+            control.sendall(struct.pack("!i", pid))
     finally:
         for pid in workers:
             _end(pid)
 
 
-def _serve_orders(control: socket.socket, handler: Handler, max_bytes: int, workers: set[int]) -> None:
-    while True:
-        order, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 1)
-        if len(order) < ORDER.size:
-            return
-        kind, pid = ORDER.unpack(order)
-        if kind == END:
-            # Not one of ours: a worker of an earlier server is gone, and its id may be reused.
-            if pid in workers:
-                workers.discard(pid)
-                _end(pid)
-            continue
-        (descriptor,) = descriptors
-        fork_server_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _become_worker(handler, descriptor, max_bytes, fork_server_pid)
-        os.close(descriptor)
-        workers.add(pid)
-        control.sendall(struct.pack("!i", pid))
-
-
 def _end(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         # The group does not exist before the worker has called setsid.
-        try:
+        with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     os.waitpid(pid, 0)
 
 
@@ -101,7 +96,7 @@ def _become_worker(handler: Handler, descriptor: int, max_bytes: int, fork_serve
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
-        # Some schedulers set a lower limit for a whole job: it stays.
+        # Keep a lower limit that the scheduler has set for the job.
         bound = max_bytes if hard_bytes == resource.RLIM_INFINITY else min(max_bytes, hard_bytes)
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
         if os.getppid() == fork_server_pid:
@@ -124,13 +119,13 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """Run a task's own code; return its result, or why there is none."""
+    """Run a task's own code; return its result, or its failure."""
     result = None
     try:
         with catch_failure(FailureOwner.TASK) as caught:
             result = work()
     except StropError as error:
-        # In this process an error that concerns the whole run is reported like any other.
+        # In this process errors of the whole run are reported like any other.
         return None, to_failure(error, FailureOwner.TASK)
     return result, caught.failure
 

@@ -29,14 +29,14 @@ class Judge(Protocol):
     """Judges replies for one task."""
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Return the outcome of a reply; one that the verifier could not give has a failure.
+        """Return the outcome of a reply; it has a failure if the verifier gave none.
 
-        Raises: whatever the verifier raises, if it runs in this process.
+        Raises: any exception of the verifier, if it runs in this process.
         """
         ...
 
     async def close(self) -> None:
-        """End what the judge started; running calls give no score. May be called twice."""
+        """End the judge's processes; running calls give no score. May be called twice."""
         ...
 
 
@@ -48,10 +48,10 @@ class InlineJudge:
         self._world = world_of(task)
 
     async def judge(self, example: Example, text: str) -> Outcome:
-        """Call the verifier, or play the reply where an attempt has turns."""
+        """Call the verifier, or play the reply if the task has turns."""
         if self._world is not None:
-            played: Outcome = await self._world.play(example, text)
-            return played
+            outcome: Outcome = await self._world.play(example, text)
+            return outcome
         return self._task.verify(example, text)
 
     async def close(self) -> None:
@@ -70,7 +70,7 @@ class WorkerJudge:
 
     async def judge(self, example: Example, text: str) -> Outcome:
         """Judge in a worker. A time-out, a crash and an exception give an outcome without a score."""
-        # Not asdict, which copies every value: this is most of what a judgement costs in this process.
+        # Not asdict: its copies would be most of a judgement's cost in this process.
         values = {name: getattr(example, name) for name in _EXAMPLE_FIELDS}
         reply = await self.pool.call({"example": values, "text": text})
         if isinstance(reply, CallFailure):
@@ -83,7 +83,7 @@ class WorkerJudge:
 
 
 class QuickJudge:
-    """Judges here what the task can decide quickly, and passes the rest to another judge."""
+    """Judges in this process if the task can decide quickly, and passes the rest to another judge."""
 
     def __init__(self, task: Task, judge: Judge) -> None:
         verify_quick = quick_verifier_of(task)
@@ -121,18 +121,18 @@ class TimedJudge:
         """Do nothing: the caller that opened the other judge closes it."""
 
     def take_intervals(self, most: int) -> list[Interval]:
-        """Return when a reply was being judged, since this was last asked for. See `BusyClock`."""
+        """Return the intervals with a running judgement since the last call. See `BusyClock`."""
         return self._clock.take_intervals(most)
 
     def take_busy_s(self) -> float:
-        """Return the time (seconds) since this was last asked for, and start anew."""
+        """Return the busy time (seconds) since the last call, and reset it."""
         return self._clock.take_s()
 
 
 def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
-    """Return the judge that a task asks for.
+    """Return the judge that a task needs.
 
-    `make_task` must be picklable and give an equal task that has loaded what its verifier needs.
+    `make_task` must be picklable and build an equal task, warmed up.
     """
     limit_s = task.limits.verify_limit_s
     if limit_s is None:
@@ -161,7 +161,7 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_from_json(values: Mapping[str, Any]) -> Outcome:
-    """Return what `outcome_to_json` was given."""
+    """Return the outcome of which `outcome_to_json` made these values."""
     failure = values["failure"]
     if failure is not None:
         failure = Failure(**{**failure, "owner": FailureOwner(failure["owner"])})

@@ -3,9 +3,9 @@
 A hung verifier neither holds a thread nor can ignore an alarm. Every call gets the result of its own request
 or a `CallFailure`.
 
-A call that used `SLOW_CPU_S` of CPU time gives its slot to the next one and continues in the background at
-low priority, so an endless call costs the others that time and a fork. CPU time counts because every call
-takes long on a busy machine; a call that only waits gives its slot up after `SLOW_WALL_S`. At low priority
+A call that has used `SLOW_CPU_S` of CPU time gives its slot to the next one and continues in the background
+at low priority, so an endless call costs the others that time and a fork. CPU time counts because every call
+takes long on a busy machine; a call that only waits gives up its slot after `SLOW_WALL_S`. At low priority
 it gets a tenth of a contended core: with a limit of 2 s, and four times that for the retry, a call that
 takes 0.8 s alone still finishes under contention.
 """
@@ -45,7 +45,7 @@ CLOSED = "closed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFailure:
-    """Why a call has no result, after a second try in a fresh process."""
+    """The failure of a call, after a retry in a fresh process."""
 
     kind: str
     """'timeout', 'crash', 'closed', or the class of the exception that was raised."""
@@ -91,9 +91,9 @@ class WorkerPool:
         """Counts of 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
 
     async def call(self, payload: Any) -> Any:
-        """Return what the handler makes of a JSON value, or a `CallFailure`.
+        """Return the handler's result for a JSON value, or a `CallFailure`.
 
-        What fails is tried once more in a fresh worker; after a time-out with four times the limit.
+        A failed call is retried once in a fresh worker; after a time-out with four times the limit.
         Raises: CheckRefused if the handler cannot be built.
         """
         self.counts["call"] += 1
@@ -117,7 +117,7 @@ class WorkerPool:
         self._is_closed = True
         for worker in self._busy:
             worker.close()
-        # A call that was cancelled may have left a start behind.
+        # A cancelled call may have left a start behind.
         await asyncio.gather(*self._starts, return_exceptions=True)
         if self._num_under_way:
             self._none_under_way.clear()
@@ -142,7 +142,7 @@ class WorkerPool:
                 is_usable = not isinstance(reply, CallFailure)
             finally:
                 self._busy.discard(worker)
-                # A call that was cancelled leaves its worker in the middle of something.
+                # A cancelled call leaves its worker in the middle of the request.
                 if is_usable and not worker.is_spent and len(self._idle) < self._num_workers:
                     self._idle.append(worker)
                 else:
@@ -188,7 +188,7 @@ class WorkerPool:
                 if is_slow and self._slots.move_to_background(slot) and has_computed:
                     worker.step_back()
         finally:
-            answer.cancel()  # Which changes nothing where it is there.
+            answer.cancel()  # No effect if it is done.
 
     async def _take_worker(self, *, is_fresh: bool) -> Worker:
         while self._idle and not is_fresh:
@@ -241,33 +241,20 @@ class WorkerPool:
             await asyncio.to_thread(process.wait)
 
     async def _require_control(self) -> socket.socket:
-        """Return the socket that orders go over; start the process behind it if there is none.
+        """Return the control socket of the fork server; start the server if there is none.
 
         Raises: CheckRefused if it cannot build the handler.
         """
         if self._fork_server is None:
-            process, control = await asyncio.to_thread(self._spawn_fork_server)
-            answer = await asyncio.to_thread(_read_report, control)
-            if answer[:1] != fork_server.READY:
-                control.close()
-                process.kill()
-                await asyncio.to_thread(process.wait)
-                cause = answer[1:].decode(errors="replace")
-                raise CheckRefused(
-                    f"a verifier's process could not be made ready: {cause}",
-                    allowed="a task that can be built in a process of its own",
-                    next_step="mend what the last line names",
-                )
-            control.settimeout(None)
-            self._fork_server = process, control
+            self._fork_server = await asyncio.to_thread(self._start_fork_server)
         return self._fork_server[1]
 
-    def _spawn_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         job = pickle.dumps((self._make_handler, self._max_bytes))
         ours, theirs = socket.socketpair()
         devices = os.environ.get(ENV_DEVICES)
         added = {} if devices is None else {VISIBLE_DEVICES: devices}
-        # This process alone hands these out.
+        # Only this process hands out sandbox devices.
         inherited = {name: value for name, value in os.environ.items() if name != SANDBOX_DEVICES}
         with theirs:
             process = subprocess.Popen(
@@ -281,6 +268,23 @@ class WorkerPool:
             )
         ours.settimeout(_BUILD_LIMIT_S)
         ours.sendall(struct.pack("!I", len(job)) + job)
+        report = b""
+        try:
+            while not report.startswith(fork_server.READY) and (part := ours.recv(1 << 16)):
+                report += part
+        except TimeoutError:
+            report = fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
+        if not report.startswith(fork_server.READY):
+            ours.close()
+            process.kill()
+            process.wait()
+            cause = report[1:].decode(errors="replace") if report else "it ended without a word"
+            raise CheckRefused(
+                f"a verifier's process could not be made ready: {cause}",
+                allowed="a task that can be built in a process of its own",
+                next_step="mend what the last line names",
+            )
+        ours.settimeout(None)
         return process, ours
 
 
@@ -292,7 +296,7 @@ class _Slot:
 
 
 class _Slots:
-    """Limits how many calls run at once, and how many slow ones in the background besides."""
+    """Limits how many calls run at once, and how many slow ones run in the background."""
 
     def __init__(self, num_slots: int, max_background: int) -> None:
         self._free = asyncio.Semaphore(num_slots)
@@ -319,7 +323,7 @@ class _Slots:
 
 
 def _fork(control: socket.socket) -> tuple[int, socket.socket]:
-    """Fork a worker. Returns its process id and our end of its connection.
+    """Fork a worker; return its process id and our end of its connection.
 
     Raises: OSError or struct.error if the fork server is gone.
     """
@@ -334,24 +338,13 @@ def _fork(control: socket.socket) -> tuple[int, socket.socket]:
     return int(pid), ours
 
 
-def _read_report(connection: socket.socket) -> bytes:
-    """Return what a fork server reports when it starts: `READY`, or `BROKEN` and the reason."""
-    report = b""
-    try:
-        while not report.startswith(fork_server.READY) and (part := connection.recv(1 << 16)):
-            report += part
-    except TimeoutError:
-        return fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
-    return report or fork_server.BROKEN + b"it ended without a word"
-
-
 _NICENESS_STEP = 10
 _MAX_CALLS = 1000
 _MAX_PEAK_BYTES = 1 << 30
 
 
 class Worker(asyncio.Protocol):
-    """A worker process as its pool sees it: a connection, a priority and its use. One call at a time."""
+    """The pool's side of a worker process: connection, priority and resource use. One call at a time."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -382,7 +375,7 @@ class Worker(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the call that waits."""
+        """Fail the pending call."""
         self.is_gone = True
         self._fail(exc or ConnectionResetError("its connection was closed"))
 
@@ -410,13 +403,13 @@ class Worker(asyncio.Protocol):
             self._transport.abort()
 
     def step_back(self) -> None:
-        """Lower the priority for good. Only after a first answer: the worker is in its own session then."""
-        # Linux limits how often a niceness may change; the next look tries again.
+        """Lower the priority for good. Only after a first answer: the worker then has its own session."""
+        # Linux limits how often a niceness may change; the next poll tries again.
         self.is_low = step_back(self.pid, by=_NICENESS_STEP)
 
     @property
     def call_cpu_s(self) -> float:
-        """CPU time (seconds) of its current call; wall time where the system cannot tell."""
+        """CPU time (seconds) of its current call; wall time if the system has no such clock."""
         try:
             # Linux's number for the clock that clock_getcpuclockid(3) returns.
             return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s

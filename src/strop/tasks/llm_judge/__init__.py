@@ -1,8 +1,8 @@
 """Replies judged by another model, which answers over HTTP.
 
-`rubric` has what the judge is shown, what of its answer counts and the cache of judgements, `client` asks it
-and limits how often, `calibration` compares it with people and with itself. Prose, a refusal, a time-out or
-an error gives no score, never a 0.
+`rubric` writes the judge's prompt, parses its answer and caches judgements; `client` calls it and limits the
+calls; `calibration` compares it with people and with itself. Prose, a refusal, a time-out or an error gives
+no score, never a 0.
 """
 
 from strop.tasks.llm_judge.calibration import (

@@ -1,8 +1,8 @@
-"""A judge compared with people, with itself, and with the length of what it judged.
+"""Compare a judge with people, with itself, and with the length of the replies.
 
 Cohen's kappa is the agreement beyond chance: with p the share of rows on which judge and people agree, and
 e that share if both gave their labels at random in their own proportions, kappa = (p - e) / (1 - e). A reply
-that the judge did not score counts against it. Its scores repeat themselves only as far as its server does.
+that the judge did not score counts against it. Scores are repeatable only as far as the judge's server is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SAME_SCORE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledReply:
-    """A reply that people judged."""
+    """A reply with a label from people."""
 
     example: Example
     text: str
@@ -45,7 +45,7 @@ class LabelledReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeReport:
-    """What a judge is worth on labelled replies."""
+    """The quality of a judge on labelled replies."""
 
     judge: str
     """Model and revision."""
@@ -53,31 +53,31 @@ class JudgeReport:
     num_rows: int
     num_unscored: int
     causes: tuple[FailureCause, ...]
-    """Why those were not scored, the commonest first."""
+    """Causes of the unscored replies, the commonest first."""
     num_cached: int
-    """Judgements that were known already."""
+    """Judgements from the cache."""
     num_calls: int
-    """Calls that this process made, for the repetition."""
+    """Calls of this process for the repetition."""
     accuracy: float
     kappa: float
     num_repeated: int
     agreement: float
     """Share of replies that got the same score twice."""
     length_correlation: float | None
-    """Pearson's, between score and length of the reply in characters; None where one never changes."""
+    """Pearson's, between score and length of the reply in characters; None if one of them is constant."""
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Reasons against training with this judge; () where there are none."""
-        found = []
+        """Reasons against training with this judge; () if there are none."""
+        faults = []
         if self.kappa < MIN_KAPPA:
-            found.append(f"kappa {self.kappa:.2f} with people is below {MIN_KAPPA:g}")
+            faults.append(f"kappa {self.kappa:.2f} with people is below {MIN_KAPPA:g}")
         if self.agreement < MIN_AGREEMENT:
-            found.append(
+            faults.append(
                 f"{self.agreement:.0%} of {self.num_repeated} replies got the same score twice, and"
                 f" {MIN_AGREEMENT:.0%} must"
             )
-        return tuple(found)
+        return tuple(faults)
 
     def describe(self) -> str:
         """Describe it in one line."""
@@ -93,28 +93,25 @@ class JudgeReport:
 def read_labelled_replies(source: str) -> list[LabelledReply]:
     """Read a calibration file: prompt, reply, label, and if known gold and other columns of the rubric.
 
-    Raises: DataError naming file and row, for one that is malformed; or if they are too few, or all alike.
+    Raises: DataError naming file and row if one is malformed; or if there are too few, or all are alike.
     """
-    found = [_read_labelled(row) for row in read_rows(locate_named(source))]
-    num_good = sum(one.is_good for one in found)
-    if len(found) < MIN_ROWS or num_good in (0, len(found)):
+    labelled = []
+    for row in read_rows(locate_named(source)):
+        (reply,) = require_texts(row, "reply")
+        label = row.values.get("label")
+        if label not in (True, False):
+            raise bad_row(f"{row.place} has label={str(label)[:80]!r}", allowed="true or false")
+        others = {key: value for key, value in row.values.items() if key not in ("reply", "label")}
+        example = row_example(Row(values=others, place=row.place))
+        labelled.append(LabelledReply(example=example, text=reply, is_good=bool(label)))
+    num_good = sum(reply.is_good for reply in labelled)
+    if len(labelled) < MIN_ROWS or num_good in (0, len(labelled)):
         raise DataError(
-            f"task.calibration={source} has {len(found)} labelled replies, {num_good} of them good",
+            f"task.calibration={source} has {len(labelled)} labelled replies, {num_good} of them good",
             allowed=f"at least {MIN_ROWS}, good ones and bad ones",
             next_step="have more replies labelled",
         )
-    return found
-
-
-def _read_labelled(row: Row) -> LabelledReply:
-    (reply,) = require_texts(row, "reply")
-    label = row.values.get("label")
-    if label not in (True, False):
-        raise bad_row(f"{row.place} has label={str(label)[:80]!r}", allowed="true or false")
-    others = {key: value for key, value in row.values.items() if key not in ("reply", "label")}
-    return LabelledReply(
-        example=row_example(Row(values=others, place=row.place)), text=reply, is_good=bool(label)
-    )
+    return labelled
 
 
 async def check_judge(
@@ -131,33 +128,33 @@ async def check_judge(
             next_step="pass some",
         )
     chosen = judge or InlineJudge(task)
-    outcomes = await asyncio.gather(*(chosen.judge(one.example, one.text) for one in labelled))
+    outcomes = await asyncio.gather(*(chosen.judge(reply.example, reply.text) for reply in labelled))
     verdicts = [
-        outcome.is_correct if outcome.is_scored else not one.is_good
-        for one, outcome in zip(labelled, outcomes, strict=True)
+        bool(outcome.is_correct) if outcome.is_scored else not reply.is_good
+        for reply, outcome in zip(labelled, outcomes, strict=True)
     ]
-    labels = [one.is_good for one in labelled]
+    labels = [reply.is_good for reply in labelled]
     calls_before = task.client.limiter.num_calls
     repeated = labelled[:NUM_REPEATED]
-    pairs = [await asyncio.to_thread(task.score_twice, one.example, one.text) for one in repeated]
-    scores = [(outcome.reward, len(one.text)) for one, outcome in zip(labelled, outcomes, strict=True)]
-    known = [(score, float(length)) for score, length in scores if score is not None]
+    pairs = [await asyncio.to_thread(task.score_twice, reply.example, reply.text) for reply in repeated]
+    scores = [(outcome.reward, len(reply.text)) for reply, outcome in zip(labelled, outcomes, strict=True)]
+    scored = [(score, float(length)) for score, length in scores if score is not None]
     return JudgeReport(
         judge=task.judge_name,
         judge_digest=task.judge_digest,
         num_rows=len(labelled),
-        num_unscored=len(labelled) - len(known),
+        num_unscored=len(labelled) - len(scored),
         causes=find_causes(find_failures(outcomes)),
         num_cached=sum(outcome.metrics.get("judge_cached") == 1.0 for outcome in outcomes),
         num_calls=task.client.limiter.num_calls - calls_before,
-        accuracy=fmean(bool(ours) == theirs for ours, theirs in zip(verdicts, labels, strict=True)),
-        kappa=cohens_kappa([bool(verdict) for verdict in verdicts], labels),
+        accuracy=fmean(ours == theirs for ours, theirs in zip(verdicts, labels, strict=True)),
+        kappa=cohens_kappa(verdicts, labels),
         num_repeated=len(pairs),
         agreement=fmean(
             first is not None and second is not None and abs(first - second) <= _SAME_SCORE
             for first, second in pairs
         ),
-        length_correlation=correlation(known),
+        length_correlation=correlation(scored),
     )
 
 
@@ -187,15 +184,15 @@ def write_judge_report(report: JudgeReport, path: Path) -> None:
 
 
 def cohens_kappa(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
-    """Return the agreement beyond chance of two judges on the same rows; 1.0 where both never vary."""
-    agreed_frac = fmean(one == other for one, other in zip(ours, theirs, strict=True))
+    """Return the agreement beyond chance of two judges on the same rows; 1.0 if both are constant."""
+    agreed_frac = fmean(our == their for our, their in zip(ours, theirs, strict=True))
     yes_frac, other_yes_frac = fmean(ours), fmean(theirs)
     by_chance_frac = yes_frac * other_yes_frac + (1.0 - yes_frac) * (1.0 - other_yes_frac)
     return 1.0 if by_chance_frac == 1.0 else (agreed_frac - by_chance_frac) / (1.0 - by_chance_frac)
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Pearson's correlation, or None where one of the two never changes."""
+    """Return Pearson's correlation, or None if one of the two is constant."""
     if not pairs:
         return None
     mean_x, mean_y = fmean(x for x, _ in pairs), fmean(y for _, y in pairs)

@@ -1,7 +1,7 @@
 """The judge's HTTP client and its rate limit; a judge that the run started (`role`) is found by its name.
 
-A failed call is a value, because the judged reply is not at fault: it stays unscored. Redirects are not
-followed, so the key goes to the named address only.
+A failed call is returned as a value: it is not the reply's fault, which stays unscored. Redirects are not
+followed, so the key is sent to the named address only.
 """
 
 from __future__ import annotations
@@ -29,23 +29,14 @@ if TYPE_CHECKING:
 
 
 CALL_LIMIT_S = 30.0
-"""From the first byte sent to the last one read, tries included."""
+"""Limit from the first byte sent to the last one read, all tries included."""
 WAIT_LIMIT_S = 30.0
-"""For a free slot, and for the rate."""
+"""Limit of the wait for a free slot, and of the wait for the rate."""
 SEED = 0
 _MAX_TRIES = 3
 _BACKOFF_S = 0.5
 _MAX_ANSWER_BYTES = 1 << 20
 _BUSY = frozenset({429, 502, 503, 504})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeAddress:
-    """Where a judge answers."""
-
-    url: str
-    model: str
-    key_env: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,19 +49,21 @@ class _FailedTry:
 
 
 class JudgeClient:
-    """Asks one judge; usable in forked processes."""
+    """The client of one judge; usable in forked processes."""
 
-    def __init__(self, address: JudgeAddress, limiter: CallLimiter) -> None:
+    def __init__(self, url: str, model: str, key_env: str | None, limiter: CallLimiter) -> None:
         self.limiter = limiter
-        self._address = address
+        self._url = url
+        self._model = model
+        self._key_env = key_env
         self._client: tuple[int, httpx.Client] | None = None
 
     def ask(self, question: str) -> str | Failure:
-        """Return the judge's answer, or why there is none.
+        """Return the judge's answer, or a failure.
 
         Raises: ConfigError if httpx is not installed or the variable of the key is not set.
         """
-        client = self._open_client()
+        client = self.open()
         with self.limiter.slot(WAIT_LIMIT_S) as has_slot:
             if not has_slot:
                 return _failure("judge_busy", f"no call could begin within {WAIT_LIMIT_S:g} s")
@@ -82,7 +75,7 @@ class JudgeClient:
                     return _failure(
                         refusal, f"after {self.limiter.num_calls} calls; see task.max_judge_calls"
                     )
-                answer = _try(client, self._address.model, question, deadline)
+                answer = _try(client, self._model, question, deadline)
                 if isinstance(answer, str):
                     return answer
                 failure = answer
@@ -92,57 +85,50 @@ class JudgeClient:
                 time.sleep(pause_s)
         return _failure(failure.kind, failure.detail)
 
-    def require_ready(self) -> None:
-        """Refuse what every call would fail on.
+    def open(self) -> httpx.Client:
+        """Return this process's HTTP client; a fork does not share its parent's connections.
 
         Raises: ConfigError like `ask`.
         """
-        self._open_client()
+        if self._client is not None and self._client[0] == os.getpid():
+            return self._client[1]
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError(
+                "a judge is asked with httpx, which is not installed",
+                allowed="an installation with the extra 'tasks'",
+                next_step="pip install 'strop[tasks]'",
+            ) from error
+        headers, url = {}, self._url
+        if url == ROLE:
+            role = find_endpoint(endpoint_name(self._model))
+            if role is None:
+                raise ConfigError(
+                    f"task.judge_url=role, and no run has started {self._model} for this process",
+                    allowed="'role' while `strop train` runs, which starts the judge; else an address",
+                    next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
+                )
+            url, headers["Authorization"] = role.url, f"Bearer {role.key}"
+        if self._key_env is not None:
+            key = os.environ.get(self._key_env, "")
+            if not key:
+                raise ConfigError(
+                    f"task.judge_key_env={self._key_env}, and that variable is not set",
+                    allowed="a variable that holds the judge's key, or none for a judge without one",
+                    next_step=f"export {self._key_env} where the run is started",
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        # Proxies of the environment do not apply to a server on this machine.
+        client = httpx.Client(base_url=url.rstrip("/"), headers=headers, trust_env=not is_this_machine(url))
+        self._client = os.getpid(), client
+        return client
 
     def close(self) -> None:
         """Close the connections of this process."""
         if self._client is not None and self._client[0] == os.getpid():
             self._client[1].close()
         self._client = None
-
-    def _open_client(self) -> httpx.Client:
-        """Return this process's client: connections are not shared with the one that it was forked from."""
-        if self._client is None or self._client[0] != os.getpid():
-            self._client = os.getpid(), _make_client(self._address)
-        return self._client[1]
-
-
-def _make_client(address: JudgeAddress) -> httpx.Client:
-    try:
-        import httpx
-    except ImportError as error:
-        raise ConfigError(
-            "a judge is asked with httpx, which is not installed",
-            allowed="an installation with the extra 'tasks'",
-            next_step="pip install 'strop[tasks]'",
-        ) from error
-    headers, url = {}, address.url
-    if url == ROLE:
-        role = find_endpoint(endpoint_name(address.model))
-        if role is None:
-            raise ConfigError(
-                f"task.judge_url=role, and no run has started {address.model} for this process",
-                allowed="'role' while `strop train` runs, which starts the judge; else an address",
-                next_step="set task.judge_url to a server that answers, such as http://127.0.0.1:8000/v1",
-            )
-        url, headers["Authorization"] = role.url, f"Bearer {role.key}"
-    if address.key_env is not None:
-        key = os.environ.get(address.key_env, "")
-        if not key:
-            raise ConfigError(
-                f"task.judge_key_env={address.key_env}, and that variable is not set",
-                allowed="a variable that holds the judge's key, or none for a judge without one",
-                next_step=f"export {address.key_env} where the run is started",
-            )
-        headers["Authorization"] = f"Bearer {key}"
-    # The environment's proxies are not for a server on this machine.
-    is_here = is_this_machine(url)
-    return httpx.Client(base_url=url.rstrip("/"), headers=headers, trust_env=not is_here)
 
 
 def _try(client: httpx.Client, model: str, question: str, deadline: float) -> str | _FailedTry:
@@ -200,29 +186,22 @@ def _failure(kind: str, detail: str) -> Failure:
 
 
 _STATE = struct.Struct("=Qd")
-"""Calls begun, and when the next one may begin (seconds of the machine's monotonic clock)."""
+"""Number of calls begun, and the earliest begin of the next one (seconds of the monotonic clock)."""
 _FIRST_SLOT = _STATE.size
 _POLL_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallLimits:
-    """How often a judge may be called."""
-
-    num_at_once: int
-    calls_per_s: float | None
-    max_calls: int
 
 
 class CallLimiter:
     """Limits calls at once, per second and in all, over all worker processes. Build it before the fork.
 
-    The count lives in an unnamed file that forked workers share. Slots are locks on its bytes, which the
-    kernel releases when their holder is killed.
+    Forked workers share an unnamed file with the count. Slots are locks on its bytes, which the kernel
+    releases when their holder is killed.
     """
 
-    def __init__(self, limits: CallLimits) -> None:
-        self._limits = limits
+    def __init__(self, *, num_at_once: int, calls_per_s: float | None, max_calls: int) -> None:
+        self._num_at_once = num_at_once
+        self._gap_s = 0.0 if calls_per_s is None else 1.0 / calls_per_s
+        self._max_calls = max_calls
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("strop-judge")
         else:
@@ -250,22 +229,21 @@ class CallLimiter:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, held)
 
     def begin_call(self, wait_limit_s: float) -> str | None:
-        """Count a call, and wait until the rate allows it. Returns a kind of failure, or None."""
+        """Count a call, and wait until the rate allows it. Return the kind of a failure, or None."""
         with _locked(self._file):
             num_calls, next_at = self._read()
-            if num_calls >= self._limits.max_calls:
+            if num_calls >= self._max_calls:
                 return "judge_budget"
             now = time.monotonic()
             begin_at = max(now, next_at)
             if begin_at - now > wait_limit_s:
                 return "judge_busy"
-            gap_s = 0.0 if self._limits.calls_per_s is None else 1.0 / self._limits.calls_per_s
-            os.pwrite(self._file, _STATE.pack(num_calls + 1, begin_at + gap_s), 0)
+            os.pwrite(self._file, _STATE.pack(num_calls + 1, begin_at + self._gap_s), 0)
         time.sleep(max(0.0, begin_at - time.monotonic()))
         return None
 
     def _try_slots(self) -> int | None:
-        for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._limits.num_at_once):
+        for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._num_at_once):
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
             except OSError:
@@ -288,5 +266,5 @@ def _locked(file: int) -> Iterator[None]:
 
 
 def endpoint_name(model: str) -> str:
-    """Return the name under which a judge that the run started is handed over."""
+    """Return the endpoint name of a judge that the run started."""
     return f"judge {model}"

@@ -1,4 +1,4 @@
-"""Rubric, judgement and cache: what the judge is shown, what of its answer counts, what is stored.
+"""The judge's prompt (rubric), its parsed answer (judgement), and the cache of judgements.
 
 A rubric is a template with named placeholders; the reply stands in delimiters that it cannot forge. A
 placeholder that is unknown, or that a row has no text for, is refused: the judge would score another question
@@ -26,7 +26,7 @@ _PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIRED = ("prompt", "reply")
 _MAX_REPLY_CHARS = 40_000
-"""Of a longer reply the judge sees both ends: the whole would not fit what small judges can read."""
+"""The judge sees only both ends of a longer reply: the whole would not fit the context of small judges."""
 _SHARED = "Question:\n{{prompt}}\n\n"
 BUILT_IN: Mapping[str, str] = {
     "quality": _SHARED
@@ -57,15 +57,15 @@ class Rubric:
 
     text: str
     origin: str
-    """File, or the name of a built-in one; for messages."""
+    """File, or the name of a built-in rubric; for messages."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The places of the template, in order, each once."""
+        """The distinct placeholders of the template, in order."""
         return tuple(dict.fromkeys(match.group(1) for match in _PLACE.finditer(self.text)))
 
     def require_values(self, values: Mapping[str, str], place: str) -> None:
-        """Refuse an example that has nothing for one of the places. `place` says which, for the message.
+        """Refuse an example without a text for one of the placeholders. `place` names it in the message.
 
         Raises: DataError naming place, field and template.
         """
@@ -78,39 +78,37 @@ class Rubric:
             )
 
     def fill(self, values: Mapping[str, str], reply: str, secret: str) -> str:
-        """Return what the judge is asked, the contract included.
+        """Return the judge's prompt, the contract included.
 
         Raises: DataError like `require_values`.
         """
         self.require_values(values, "the example")
-        filled = {**values, "reply": wrap_reply(reply, secret)}
-        question = _PLACE.sub(lambda match: filled[match.group(1)], self.text)
+        texts = {**values, "reply": wrap_reply(reply, secret)}
+        question = _PLACE.sub(lambda match: texts[match.group(1)], self.text)
         return f"{question.rstrip()}\n\n{CONTRACT}"
 
 
-def read_rubric(given: str) -> Rubric:
+def read_rubric(name: str) -> Rubric:
     """Read a template: a built-in one by its name, else a text file.
 
-    Raises: ConfigError if it cannot be read, or a place is missing or malformed.
+    Raises: ConfigError if it cannot be read, or a placeholder is missing or malformed.
     """
-    if given in BUILT_IN:
-        return Rubric(text=BUILT_IN[given], origin=given)
+    if name in BUILT_IN:
+        return Rubric(text=BUILT_IN[name], origin=name)
     try:
-        text = locate_named(given).read_text(encoding="utf-8")
+        text = locate_named(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"task.rubric={given} cannot be read ({error})",
+            f"task.rubric={name} cannot be read ({error})",
             allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8",
             next_step="correct the path in task.rubric",
         ) from error
-    rubric = Rubric(text=text, origin=given)
-    malformed = [name for name in rubric.names if not _NAME.fullmatch(name)]
-    missing = [name for name in _REQUIRED if name not in rubric.names]
-    if malformed or missing:
-        shown = [f"the place {{{{{name}}}}}" for name in malformed]
-        shown += [f"no place {{{{{name}}}}}" for name in missing]
+    rubric = Rubric(text=text, origin=name)
+    faults = [f"the place {{{{{place}}}}}" for place in rubric.names if not _NAME.fullmatch(place)]
+    faults += [f"no place {{{{{place}}}}}" for place in _REQUIRED if place not in rubric.names]
+    if faults:
         raise ConfigError(
-            f"the rubric {given} has {' and '.join(shown)}",
+            f"the rubric {name} has {' and '.join(faults)}",
             allowed="a template with {{prompt}} and {{reply}}, and columns of the rows such as {{gold}}",
             next_step="write the place into the file; a name has letters, digits and underscores",
         )
@@ -118,10 +116,10 @@ def read_rubric(given: str) -> Rubric:
 
 
 def wrap_reply(reply: str, secret: str) -> str:
-    """Put a reply between delimiters that it cannot hold, with everything escaped that looks like a score.
+    """Put a reply between delimiters that it cannot contain, and escape everything that looks like a score.
 
-    The delimiter's number is a hash over `secret` and the reply, so that no reply can hold its own, and
-    the same reply is shown in the same way whenever it is judged.
+    The delimiter's number is a hash over `secret` and the reply, so that no reply can contain its own, and
+    the same reply always gives the same prompt.
     """
     nonce = hashlib.sha256(f"{secret}\0{reply}".encode(errors="surrogatepass")).hexdigest()[:16]
     shown = reply
@@ -129,7 +127,7 @@ def wrap_reply(reply: str, secret: str) -> str:
         half = _MAX_REPLY_CHARS // 2
         left_out = len(reply) - 2 * half
         shown = f"{reply[:half]}\n[{left_out} characters are left out here]\n{reply[-half:]}"
-    # What cannot be written as UTF-8 cannot be sent.
+    # Surrogates cannot be sent as UTF-8.
     shown = shown.encode(errors="replace").decode()
     shown = _CODED_LETTER.sub(r"\\ ", shown)
     shown = _SCORE_KEY.sub(r"\1(quoted)\2", shown)
@@ -138,7 +136,7 @@ def wrap_reply(reply: str, secret: str) -> str:
 
 
 UNPARSABLE = "judge_unparsable"
-"""Kind of failure: the judge answered, and not with a score."""
+"""Kind of failure: the judge's answer holds no score."""
 OUT_OF_BOUNDS = "judge_out_of_bounds"
 _MAX_SHOWN = 300
 
@@ -153,21 +151,20 @@ class Judgement:
 
 
 def read_judgement(answer: str) -> Judgement | Failure:
-    """Read the last JSON object of an answer; what the judge thought before is dropped.
+    """Read the last JSON object of an answer; thoughts before it are dropped.
 
-    A failure where the answer does not end in an object with a number from 0 to 1 as its score.
+    Return a failure if the answer does not end in an object with a score from 0 to 1.
     """
     text = text_after_thinking(answer)
-    found = None if text is None else _last_object(text)
-    score = None if found is None else found.get("score")
+    values = (None if text is None else _last_object(text)) or {}
+    score = values.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float):
         shown = answer.strip()[-_MAX_SHOWN:]
         return Failure(owner=FailureOwner.ENGINE, kind=UNPARSABLE, detail=f"the judge ended with {shown!r}")
     if not math.isfinite(score) or not 0.0 <= score <= 1.0:
         detail = f"the judge gave {score}, and scores are from 0 to 1"
         return Failure(owner=FailureOwner.ENGINE, kind=OUT_OF_BOUNDS, detail=detail)
-    assert found is not None
-    return Judgement(score=float(score), reason=str(found.get("reason", "")))
+    return Judgement(score=float(score), reason=str(values.get("reason", "")))
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
@@ -188,11 +185,11 @@ def _last_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-# The cache on this disk holds scores only; a failed call is repeated. An unreadable entry counts as absent.
+# The cache on this disk holds scores only; failed calls are repeated. An unreadable entry counts as absent.
 
 
 def judgement_path(judge_digest: str, question: str) -> Path:
-    """Return where the judgement of a question is kept; the question holds example, rubric and reply."""
+    """Return the cache file of a question's judgement; the question holds example, rubric and reply."""
     key = hashlib.sha256(f"{judge_digest}\0{question}".encode()).hexdigest()
     return user_cache_dir() / "judgements" / judge_digest[:16] / key[:2] / f"{key}.json"
 
@@ -201,10 +198,10 @@ def find_judgement(path: Path) -> Judgement | None:
     """Return a stored judgement, or None if there is none."""
     try:
         values = json.loads(path.read_bytes())
-        found = Judgement(score=float(values["score"]), reason=str(values["reason"]))
+        judgement = Judgement(score=float(values["score"]), reason=str(values["reason"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return found if 0.0 <= found.score <= 1.0 else None
+    return judgement if 0.0 <= judgement.score <= 1.0 else None
 
 
 def keep_judgement(path: Path, judgement: Judgement) -> None:

@@ -18,8 +18,6 @@ from strop.tasks.llm_judge.client import (
     SEED,
     WAIT_LIMIT_S,
     CallLimiter,
-    CallLimits,
-    JudgeAddress,
     JudgeClient,
 )
 from strop.tasks.llm_judge.rubric import (
@@ -50,11 +48,11 @@ _SPARE_S = 5.0
     rank=190,
 )
 class LlmJudge:
-    """The reward is the judge's score; solved is a reply of `task.pass_score` or more.
+    """The reward is the judge's score; a reply with `task.pass_score` or more is correct.
 
-    Judged is the text behind the last closed thinking block. An empty text earns 0 without a call, and only
-    it has a wrong form. A reply that the judge does not score has no score. The version covers the judge's
-    name, revision, rubric and contract.
+    The text behind the last closed thinking block is judged. An empty text earns 0 without a call, and is the
+    only one with `format_ok` false. A reply that the judge does not score has no score. The version covers
+    the judge's name, revision, rubric and contract.
     """
 
     name = "llm-judge"
@@ -63,18 +61,17 @@ class LlmJudge:
         self._spec = spec
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
-            # Where only quality is judged, no reply is known to be right.
+            # If only quality is judged, no reply is known to be right.
             max_goldless_frac=1.0,
             verify_limit_s=WAIT_LIMIT_S + CALL_LIMIT_S + _SPARE_S,
         )
         self.limits = fit_limits(limits, spec)
-        rules = CallLimits(
+        limiter = CallLimiter(
             num_at_once=spec.judge_concurrency,
             calls_per_s=spec.judge_calls_per_s,
             max_calls=spec.max_judge_calls,
         )
-        address = JudgeAddress(url=spec.judge_url, model=spec.judge_model, key_env=spec.judge_key_env)
-        self.client = JudgeClient(address, CallLimiter(rules))
+        self.client = JudgeClient(spec.judge_url, spec.judge_model, spec.judge_key_env, limiter)
 
     @cached_property
     def version(self) -> str:
@@ -84,7 +81,7 @@ class LlmJudge:
 
     @cached_property
     def judge_digest(self) -> str:
-        """Hash over all that makes the judge this one; reads the rubric."""
+        """Hash over everything that identifies the judge; reads the rubric."""
         spec = self._spec
         parts = [_VERIFIER, spec.judge_model, spec.judge_revision, self._rubric.text, CONTRACT]
         text = json.dumps([*parts, SEED, MAX_ANSWER_TOKENS])
@@ -92,7 +89,7 @@ class LlmJudge:
 
     @property
     def judge_digests(self) -> Sequence[str]:
-        """The one judge's."""
+        """The digest of the one judge."""
         return (self.judge_digest,)
 
     @property
@@ -103,20 +100,20 @@ class LlmJudge:
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the questions of a split, in the order of the data.
 
-        Raises: DataError if the data is missing, empty or malformed, or a row has nothing for a place
+        Raises: DataError if the data is missing, empty or malformed, or a row has no text for a placeholder
             of the rubric; ConfigError if the task names no data.
         """
         return self._splits.of(split)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the prompt as it stands in the row."""
+        """Return the row's prompt."""
         return pose(str(example.fields["prompt"]), thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Ask the judge for a score.
 
-        Raises: DataError if the example has nothing for a place of the rubric; ConfigError if the judge
-            cannot be asked from here; StoreError if a judgement cannot be kept.
+        Raises: DataError if the example has no text for a placeholder of the rubric; ConfigError if the judge
+            cannot be called from this process; StoreError if a judgement cannot be stored.
         """
         self.require_judgeable(example)
         judged = text_after_thinking(text) or ""
@@ -124,18 +121,18 @@ class LlmJudge:
             return Outcome(parts={"judge": 0.0}, is_correct=False, format_ok=False)
         question = self._question(example, judged)
         path = judgement_path(self.judge_digest, question)
-        found: Judgement | Failure | None = find_judgement(path)
-        metrics = {"judge_cached": float(found is not None), "reply_chars": float(len(judged))}
-        if found is None:
-            found = self._ask(question)
-            if isinstance(found, Judgement):
-                keep_judgement(path, found)
-        if isinstance(found, Failure):
-            return Outcome(parts={"judge": None}, metrics={**metrics, found.kind: 1.0}, failure=found)
+        result: Judgement | Failure | None = find_judgement(path)
+        metrics = {"judge_cached": float(result is not None), "reply_chars": float(len(judged))}
+        if result is None:
+            result = self._ask(question)
+            if isinstance(result, Judgement):
+                keep_judgement(path, result)
+        if isinstance(result, Failure):
+            return Outcome(parts={"judge": None}, metrics={**metrics, result.kind: 1.0}, failure=result)
         return Outcome(
-            parts={"judge": found.score},
-            is_correct=found.score >= self._spec.pass_score,
-            metrics={**metrics, "judge_score": found.score},
+            parts={"judge": result.score},
+            is_correct=result.score >= self._spec.pass_score,
+            metrics={**metrics, "judge_score": result.score},
         )
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
@@ -143,23 +140,24 @@ class LlmJudge:
         return () if example.answer is None else (example.answer,)
 
     def require_judgeable(self, example: Example) -> None:
-        """Refuse an example that the rubric cannot be filled for.
+        """Refuse an example without a text for a placeholder of the rubric.
 
         Raises: DataError naming example, field and rubric.
         """
         self._rubric.require_values(_values(example), f"example {example.example_id}")
 
     def score_twice(self, example: Example, text: str) -> tuple[float | None, float | None]:
-        """Ask the judge twice about one reply, whatever is stored; None where it gave no score.
+        """Ask the judge twice about one reply, without the cache; None: it gave no score.
 
         Raises: like `verify`.
         """
         question = self._question(example, text)
-        first, second = (self._ask(question) for _ in range(2))
-        return _score(first), _score(second)
+        answers = (self._ask(question) for _ in range(2))
+        first, second = (answer.score if isinstance(answer, Judgement) else None for answer in answers)
+        return first, second
 
     def as_question(self, prompt: str, gold: str | None, fields: Mapping[str, Any]) -> Example:
-        """Return an example of this task for a question that another task asks."""
+        """Return an example of this task for the question of another task."""
         return make_example(self.name, {**_plain(fields), "prompt": prompt}, gold)
 
     def warm_up(self) -> None:
@@ -167,8 +165,8 @@ class LlmJudge:
 
         Raises: ConfigError if httpx or the key is missing, or the rubric cannot be read.
         """
-        _ = self._rubric  # read now: every call would fail on it
-        self.client.require_ready()
+        _ = self._rubric  # Read now: every call would fail on it.
+        self.client.open()
 
     def _question(self, example: Example, text: str) -> str:
         return self._rubric.fill(_values(example), text, f"{self.judge_digest}\0{example.example_id}")
@@ -202,7 +200,7 @@ class LlmJudge:
 
 
 def row_example(row: Row, rubric: Rubric | None = None) -> Example:
-    """Return the example of a row; with a rubric, one that it can be filled for.
+    """Return the example of a row, checked against a rubric if there is one.
 
     Raises: DataError naming the row.
     """
@@ -220,14 +218,10 @@ def row_example(row: Row, rubric: Rubric | None = None) -> Example:
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a rubric can name: texts and numbers."""
+    """Return the fields that a rubric can use: texts and numbers."""
     return {key: value for key, value in fields.items() if isinstance(value, str | int | float)}
 
 
 def _values(example: Example) -> dict[str, str]:
     values = {key: str(value) for key, value in example.fields.items()}
     return values if example.answer is None else {**values, "gold": example.answer}
-
-
-def _score(found: Judgement | Failure) -> float | None:
-    return found.score if isinstance(found, Judgement) else None

@@ -1,6 +1,6 @@
-"""A task class of the user's, as a task like any other.
+"""A task class of the user, wrapped as a task.
 
-A process of its own (`posing`) instantiates the class and collects its examples; the workers that judge
+A separate process (`posing`) instantiates the class and collects its examples; the workers that judge
 replies load it to verify. The training process holds only data. The version is a hash of sources, settings
 and examples.
 """
@@ -24,13 +24,13 @@ from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources, load_code, run_apart
 
 POSE_LIMIT_S = 600.0
-"""Wall time in which the class must have made its examples and written their prompts."""
+"""Wall time (seconds) in which the class must make its examples and render their prompts."""
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "own-1"
 
 
 def require_whole(name: str, example: Example) -> None:
-    """Refuse an example that has lost a field: most classes would call every reply to it wrong.
+    """Refuse an example that has lost a field: most classes would judge every reply to it wrong.
 
     Raises: DataError.
     """
@@ -42,15 +42,15 @@ def require_whole(name: str, example: Example) -> None:
 class OwnTask:
     """The user's class: its prompts, and its verdicts.
 
-    `verify` of the class returns an `Outcome`, or what a reward function may return: a number, true or false,
+    `verify` of the class returns an `Outcome`, or the values of a reward function: a number, true or false,
     None, or a table of them.
     """
 
     poser = posing.__name__
-    """The module in whose process the class is asked for its examples."""
+    """The module whose process collects the examples of the class."""
 
     def __init__(self, spec: UserCodeSection) -> None:
-        """Inspect the class; it is not loaded, and no example is made.
+        """Inspect the class without loading it; no example is made.
 
         Raises: ConfigError if it cannot be imported, or is no task.
         """
@@ -65,10 +65,11 @@ class OwnTask:
         return self.own_limits()
 
     def own_limits(self) -> TaskLimits:
-        """Read what the class says of its limits."""
+        """Read the limits of the class."""
         # JSON has no tuples.
         own_limits = {
-            key: tuple(one) if isinstance(one, list) else one for key, one in self._posed["limits"].items()
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in self._posed["limits"].items()
         }
         own: dict[str, Any] = {} if self._posed["knows_gold"] else {"max_goldless_frac": 1.0}
         own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **own_limits}
@@ -82,15 +83,15 @@ class OwnTask:
         return self.own_version()
 
     def own_version(self) -> str:
-        """Hash the class as it is."""
-        # Where the file lies is nothing that a score depends on.
+        """Hash the class without the run's prompting settings."""
+        # No score depends on the path of the file, which `spec.name` holds.
         spec = self._spec.model_copy(update={"name": self.name})
-        prompts = json.dumps([self._made[id_]["messages"] for id_ in sorted(self._made)])
-        judged = f"{_VERIFIER} {self._digest}"
-        return hash_version(self.name, prompts, judged, self.limits, spec, self._splits.digest)
+        prompts = json.dumps([self._rows[id_]["messages"] for id_ in sorted(self._rows)])
+        verifier = f"{_VERIFIER} {self._digest}"
+        return hash_version(self.name, prompts, verifier, self.limits, spec, self._splits.digest)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return what the class makes for a split.
+        """Return the examples that the class makes for a split.
 
         Raises: ConfigError naming file and line if it cannot; DataError if the splits share an example.
         """
@@ -98,21 +99,21 @@ class OwnTask:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the messages that the class wrote for an example."""
-        messages = self._made[example.example_id]["messages"]
-        asked = [
-            Message.from_json(one) if isinstance(one, dict) else Message(role=one[0], content=one[1])
-            for one in messages
+        values = self._rows[example.example_id]["messages"]
+        messages = [
+            Message.from_json(value) if isinstance(value, dict) else Message(role=value[0], content=value[1])
+            for value in values
         ]
-        return pose_messages(asked, self._spec.thinking)
+        return pose_messages(messages, self._spec.thinking)
 
     def problem_of(self, example: Example) -> str | None:
-        """Return the class's name for the problem; None where it has no such method."""
-        named: str | None = self._made.get(example.example_id, {}).get("problem")
-        return None if named is None else f"{self.name} {named}"
+        """Return the class's name for the problem; None if it has no such method."""
+        problem: str | None = self._rows.get(example.example_id, {}).get("problem")
+        return None if problem is None else f"{self.name} {problem}"
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the right replies that the class knows; without such a method, none."""
-        return tuple(self._made[example.example_id]["gold"])
+        """Return the gold replies of the class; none if it has no such method."""
+        return tuple(self._rows[example.example_id]["gold"])
 
     def warm_up(self) -> None:
         """Load the class into this process. Raises: ConfigError like `user_code.load_code`."""
@@ -121,15 +122,15 @@ class OwnTask:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the class does.
 
-        Raises: DataError if an example is none of the task's; whatever the class raises; TypeError or
-            ValueError for what it may not return.
+        Raises: DataError if the example is not of this task; any exception of the class; TypeError or
+            ValueError if its return value is not allowed.
         """
         require_whole(self.name, example)
         return self.to_outcome(await_if_needed(self._own.verify(example, text)))
 
     def to_outcome(self, found: Any) -> Outcome:
-        """Return what the class said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
-        # Of the object itself: a worker that judges has no examples made.
+        """Convert a verdict of the class to an outcome. Raises: TypeError or ValueError as `to_parts`."""
+        # Full marks of the object itself: a worker that judges has not made the examples.
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
         return as_outcome(found, self.where, full)
 
@@ -143,34 +144,32 @@ class OwnTask:
         return self.make_own()
 
     def make_own(self) -> Any:
-        """Make an object of the class, which is loaded into this process."""
+        """Load the class into this process and instantiate it."""
         return posing.make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
 
     @cached_property
     def _posed(self) -> dict[str, Any]:
         """The class's limits and examples with prompts, as JSON values."""
-        order = {"values": dict(self._inspected.values)}
-        doing = "asked for its examples"
         return run_apart(
             self.poser,
             self._spec.ref,
-            order,
+            {"values": dict(self._inspected.values)},
             limit_s=POSE_LIMIT_S,
-            doing=doing,
+            doing="asked for its examples",
             digest=self._digest,
         )
 
     @cached_property
-    def _made(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the class made for each example, by id."""
-        rows = [one for split in Split for one in self._posed["splits"][split.value]]
-        return {self._example_of(one).example_id: one for one in rows}
+    def _rows(self) -> Mapping[str, Mapping[str, Any]]:
+        """Messages, gold replies and problem of each example, by id."""
+        rows = [row for split in Split for row in self._posed["splits"][split.value]]
+        return {self._example_of(row).example_id: row for row in rows}
 
     @cached_property
     def _splits(self) -> SplitExamples:
         train = self._first(Split.TRAIN, self._spec.num_train)
         held_out = self._first(Split.HELD_OUT, self._spec.num_held_out)
-        shared = {one.example_id for one in train} & {one.example_id for one in held_out}
+        shared = {example.example_id for example in train} & {example.example_id for example in held_out}
         if shared:
             raise DataError(
                 f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
@@ -180,9 +179,9 @@ class OwnTask:
         return SplitExamples(train=train, held_out=held_out)
 
     def _first(self, split: Split, number: int | None) -> tuple[Example, ...]:
-        """Return the first examples of a split, each once."""
-        found = map(self._example_of, self._posed["splits"][split.value])
-        return tuple({example.example_id: example for example in found}.values())[:number]
+        """Return the first distinct examples of a split."""
+        examples = map(self._example_of, self._posed["splits"][split.value])
+        return tuple({example.example_id: example for example in examples}.values())[:number]
 
-    def _example_of(self, made: Mapping[str, Any]) -> Example:
-        return make_example(self.name, made["fields"], made["answer"])
+    def _example_of(self, row: Mapping[str, Any]) -> Example:
+        return make_example(self.name, row["fields"], row["answer"])

@@ -1,7 +1,7 @@
-"""Rewards of a user's rows: functions of the user, and built-in ones.
+"""Rewards of a user's rows: the user's functions, and built-in ones.
 
-A reward takes a reply and the values of its row by name, and returns named parts. What a user's function
-returns is checked: a text, NaN or a list of another length is an error, not a reward of 0.
+A reward takes a reply and the values of its row by name, and returns named parts. The return value of a
+user's function is checked: a text, NaN or a list of another length is an error, not a reward of 0.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
 Parts = dict[str, float | None]
-"""Named parts of a reward; None where there is no score."""
+"""Named parts of a reward; None: no score."""
 REPLY, REPLIES = "reply", "completions"
-"""The parameter that a function of the user's gets the reply in: strop's form, and TRL's."""
-GIVEN = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
-"""What a function may take in addition to the columns of its row."""
+"""The reply's parameter in a user's function: strop's form, and TRL's."""
+RESERVED = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
+"""Parameters of a function that are not columns of the row."""
 _FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
 _VALUES = "a finite number, true or false, None, or a table of them"
 FULL_MARKS_SLACK = 1e-9
 
 
 class UserReward:
-    """A function of the user's, called by the names of its parameters."""
+    """A user's reward function, called by the names of its parameters."""
 
     def __init__(self, text: str) -> None:
-        """Inspect the function; it is not loaded.
+        """Inspect the function without loading it.
 
         Raises: ConfigError if it cannot be imported, or takes no reply.
         """
@@ -46,51 +46,46 @@ class UserReward:
         self.digest = hash_sources(self.ref.path)
         """Hash of the file and its imports from the same folder, as they are now."""
         if not {REPLY, REPLIES} & set(self.signature.parameters):
-            taken = ", ".join(self.signature.parameters) or "nothing"
+            parameters = ", ".join(self.signature.parameters) or "nothing"
             raise ConfigError(
-                f"{self.ref} (line {self.signature.line}) takes {taken}, and no reply",
+                f"{self.ref} (line {self.signature.line}) takes {parameters}, and no reply",
                 allowed=_FORMS,
                 next_step="name the parameter that takes the reply so",
             )
 
     def load(self) -> Callable[..., Any]:
         """Load the function into this process. Raises: ConfigError like `load_code`."""
-        found: Callable[..., Any] = load_code(self.ref, self.digest)
-        return found
+        function: Callable[..., Any] = load_code(self.ref, self.digest)
+        return function
 
     def score(self, values: Mapping[str, Any]) -> Parts:
-        """Call the function with the values that it takes.
+        """Call the function with the values that it takes; TRL's form gets a batch of one reply.
 
-        Raises: TypeError or ValueError for what it may not return; whatever it raises.
+        Raises: TypeError or ValueError if its return value is not allowed; any exception of the function.
         """
-        is_batched = REPLIES in self.signature.parameters
-        taken = self.signature.parameters
-        given = {key: one for key, one in values.items() if self.signature.takes_others or key in taken}
-        if is_batched:
-            is_chat = not isinstance(values["prompt"], str)
-            reply = values[REPLY]
-            given = {key: [value] for key, value in given.items() if key not in GIVEN or key == "answer"}
-            given[REPLIES] = [[{"role": "assistant", "content": reply}] if is_chat else reply]
-            if self.signature.takes_others or "prompts" in self.signature.parameters:
-                given["prompts"] = [values["prompt"]]
-        returned = await_if_needed(self.load()(**given))
-        return to_parts(self._only(returned) if is_batched else returned, self.name, self._where)
-
-    def _only(self, returned: Any) -> Any:
-        """Return the one score of a list of one reply. Raises: TypeError for any other list."""
+        where = f"{self.ref} (line {self.signature.line})"
+        parameters, takes_others = self.signature.parameters, self.signature.takes_others
+        arguments = {key: value for key, value in values.items() if takes_others or key in parameters}
+        if REPLIES not in parameters:
+            return to_parts(await_if_needed(self.load()(**arguments)), self.name, where)
+        is_chat = not isinstance(values["prompt"], str)
+        reply = values[REPLY]
+        arguments = {
+            key: [value] for key, value in arguments.items() if key not in RESERVED or key == "answer"
+        }
+        arguments[REPLIES] = [[{"role": "assistant", "content": reply}] if is_chat else reply]
+        if takes_others or "prompts" in parameters:
+            arguments["prompts"] = [values["prompt"]]
+        returned = await_if_needed(self.load()(**arguments))
         scores = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(scores, list | tuple) or len(scores) != 1:
-            what = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
-            raise TypeError(f"{self._where} returned {what} for 1 completion; allowed: a list of as many")
-        return scores[0]
-
-    @property
-    def _where(self) -> str:
-        return f"{self.ref} (line {self.signature.line})"
+            kind = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
+            raise TypeError(f"{where} returned {kind} for 1 completion; allowed: a list of as many")
+        return to_parts(scores[0], self.name, where)
 
 
 def await_if_needed(returned: Any) -> Any:
-    """Return what a user's function returned; of a coroutine, its result."""
+    """Return the value that a user's function returned, or the result of its coroutine."""
 
     async def wait() -> Any:
         return await returned
@@ -98,21 +93,21 @@ def await_if_needed(returned: Any) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
 
 
-def as_outcome(found: Any, where: str, full_marks: float) -> Outcome:
-    """Return what a class said of a reply, or an attempt, as an outcome; right is what earns full marks.
+def as_outcome(verdict: Any, where: str, full_marks: float) -> Outcome:
+    """Convert a class's verdict on a reply or an attempt to an outcome; correct means full marks.
 
     Raises: TypeError or ValueError as `to_parts`.
     """
-    if isinstance(found, Outcome):
-        return found
-    outcome = Outcome(parts=to_parts(found, "reward", where))
+    if isinstance(verdict, Outcome):
+        return verdict
+    outcome = Outcome(parts=to_parts(verdict, "reward", where))
     reward = outcome.reward
     is_full = reward is not None and reward >= full_marks - FULL_MARKS_SLACK
     return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
 
 
 def to_parts(returned: Any, name: str, where: str) -> Parts:
-    """Check what a function returned. Raises: TypeError or ValueError saying what is allowed."""
+    """Check a function's return value. Raises: TypeError or ValueError naming the allowed values."""
     if isinstance(returned, Mapping):
         if not returned:
             raise ValueError(f"{where} returned an empty table; allowed: {_VALUES}")
@@ -123,7 +118,7 @@ def to_parts(returned: Any, name: str, where: str) -> Parts:
 def _to_number(value: Any, where: str) -> float | None:
     if value is None:
         return None
-    # A number of NumPy or PyTorch.
+    # A scalar of NumPy or PyTorch.
     plain = value.item() if hasattr(value, "item") and not isinstance(value, int | float) else value
     if not isinstance(plain, bool | int | float):
         raise TypeError(f"{where} returned {plain!r:.60}, a {type(plain).__name__}; allowed: {_VALUES}")
@@ -133,10 +128,7 @@ def _to_number(value: Any, where: str) -> float | None:
 
 
 def score_built_in(name: str, reply: str, answer: Any) -> float:
-    """Judge a reply by one of `BUILT_IN`.
-
-    Judged is what stands behind the last closed thinking block.
-    """
+    """Judge a reply, behind its last closed thinking block, by one of `BUILT_IN`."""
     text = text_after_thinking(reply)
     if text is None:
         return 0.0
@@ -144,9 +136,9 @@ def score_built_in(name: str, reply: str, answer: Any) -> float:
 
 
 def _contains(text: str, answer: Any) -> bool:
-    wanted = _plain(show_answer(answer))
-    # As words of their own: 4 is not in 42.
-    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", _plain(text)) is not None
+    gold = _plain(show_answer(answer))
+    # As whole words: 4 is not in 42.
+    return bool(gold) and re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", _plain(text)) is not None
 
 
 def _is_equal_math(text: str, answer: Any) -> bool:
@@ -199,5 +191,5 @@ def _plain(text: str) -> str:
 
 
 def show_answer(answer: Any) -> str:
-    """Return an answer as a text: a number as it is written, anything else but text as JSON."""
+    """Return an answer as a text: a text as it is, any other value as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)

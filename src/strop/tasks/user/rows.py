@@ -10,7 +10,7 @@ import ast
 import builtins
 import datetime as dt
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal, Self
@@ -40,7 +40,7 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.user.rewards import (
     BUILT_IN,
     FULL_MARKS_SLACK,
-    GIVEN,
+    RESERVED,
     Parts,
     UserReward,
     read_schema,
@@ -189,8 +189,8 @@ class RowsSpec(CodeTaskSection, TrainingRows):
 class Rows(RowTask):
     """Right if the rewards add up to `task.max_reward`.
 
-    Parts of the reward have the names of their functions. A row without an answer is left out, and counted,
-    where a built-in reward compares with it.
+    Parts of the reward have the names of their functions. If a built-in reward compares with the answer, rows
+    without one are left out and counted. The same prompt must have the same answer.
     """
 
     _spec: RowsSpec
@@ -199,18 +199,19 @@ class Rows(RowTask):
         self._functions = {name: UserReward(name) for name in spec.reward if name not in BUILT_IN_REWARDS}
         self._weights = dict(zip(spec.reward, spec.reward_weights or [1.0] * len(spec.reward), strict=True))
         self._full_marks = spec.max_reward - FULL_MARKS_SLACK
-        self._reader = _Reader(spec, self._functions)
+        self._answers: dict[str, tuple[Any, Row]] = {}
+        self._names = list_names(spec.prompt)
         reading = RowReading(
             layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
-            to_example=self._reader.to_example,
+            to_example=self._to_example,
             question=lambda example: json.dumps(example.fields["prompt"]),
-            why_left_out=self._reader.why_left_out,
-            split_key=self._reader.split_key,
+            why_left_out=self._why_left_out,
+            split_key=self._split_key,
         )
         user_s = spec.reward_limit_s if self._functions else 0.0
         sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else 0.0
         limits = TaskLimits(
-            # The rows are the user's, and so is what a full solution needs.
+            # Only the user knows how long a full solution of these rows is.
             max_reply_tokens=spec.max_reply_tokens or _MAX_REPLY_TOKENS,
             max_reward=spec.max_reward,
             min_reward=spec.min_reward,
@@ -238,17 +239,17 @@ class Rows(RowTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the row's prompt: its messages, or one user message."""
-        asked = example.fields["prompt"]
-        if isinstance(asked, str):
-            return pose(asked, thinking=self._spec.thinking)
-        messages = [Message(role=one["role"], content=one["content"]) for one in asked]
+        prompt = example.fields["prompt"]
+        if isinstance(prompt, str):
+            return pose(prompt, thinking=self._spec.thinking)
+        messages = [Message(role=message["role"], content=message["content"]) for message in prompt]
         return pose_messages(messages, self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Add the rewards up.
 
-        Raises: whatever a function of the user's raises; TypeError or ValueError for what it may not return;
-            SandboxError like `judge_python`.
+        Raises: any exception of a user's function; TypeError or ValueError if its return value is not
+            allowed; SandboxError like `judge_python`.
         """
         columns = example.fields["columns"]
         values = {
@@ -261,13 +262,13 @@ class Rows(RowTask):
         outcome = Outcome(parts={})
         for name, weight in self._weights.items():
             if name in self._functions:
-                found = self._functions[name].score(values)
+                scores = self._functions[name].score(values)
             elif name == _SANDBOXED:
                 outcome = self._run_tests(example, text)
-                found = {name: outcome.parts["correct"]}
+                scores = {name: outcome.parts["correct"]}
             else:
-                found = {name: score_built_in(name, text, example.fields["answer"])}
-            parts |= {key: None if value is None else weight * value for key, value in found.items()}
+                scores = {name: score_built_in(name, text, example.fields["answer"])}
+            parts |= {key: None if value is None else weight * value for key, value in scores.items()}
         judged = replace(outcome, parts=parts)
         reward = judged.reward
         return replace(judged, is_correct=None if reward is None else reward >= self._full_marks)
@@ -284,12 +285,12 @@ class Rows(RowTask):
         return (f"\\boxed{{{show_answer(answer)}}}" if first == "math" else show_answer(answer),)
 
     def _read_splits(self) -> SplitExamples:
-        found = super()._read_splits()
-        if found.train and found.held_out:
-            return found
-        left = ", ".join(f"{number} {why}" for why, number in found.left_out.items())
+        splits = super()._read_splits()
+        if splits.train and splits.held_out:
+            return splits
+        left = ", ".join(f"{number} {why}" for why, number in splits.left_out.items())
         raise DataError(
-            f"task.source={self._source} has {len(found.train)} training and {len(found.held_out)}"
+            f"task.source={self._source} has {len(splits.train)} training and {len(splits.held_out)}"
             f" held-out examples; rows left out: {left}",
             allowed="at least one row in each split",
             next_step="add rows, or the answers that are missing",
@@ -310,15 +311,95 @@ class Rows(RowTask):
         )
         return judged_outcome(code, judge_for(self._spec, job))
 
+    def _why_left_out(self, row: Row, split: Split) -> str | None:
+        self._require_columns(row)
+        compares = any(name in BUILT_IN_REWARDS for name in self._spec.reward)
+        return "without an answer" if compares and self._answer_of(row) is None else None
+
+    def _split_key(self, row: Row) -> str:
+        """Return a row's normalised prompt: rows with the same prompt are held out together."""
+        self._require_columns(row)
+        prompt = self._prompt_of(row)
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        return "\n".join(map(normal_text, texts))
+
+    def _to_example(self, row: Row) -> Example:
+        prompt, answer = self._prompt_of(row), self._answer_of(row)
+        first_answer, first_row = self._answers.setdefault(json.dumps(prompt), (answer, row))
+        if first_answer != answer:
+            raise _malformed(
+                row,
+                f"asks what {first_row.place} asks, with another answer: {show_answer(answer)[:60]!r}",
+                f"the answer of that row, {show_answer(first_answer)[:60]!r}",
+            )
+        for name in self._spec.reward:
+            if name not in _ANSWER_FORMS:
+                continue
+            read, form = _ANSWER_FORMS[name]
+            try:
+                read(answer)
+            except ValueError as error:
+                raise _malformed(row, f"has an answer that {name} cannot read: {error}", form) from error
+        columns = {name: _to_json(value) for name, value in row.values.items()}
+        columns = {name: value for name, value in columns.items() if value is not ...}
+        fields = {"prompt": prompt, "answer": answer, "columns": columns}
+        return make_example(self._spec.name, fields, None if answer is None else show_answer(answer))
+
+    def _require_columns(self, row: Row) -> None:
+        """Refuse a row that lacks a column which the settings or the functions name.
+
+        Raises: DataError naming the row, the column, who needs it, and the row's columns.
+        """
+        spec = self._spec
+        required = dict.fromkeys(self._names or [spec.prompt], f"task.prompt={spec.prompt!r}")
+        required |= {
+            name: f"task.gold={spec.gold!r}" for name in list_names(spec.gold or "") if name != "answer"
+        }
+        if spec.answer is not None:
+            required[spec.answer] = f"task.answer={spec.answer!r}"
+        for reward in self._functions.values():
+            reader = f"{reward.ref} (line {reward.signature.line}) takes it"
+            required |= {name: reader for name in reward.signature.required if name not in RESERVED}
+        missing = [f"{name!r} ({reader})" for name, reader in required.items() if name not in row.values]
+        if missing:
+            columns = ", ".join(row.values) or "none"
+            raise _malformed(row, f"has no column {' and '.join(missing)}", f"its columns: {columns}")
+
+    def _prompt_of(self, row: Row) -> Any:
+        """Return a row's prompt: a text, or the messages of a chat. Raises: DataError naming the row."""
+        spec = self._spec
+        if self._names:
+            prompt: Any = fill(
+                spec.prompt, {name: show_answer(_to_json(row.values[name])) for name in self._names}
+            )
+        else:
+            prompt = row.values[spec.prompt]
+        if isinstance(prompt, str) and prompt.strip():
+            return prompt
+        is_chat = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
+        if is_chat and prompt[-1]["role"] == "user":
+            return [{"role": message["role"], "content": message["content"]} for message in prompt]
+        raise _malformed(
+            row,
+            f"asks {prompt!r:.80}",
+            "a text that is not empty, or a list of messages with role (system, user, assistant) and content,"
+            " the last one the user's",
+        )
+
+    def _answer_of(self, row: Row) -> Any:
+        """Return a row's answer as a JSON value; None if it has none."""
+        answer = None if self._spec.answer is None else _to_json(row.values[self._spec.answer])
+        return None if answer in ("", ...) else answer
+
 
 def read_tests(answer: Any) -> tuple[str, ...]:
     """Return the tests of a row, each a statement of Python: a list of them, or their text.
 
-    Raises: ValueError if one is no Python, or if they use nothing that a reply could define.
+    Raises: ValueError if one is no Python, or if they use no name that a reply could define.
     """
-    listed = answer if isinstance(answer, list) else [answer]
+    texts = answer if isinstance(answer, list) else [answer]
     tests: list[str] = []
-    for text in listed:
+    for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"a test of type {type(text).__name__}")
         try:
@@ -335,105 +416,14 @@ def _tested_names(tests: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in used_names("\n".join(tests)) if name not in vars(builtins))
 
 
-class _Reader:
-    """Converts rows to examples; the same prompt must have the same answer."""
-
-    def __init__(self, spec: RowsSpec, functions: Mapping[str, UserReward]) -> None:
-        self._spec = spec
-        self._functions = functions
-        self._compares = any(name in BUILT_IN_REWARDS for name in spec.reward)
-        self._answers: dict[str, tuple[Any, Row]] = {}
-        self._names = list_names(spec.prompt)
-
-    def why_left_out(self, row: Row, split: Split) -> str | None:
-        self._require_columns(row)
-        return "without an answer" if self._compares and self._answer_of(row) is None else None
-
-    def split_key(self, row: Row) -> str:
-        """Return what a row asks, evened out: rows that ask the same are held out together."""
-        self._require_columns(row)
-        asked = self._prompt_of(row)
-        texts = [asked] if isinstance(asked, str) else [one["content"] for one in asked]
-        return "\n".join(map(normal_text, texts))
-
-    def to_example(self, row: Row) -> Example:
-        asked, answer = self._prompt_of(row), self._answer_of(row)
-        key = json.dumps(asked)
-        known, place = self._answers.setdefault(key, (answer, row))
-        if known != answer:
-            raise _malformed(
-                row,
-                f"asks what {place.place} asks, with another answer: {show_answer(answer)[:60]!r}",
-                f"the answer of that row, {show_answer(known)[:60]!r}",
-            )
-        self._check_answer(row, answer)
-        columns = {name: _to_json(value) for name, value in row.values.items()}
-        columns = {name: value for name, value in columns.items() if value is not ...}
-        fields = {"prompt": asked, "answer": answer, "columns": columns}
-        return make_example(self._spec.name, fields, None if answer is None else show_answer(answer))
-
-    def _require_columns(self, row: Row) -> None:
-        """Refuse a row without what the settings and the functions name of it.
-
-        Raises: DataError naming the row, the column, who wants it, and what there is.
-        """
-        spec = self._spec
-        wanted = dict.fromkeys(self._names or [spec.prompt], f"task.prompt={spec.prompt!r}")
-        wanted |= {
-            name: f"task.gold={spec.gold!r}" for name in list_names(spec.gold or "") if name != "answer"
-        }
-        if spec.answer is not None:
-            wanted[spec.answer] = f"task.answer={spec.answer!r}"
-        for reward in self._functions.values():
-            taken = f"{reward.ref} (line {reward.signature.line}) takes it"
-            wanted |= {name: taken for name in reward.signature.required if name not in GIVEN}
-        missing = [f"{name!r} ({who})" for name, who in wanted.items() if name not in row.values]
-        if missing:
-            columns = ", ".join(row.values) or "none"
-            raise _malformed(row, f"has no column {' and '.join(missing)}", f"its columns: {columns}")
-
-    def _prompt_of(self, row: Row) -> Any:
-        """Return what a row asks: a text, or the messages of a chat. Raises: DataError naming the row."""
-        spec = self._spec
-        if self._names:
-            asked: Any = fill(
-                spec.prompt, {name: show_answer(_to_json(row.values[name])) for name in self._names}
-            )
-        else:
-            asked = row.values[spec.prompt]
-        if isinstance(asked, str) and asked.strip():
-            return asked
-        if isinstance(asked, list) and asked and all(map(_is_message, asked)) and asked[-1]["role"] == "user":
-            return [{"role": one["role"], "content": one["content"]} for one in asked]
-        raise _malformed(
-            row,
-            f"asks {asked!r:.80}",
-            "a text that is not empty, or a list of messages with role (system, user, assistant) and content,"
-            " the last one the user's",
-        )
-
-    def _answer_of(self, row: Row) -> Any:
-        """Return a row's answer as a JSON value; None where it has none."""
-        answer = None if self._spec.answer is None else _to_json(row.values[self._spec.answer])
-        return None if answer in ("", ...) else answer
-
-    def _check_answer(self, row: Row, answer: Any) -> None:
-        """Refuse an answer that its built-in reward cannot read. Raises: DataError naming the row."""
-        checks = {"json-schema": read_schema, _SANDBOXED: read_tests}
-        for name in self._spec.reward:
-            if name in checks:
-                try:
-                    checks[name](answer)
-                except ValueError as error:
-                    raise _malformed(
-                        row, f"has an answer that {name} cannot read: {error}", _READABLE[name]
-                    ) from error
-
-
-_READABLE = {
-    "json-schema": "a JSON Schema, as a table or its text",
-    _SANDBOXED: "statements of Python such as assert double(2) == 4, as a list or a text",
+_ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "json-schema": (read_schema, "a JSON Schema, as a table or its text"),
+    _SANDBOXED: (
+        read_tests,
+        "statements of Python such as assert double(2) == 4, as a list or a text",
+    ),
 }
+"""For built-in rewards that need a special answer: its reader, and its form for messages."""
 
 
 def _is_message(value: Any) -> bool:
@@ -441,7 +431,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a column's value as JSON has it; `...` for bytes and the like, which no function gets."""
+    """Return a column's value as a JSON value; `...` for bytes and the like, which no function gets."""
     if isinstance(value, dt.date | dt.time):
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -453,5 +443,7 @@ def _to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else ...
 
 
-def _malformed(row: Row, what: str, allowed: str) -> DataError:
-    return DataError(f"{row.place} {what}", allowed=allowed, next_step="mend the row, or correct the setting")
+def _malformed(row: Row, fault: str, allowed: str) -> DataError:
+    return DataError(
+        f"{row.place} {fault}", allowed=allowed, next_step="mend the row, or correct the setting"
+    )
