@@ -286,8 +286,12 @@ def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:
     if number == 1 and "example_id" not in values and "task" in values:
         return None
     example_id, solved_frac = values.get("example_id"), values.get("solved_frac")
-    is_number = isinstance(solved_frac, int | float) and not isinstance(solved_frac, bool)
-    is_share = is_number and 0.0 <= solved_frac <= 1.0
+    # True is a number to Python.
+    is_share = (
+        isinstance(solved_frac, int | float)
+        and not isinstance(solved_frac, bool)
+        and 0.0 <= solved_frac <= 1.0
+    )
     if not isinstance(example_id, str) or not (solved_frac is None or is_share):
         raise _malformed(path, number, f"{values}")
     return OrderEntry(example_id=example_id, solved_frac=None if solved_frac is None else float(solved_frac))

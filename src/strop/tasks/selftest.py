@@ -154,7 +154,9 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
     if gold is not None:
         # Wrong numbers in the form of the shortest gold reply that holds the answer.
         replies = [reply for reply in task.gold_replies(example) if answer in reply]
-        before, _, behind = min(replies, key=len).rpartition(answer) if replies else ("#### ", "", "")
+        before, behind = "#### ", ""
+        if replies:
+            before, _, behind = min(replies, key=len).rpartition(answer)
         misses = {"off-by-one": gold + 1} | ({"sign": -gold, "factor": gold * 10} if gold else {})
         yield from ((probe, f"{before}{number}{behind}") for probe, number in misses.items())
 

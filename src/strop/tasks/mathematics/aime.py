@@ -67,7 +67,7 @@ class AimeSpec(EvaluationRows):
 class Aime(RowTask):
     """Right if the reply's whole number is the answer.
 
-    Read is the last box, else the last formula, else the last whole number. `format_ok`: that number is
+    The number is in the last box, else in the last formula, else the last whole number. `format_ok`: it is
     in [0, 999]. With 30 problems one is worth 3.3 points: sample many times.
     """
 
@@ -109,11 +109,11 @@ class Aime(RowTask):
 
 
 def _find(text: str) -> str | None:
-    found = find_answer(text)
-    if found is not None and found.form is AnswerForm.BOX:
-        return found.text
+    answer = find_answer(text)
+    if answer is not None and answer.form is AnswerForm.BOX:
+        return answer.text
     if "\\boxed" in text:
-        # An empty or unfinished box: nothing else was meant as the answer.
+        # An empty or unfinished box: nothing else is meant as the answer.
         return None
     formula = last_formula(text)
     if formula is not None and _to_integer(formula) is not None:

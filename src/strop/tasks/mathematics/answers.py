@@ -1,14 +1,14 @@
-r"""Finding the final answer in a worked solution. What is compared with it: `equivalence`.
+r"""Find the final answer in a worked solution. `equivalence` compares it.
 
-The first form that is there counts, in this order:
+The first form that occurs counts, in this order:
 1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. An empty one is no answer, and
-   nothing else is looked for: `\boxed{}` is the prompt's own wording;
+   ends the search: `\boxed{}` is the prompt's own wording;
 2. the last sentence such as 'The final answer is X.' or 'Answer: X', up to its end;
 3. the last formula between `$..$`, `$$..$$`, `\(..\)` or `\[..\]`;
 4. an expression that ends the last line: the whole line, or what follows its last '=', ':', 'is' or 'are'.
 
-Looked at is the text after the last closed thinking block, before any marker of a follow-up
-problem. All scans are linear in the text, whatever the policy writes.
+Callers pass the text after the last closed thinking block, before any marker of a follow-up problem. All
+scans are linear in the text, whatever the policy writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FoundAnswer:
     text: str
     form: AnswerForm
     is_marked_once: bool
-    """Whether exactly one box stands in the text, or, where there is none, exactly one sentence."""
+    """Whether the text has exactly one box, or, without boxes, exactly one answer sentence."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)(?![a-zA-Z{])|\\.|[{}]", re.DOTALL)
@@ -53,14 +53,14 @@ _WORDS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]{2,}")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _EXPRESSION_WORDS = frozenset({"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "or", "and"})
 _EDGES = " \t\r\n,;:?*_`'\""
-"""Goes from both ends of an answer; a period from the right one only ('.5'), and '!' is a factorial."""
+"""Stripped from both ends of an answer; a period only from the right ('.5'), and '!' is a factorial."""
 _MAX_EXPRESSION_CHARS = 200
 _MAX_SENTENCE_CHARS = 1000
 _MAX_LAST_LINE_CHARS = 4000
 
 
 def find_answer(text: str) -> FoundAnswer | None:
-    """Return the final answer of a text, or None where there is none."""
+    """Return the final answer of a text, or None."""
     boxes = find_boxes(text)
     if boxes:
         return _found(boxes[-1], AnswerForm.BOX, len(boxes))
@@ -75,8 +75,8 @@ def find_answer(text: str) -> FoundAnswer | None:
 
 
 def find_boxes(text: str) -> list[str]:
-    r"""Return what stands in the outermost balanced boxes, in the order of the text."""
-    found: list[tuple[int, int, str]] = []
+    r"""Return the contents of the outermost balanced boxes, in the order of the text."""
+    boxes: list[tuple[int, str]] = []
     opened: list[int | None] = []
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -84,21 +84,21 @@ def find_boxes(text: str) -> list[str]:
             if token.endswith("{"):
                 opened.append(match.end())
             elif bare := _BARE_BOX.match(text, match.end()):
-                found.append((match.end(), bare.end(), bare.group(1)))
+                boxes.append((match.end(), bare.group(1)))
         elif token == "{":
             opened.append(None)
         elif token == "}" and opened:
             start = opened.pop()
             if start is not None:
                 # A box closes after the boxes inside it.
-                while found and found[-1][0] >= start:
-                    found.pop()
-                found.append((start, match.start(), text[start : match.start()]))
-    return [content for _, _, content in found]
+                while boxes and boxes[-1][0] >= start:
+                    boxes.pop()
+                boxes.append((start, text[start : match.start()]))
+    return [content for _, content in boxes]
 
 
 def last_formula(text: str) -> str | None:
-    """Return what stands between the last pair of formula delimiters, or None."""
+    """Return the text between the last pair of formula delimiters, or None."""
     opened: re.Match[str] | None = None
     last: str | None = None
     for delimiter in _DELIMITER.finditer(text):

@@ -7,7 +7,7 @@ compares it. An unreadable answer is wrong; an unreadable gold answer is refused
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from pydantic import Field, model_validator
 
@@ -40,15 +40,15 @@ to find the answer in and 3 ms to compare it, where most take 0.1 ms."""
 class BoxedMath(RowTask):
     """Right if the reply's final answer equals the gold answer, as strictly as `task.strictness` says.
 
-    `format_ok`: exactly one box, or where there is no box exactly one final-answer sentence, behind the
-    last closed thinking block. `extracted` is the answer as the reply wrote it.
+    `format_ok`: exactly one box, or, without boxes, exactly one final-answer sentence, behind the last closed
+    thinking block. `extracted` is the answer as written in the reply.
     """
 
     def __init__(
         self, spec: MathSpec | Math500Spec | DeepscalerSpec, reading: RowReading, *, max_reply_tokens: int
     ) -> None:
         self._strictness = Strictness(spec.strictness)
-        # Spelling and numbers are bounded by the text; sympy is not.
+        # The time of spelling and numbers is bounded by the text; that of sympy is not.
         is_symbolic = self._strictness is Strictness.SYMBOLIC
         limits = TaskLimits(
             max_reply_tokens=max_reply_tokens,
@@ -66,37 +66,35 @@ class BoxedMath(RowTask):
         )
 
     def warm_up(self) -> None:
-        """Load what compares formulas, if it is asked."""
+        """Load the comparison of formulas, if the settings use it."""
         if self._strictness is Strictness.SYMBOLIC:
             symbolic.warm_up()
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the final answer with the gold answer.
 
-        Raises: ConfigError if math-verify is needed and not installed; whatever it raises on the gold
-            answer.
+        Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about
+            the gold answer.
         """
-        gold, found = gold_of(example), _find(text)
-        is_correct = (
-            found is not None and self._may_count(found) and answers_equal(gold, found.text, self._strictness)
-        )
-        return _outcome(found, is_correct=is_correct)
+        gold, answer = gold_of(example), _find(text)
+        is_correct = self._may_count(answer) and answers_equal(gold, answer.text, self._strictness)
+        return _outcome(answer, is_correct=is_correct)
 
     def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Compare spellings and numbers; None where only symbols can tell, or the reply is very long."""
+        """Compare spellings and numbers; None if only sympy can decide, or the reply is very long."""
         if len(text) > _MAX_QUICK_CHARS:
             return None
-        gold, found = gold_of(example), _find(text)
-        if found is None or not self._may_count(found):
-            return _outcome(found, is_correct=False)
-        is_short = len(found.text) <= _MAX_QUICK_ANSWER_CHARS
-        is_correct = equal_at_once(gold, found.text, self._strictness) if is_short else None
-        return None if is_correct is None else _outcome(found, is_correct=is_correct)
+        gold, answer = gold_of(example), _find(text)
+        if not self._may_count(answer):
+            return _outcome(answer, is_correct=False)
+        is_short = len(answer.text) <= _MAX_QUICK_ANSWER_CHARS
+        is_correct = equal_at_once(gold, answer.text, self._strictness) if is_short else None
+        return None if is_correct is None else _outcome(answer, is_correct=is_correct)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold answer in a box, in a sentence and in a formula, and the worked solution.
 
-        Only boxes where strictness asks for them; only a solution whose last box is the gold answer.
+        Only boxes if strictness requires them; the solution only if its last box is the gold answer.
         """
         answer = example.answer or ""
         boxed = (f"\\boxed{{{answer}}}", f"So it is $\\boxed{{ {answer} }}$.")
@@ -106,8 +104,11 @@ class BoxedMath(RowTask):
         solved = (solution,) if find_boxes(solution)[-1:] == [answer] else ()
         return (*boxed, f"The final answer is ${answer}$.", *solved)
 
-    def _may_count(self, found: FoundAnswer) -> bool:
-        is_boxed_once = found.form is AnswerForm.BOX and found.is_marked_once
+    def _may_count(self, answer: FoundAnswer | None) -> TypeGuard[FoundAnswer]:
+        """Whether there is an answer, in one box if strictness requires that."""
+        if answer is None:
+            return False
+        is_boxed_once = answer.form is AnswerForm.BOX and answer.is_marked_once
         return is_boxed_once or self._strictness is not Strictness.STRICT
 
 
@@ -116,18 +117,18 @@ def _find(text: str) -> FoundAnswer | None:
     return None if judged is None else find_answer(judged)
 
 
-def _outcome(found: FoundAnswer | None, *, is_correct: bool) -> Outcome:
+def _outcome(answer: FoundAnswer | None, *, is_correct: bool) -> Outcome:
     return right_or_wrong(
         is_correct,
-        format_ok=found is not None and found.is_marked_once,
-        extracted=None if found is None else found.text,
+        format_ok=answer is not None and answer.is_marked_once,
+        extracted=None if answer is None else answer.text,
     )
 
 
 def boxed_answer(row: Row, solution: str) -> str:
-    """Return what the last box of a worked solution holds.
+    """Return the content of the last box of a worked solution.
 
-    Raises: DataError naming the row, if there is none or it is empty.
+    Raises: DataError naming the row, if there is no box or it is empty.
     """
     boxes = find_boxes(solution)
     if not boxes or not normal_form(boxes[-1]):
@@ -139,9 +140,9 @@ def boxed_answer(row: Row, solution: str) -> str:
 
 
 def require_readable(row: Row, answer: str) -> str:
-    """Return a gold answer that stands in a column of its own.
+    """Return the gold answer of a column, stripped.
 
-    Raises: DataError naming the row, if nothing is left of it that could be compared.
+    Raises: DataError naming the row, if its normal form is empty.
     """
     if not normal_form(answer):
         raise bad_row(f"the answer in {row.place} is {answer!r}", allowed="a number, a formula or a word")
@@ -149,7 +150,7 @@ def require_readable(row: Row, answer: str) -> str:
 
 
 def problem_text(example: Example) -> str:
-    """Return what is asked."""
+    """Return the text of the problem."""
     return str(example.fields["problem"])
 
 
@@ -221,8 +222,8 @@ class MathSpec(MathAnswer, FewShot, TrainingRows):
 class HendrycksMath(BoxedMath):
     """The 12,500 problems of MATH, or those of some levels: `problem`, `level`, `type`, `solution`.
 
-    Seven subjects, each a folder of the hub's data set with its own train and test file. Rows with 'Level ?'
-    are left out and counted.
+    Each of the seven subjects is a folder of the hub's data set with a train and a test file. Rows with
+    'Level ?' are left out and counted.
     """
 
     def __init__(self, spec: MathSpec) -> None:

@@ -1,7 +1,7 @@
-"""Whether a reply's answer is the gold answer, in stages: spelling, numbers, symbols.
+"""Compare a reply's answer with the gold answer, in stages: spelling, numbers, symbols.
 
-A stage decides where it can: two equal spellings are equal, two numbers are equal or not, and only
-what is left is asked of sympy. So most answers cost some microseconds.
+Equal spellings are equal; two numbers are equal or not; only the remaining pairs go to sympy. So most
+answers cost some microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from strop.tasks.mathematics.normal_form import normal_form, without_name
 from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded, require_math_verify
 
 _MAX_CHARS = 2000
-"""A longer answer is no answer; the longest gold answers of MATH have about 160 characters."""
+"""A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
 
 
@@ -34,15 +34,15 @@ class Strictness(StrEnum):
 def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     """Whether two answers are equal.
 
-    Raises: ConfigError if symbols are to be compared and math-verify is not installed; whatever
-        math-verify raises on the gold answer.
+    Raises: ConfigError if symbols are to be compared and math-verify is not installed; any exception of
+        math-verify about the gold answer.
     """
     verdict = equal_at_once(gold, reply, strictness)
     return equal_by_symbols(*_forms(gold, reply)) if verdict is None else verdict
 
 
 def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
-    """Return what `answers_equal` does, in a time that their lengths bound; None where symbols must tell."""
+    """Like `answers_equal`, in time bounded by the lengths; None if symbols must be compared."""
     if len(reply) > _MAX_CHARS:
         return False
     ours, theirs = _forms(gold, reply)
@@ -55,17 +55,17 @@ def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
     verdict = compare_numbers(ours, theirs)
     if verdict is not None or strictness is Strictness.STANDARD:
         return bool(verdict)
-    # math-verify takes 'X' for 'x'.
-    can_be_asked = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
-    return None if can_be_asked else False
+    # math-verify ignores case: 'X' is 'x' to it.
+    is_comparable = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
+    return None if is_comparable else False
 
 
 def harness_math_verify(solution: str, reply: str) -> bool:
     """Judge as the metric `math_verify` of lm-eval 0.4.13's task `minerva_math` does.
 
-    It parses the whole worked solution and the whole reply, with math-verify's own extraction. Its time
-    limits are left out: call it where processes are killed. For parity with published scores only, and
-    exact with the ANTLR runtime that lm-eval asks for, 4.11: with 4.13 math-verify also reads a percent sign.
+    It parses the complete worked solution and reply, with math-verify's own extraction. Its time limits are
+    off: call it in a process that can be killed. For parity with published scores only, and exact with the
+    ANTLR runtime that lm-eval requires, 4.11: with 4.13 math-verify also reads a percent sign.
     Raises: ConfigError if math-verify is not installed.
     """
     library = require_math_verify()
@@ -77,7 +77,7 @@ _gold_form = lru_cache(maxsize=1024)(normal_form)
 
 
 def _forms(gold: str, reply: str) -> tuple[str, str]:
-    """Return both normal forms, without 'x=' where only one has it; 'x=2' and 'y=2' stay different."""
+    """Return both normal forms, without 'x=' if only one has it; 'x=2' and 'y=2' stay different."""
     ours, theirs = _gold_form(gold), normal_form(reply)
     if not _RELATION.search(theirs):
         return without_name(ours) or ours, theirs
@@ -87,9 +87,9 @@ def _forms(gold: str, reply: str) -> tuple[str, str]:
 
 
 # A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number '3\frac{1}{2}', a
-# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. Where a decimal
-# was written and neither value is whole, values within 1e-6 of the larger one are equal: 0.333333 is
-# 1/3 and 0.3333 is not. Whole numbers are equal to themselves only: 18.00 is 18, 18.000001 is not.
+# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. If one is written
+# as a decimal and neither is whole, values within 1e-6 of the larger one are equal: 0.333333 is 1/3 and
+# 0.3333 is not. Whole numbers are equal only to themselves: 18.00 is 18, 18.000001 is not.
 
 _REL_TOLERANCE = Fraction(1, 10**6)
 _MAX_DIGITS = 1000
@@ -145,32 +145,33 @@ def parse_exact(form: str) -> Number | None:
 
 
 def compare_numbers(gold: str, reply: str) -> bool | None:
-    """Compare two normal forms; None where one of them is not made of numbers.
+    """Compare two normal forms; None if one of them is not made of numbers.
 
-    Tuples and intervals agree in their brackets and the order of their numbers; sets, and lists
-    without brackets, in their numbers.
+    Equal tuples and intervals have the same brackets and order of numbers; equal sets, and lists without
+    brackets, have the same numbers.
     """
     ours, theirs = _read(gold), _read(reply)
     if ours is None or theirs is None:
         return None
-    if ours[0] != theirs[0] or len(ours[1]) != len(theirs[1]):
+    (brackets, numbers), (their_brackets, their_numbers) = ours, theirs
+    if brackets != their_brackets or len(numbers) != len(their_numbers):
         return False
-    if ours[0] in ("", "\\{\\}"):
-        left = list(theirs[1])
-        for number in ours[1]:
+    if brackets in ("", "\\{\\}"):
+        left = list(their_numbers)
+        for number in numbers:
             match = next((other for other in left if number.equals(other)), None)
             if match is None:
                 return False
             left.remove(match)
         return True
-    return all(one.equals(other) for one, other in zip(ours[1], theirs[1], strict=True))
+    return all(our.equals(their) for our, their in zip(numbers, their_numbers, strict=True))
 
 
 def _read(form: str) -> tuple[str, list[Number]] | None:
     """Return the brackets and the numbers between them; no brackets for a number or a bare list."""
-    alone = parse_exact(form)
-    if alone is not None:
-        return "", [alone]
+    number = parse_exact(form)
+    if number is not None:
+        return "", [number]
     brackets, inner = "", form
     for opening in _BRACKETS:
         for closing in _BRACKETS.values():
@@ -179,5 +180,5 @@ def _read(form: str) -> tuple[str, list[Number]] | None:
     pieces = inner.split(",")
     if len(pieces) > _MAX_ITEMS or (len(pieces) == 1 and not brackets):
         return None
-    numbers = [number for piece in pieces if (number := parse_exact(piece)) is not None]
+    numbers = [value for piece in pieces if (value := parse_exact(piece)) is not None]
     return (brackets, numbers) if len(numbers) == len(pieces) else None

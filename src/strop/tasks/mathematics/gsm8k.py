@@ -23,12 +23,12 @@ _PROMPT = (
 )
 _BASE_PROMPT = "Q: {question}\nA:"
 _BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
-"""The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots are of the second, whose answers the data has."""
+"""The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots use the second, whose answers are in the data."""
 _VERIFIER = "gsm8k-number-3"
-# What base models write when they go on to a problem of their own making.
+# Base models write these when they go on to invent another problem.
 _MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
 _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
-"""Of lm-eval's tasks, beside the word that begins their prompts."""
+"""Stop strings of lm-eval's tasks, besides the first word of their prompts."""
 
 
 class Gsm8kSpec(FewShot, TrainingRows):
@@ -54,12 +54,12 @@ class Gsm8kSpec(FewShot, TrainingRows):
 
 @built_in("gsm8k", Gsm8kSpec, "Grade-school word problems from a hub, Parquet or JSONL.", rank=50)
 class Gsm8k(RowTask):
-    """Right if the reply's number equals the gold number; which one that is says `task.mode`.
+    """Right if the reply's number equals the gold number; `task.mode` chooses the number.
 
-    Judged is the text behind the last closed thinking block and before the first stop string, whoever
-    generated it; the modes of lm-eval judge all of it. `format_ok`: a number stands behind '####', or,
-    in a mode of lm-eval, where that mode looks; it is told apart from being right, because only one of
-    the two may grow. A question that stands twice in one split is kept once.
+    The text behind the last closed thinking block and before the first stop string is judged; the modes of
+    lm-eval judge all of it. `format_ok`: a number follows '####', or, in a mode of lm-eval, that mode finds a
+    number; it is recorded apart from correctness, because only one of the two may grow. A question that
+    occurs twice in one split is kept once.
     """
 
     _spec: Gsm8kSpec
@@ -82,18 +82,18 @@ class Gsm8k(RowTask):
         """Compare the number that answers with the gold number."""
         mode = self._spec.mode
         if mode != "auto":
-            found = harness_answer(mode, text)
+            answer = harness_answer(mode, text)
             gold = harness_gold(mode, example.fields["solution"])
-            is_correct = found is not None and harness_clean(found) == gold
-            return right_or_wrong(is_correct, format_ok=found is not None, extracted=found)
+            is_correct = answer is not None and harness_clean(answer) == gold
+            return right_or_wrong(is_correct, format_ok=answer is not None, extracted=answer)
         gold_number = parse_number(gold_of(example))
         judged = judged_text(text, _MARKERS) or ""
-        found = find_number_text(judged)
-        is_correct = found is not None and parse_number(found) == gold_number
-        return right_or_wrong(is_correct, format_ok=MARKED.search(judged) is not None, extracted=found)
+        answer = find_number_text(judged)
+        is_correct = answer is not None and parse_number(answer) == gold_number
+        return right_or_wrong(is_correct, format_ok=MARKED.search(judged) is not None, extracted=answer)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the worked solution, the marked number and the number in a sentence, as the mode reads."""
+        """Return the worked solution, the marked number and the number in a sentence, as the mode needs."""
         answer = example.answer or ""
         if self._spec.mode == "strict":
             return (f"The answer is {answer}.",)
@@ -125,19 +125,19 @@ _READING = RowReading(
     to_example=_to_example,
     question=lambda example: str(example.fields["question"]),
 )
-# `auto` looks, in the text before any marker of a follow-up problem, for the first sentence 'The answer
-# is N.', then the first '#### N', then the last box, then the last number. It reads numbers as `answers`
-# does and compares them as decimals.
+# `auto` searches the text before any marker of a follow-up problem for the first sentence 'The answer is N.',
+# then the first '#### N', then the last box, then the last number. It reads numbers as `answers` does and
+# compares them as decimals.
 #
 # `strict`, `hash` and `flex` are lm-eval 0.4.13's filters bit for bit, for scores that are compared with
 # published ones: 'strict-match' of its task gsm8k_cot, 'strict-match' of gsm8k, and 'flexible-extract' of
-# both. Their flaws are kept: strict loses the last digit where no period follows, flex takes '..' for a
+# both. Their flaws are kept: strict loses the last digit if no period follows, flex takes '..' for a
 # number and a minus for a sign, nothing is cut at a follow-up problem, and '18.00' is not '18', because
 # texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
 
 HarnessMode = Literal["strict", "hash", "flex"]
 MARKED = re.compile(rf"####\s*({NUMBER_PATTERN})")
-"""The form that strop's prompt asks for."""
+"""The form that strop's prompt requests."""
 _PHRASE = re.compile(
     rf"\bThe answer is:?\s*[*_]*({NUMBER_PATTERN})[*_]*(?=[ \t]*(?:\n|$)|[.!](?:\s|$))", re.IGNORECASE
 )
@@ -150,7 +150,7 @@ _HARNESS_IGNORED = tuple(re.compile(pattern) for pattern in (",", r"\$", r"(?s).
 
 
 def find_number_text(text: str) -> str | None:
-    """Return the text of the answering number by strop's own rules, or None."""
+    """Return the text of the number that is the answer by the rules of `auto`, or None."""
     if phrase := _PHRASE.search(text):
         return phrase.group(1)
     if marked := MARKED.search(text):
@@ -162,12 +162,12 @@ def find_number_text(text: str) -> str | None:
 
 
 def harness_answer(mode: HarnessMode, text: str) -> str | None:
-    """Return what lm-eval's filter takes from a reply, not yet cleaned; None for its '[invalid]'."""
-    found = _HARNESS[mode].findall(text)
-    if not found:
+    """Return the match of lm-eval's filter in a reply, not yet cleaned; None for its '[invalid]'."""
+    matches = _HARNESS[mode].findall(text)
+    if not matches:
         return None
-    last = found[-1 if mode == "flex" else 0]
-    parts = [part for part in last if part] if isinstance(last, tuple) else [last]
+    match = matches[-1 if mode == "flex" else 0]
+    parts = [part for part in match if part] if isinstance(match, tuple) else [match]
     return parts[0].strip() if parts else None
 
 

@@ -1,6 +1,6 @@
 r"""One spelling for answers that are written differently and mean the same.
 
-The rules, in the order in which they are applied. None of them removes or adds a sign.
+The rules, in their order. None of them removes or adds a sign.
  1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times';
  2. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
  3. formula delimiters, a box around the whole, surrounding white space and closing punctuation go, but
@@ -11,15 +11,14 @@ The rules, in the order in which they are applied. None of them removes or adds 
  7. degrees ('^\circ', 'degrees'), percent ('%', 'percent') and money ('\$') go: '50\%' is '50';
  8. words behind a number are its unit and go, as '\text{ cm}', '\mathrm{cm}^2' or plain: '5 apples' is '5'.
     Words that make another number of it stay: 'million', 'halves', 'dozen', 'squared', 'mod', ...;
- 9. '\text{..}', '\mbox{..}', '\mathrm{..}', '\textbf{..}' and such become what stands in them;
+ 9. '\text{..}', '\mbox{..}', '\mathrm{..}', '\textbf{..}' and such become their content;
 10. thousands separators go ('1,234', '1{,}234', '1\,234', '1 234'), outside of brackets only, because
     '(1,234)' is a pair;
 11. white space goes, but for one space between a command and a letter ('\pi r') and between digits;
-12. '^{2}' is '^2' and '_{n}' is '_n' where one character stands in braces; 'a/b' of two whole numbers is
+12. '^{2}' is '^2' and '_{n}' is '_n' if the braces hold one character; 'a/b' of two whole numbers is
     '\frac{a}{b}'; '.5' is '0.5'; '5.' and '+5' are '5';
 13. one word alone has no case: 'Even' is 'even'. A single letter keeps its case.
-Not done: zeros, fractions and roots are neither reduced nor evaluated; that is `equivalence` and
-`symbolic`.
+Zeros, fractions and roots are neither reduced nor evaluated; `equivalence` and `symbolic` do that.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ _NO_UNIT = (
 _UNIT = r"(?:[a-zA-Z]{3,}|(?:mm|cm|dm|km|in|ft|yd|mi|kg|mg|lb|oz|ml|hr|am|pm)(?![a-zA-Z]))"
 _POWER = r"(?:\^\{?[23]\}?)?"
 _PLAIN_UNIT = re.compile(
-    # Behind digits without a space only what cannot be variables.
+    # Directly behind digits only units that cannot be variables.
     rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|(?:mm|cm|km|kg|mph)){_POWER}$"
 )
 _TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)"
@@ -93,9 +92,9 @@ _TIDY = (
 
 
 def normal_form(answer: str) -> str:
-    """Return the one spelling of an answer; empty where nothing is left of it."""
+    """Return the normal form of an answer; may be empty."""
     text = _SEPARATED_DIGITS.sub("", answer.translate(_UNICODE))
-    # Before closing punctuation goes, which is part of '\\,' and '\\;'.
+    # Spacing goes before closing punctuation, which is part of '\\,' and '\\;'.
     text = _strip_wrappers(_SPACING.sub(" ", text))
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
@@ -110,7 +109,7 @@ def normal_form(answer: str) -> str:
 
 
 def without_name(form: str) -> str | None:
-    """Return what follows 'x=' or 'f(x)=' in a normal form, or None where no name is given."""
+    """Return the part behind 'x=' or 'f(x)=' of a normal form, or None if it has no name."""
     match = _NAMED.match(form)
     return None if match is None else form[match.end() :]
 
@@ -135,7 +134,7 @@ def _strip_wrappers(text: str) -> str:
 
 
 def _join_thousands(text: str) -> str:
-    """Join grouped digits that stand outside of all brackets."""
+    """Join grouped digits outside of all brackets."""
     if not ("," in text or " " in text):
         return text
     depth, parts, start = 0, [], 0

@@ -1,19 +1,19 @@
-r"""Comparing answers as formulas, with math-verify; and what is never handed to it.
+r"""Compare answers as formulas, with math-verify, and filter the texts that it cannot handle.
 
-math-verify parses LaTeX with a grammar and asks sympy whether two formulas are equal. Both have no
-bound on their time, and some texts take for ever, so this is called in a process that is killed at a
-limit (`tasks/judging`). `is_bounded` keeps most of these texts away from it, and with them those that
-math-verify would read wrongly: prose ('Evelyn' is a product of letters to it, so any anagram of it
-were equal) and numbers with a base ('12_5' and '12_7' are both 12 to it).
+math-verify parses LaTeX with a grammar and compares two formulas with sympy. The time of both is
+unbounded, and some texts never finish, so this runs in a process that is killed at a limit
+(`tasks/judging`). `is_bounded` rejects most of these texts, and those that math-verify misreads: prose
+('Evelyn' is a product of letters to it, so any anagram is equal) and numbers with a base ('12_5' and '12_7'
+are both 12 to it).
 
-Most of sympy's time goes into rewriting the difference of two formulas that are not equal, and nearly
-all of its hangs. So both are first evaluated at one point, with the precision that it takes: where they
-clearly differ there, no rewriting makes them equal.
+Most of sympy's time, and nearly all of its hangs, are in rewriting the difference of two unequal formulas.
+So both are first evaluated at one point, with sufficient precision: if they clearly differ there, no
+rewriting makes them equal.
 
-Facts about math-verify 0.9.0: it returns an empty list for what it cannot parse; bare LaTeX parses
+Facts about math-verify 0.9.0: it returns an empty list for a text that it cannot parse; bare LaTeX parses
 only between dollar signs; an interval equals an inequality in one order of the arguments only, so
-the gold answer goes first; its time limits use SIGALRM, which works in main threads only, so they
-are switched off here.
+the gold answer is the first; its time limits use SIGALRM, which works only in main threads, so they
+are switched off.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROWING = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|binom|dbinom|tbinom|overline|dot)(?![a-zA-Z])|!|\\(?:dots|ldots|cdots)"
 )
 _MIN_DIFFERENCE = 1e-3
-"""Relative, and absolute for small values. math-verify takes decimals for equal that differ by 1e-6."""
+"""Relative, and absolute for small values. math-verify accepts decimals that differ by 1e-6."""
 _MAX_PRECISION = 400
 _WARM_UP = (
     r"\frac{1}{2}x^2+\sqrt{3}x-1", r"(x-1)(x+1)", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"1,2",
@@ -55,13 +55,13 @@ _WARM_UP = (
 @dataclass(frozen=True, slots=True)
 class _Formula:
     parsed: tuple[Any, ...]
-    """What math-verify read; empty if nothing."""
+    """The result of math-verify's parser; empty if it failed."""
     value: complex | None
-    """At the point that `_coordinate` describes; None where it cannot be computed."""
+    """Value at the point defined by `_coordinate`; None if it cannot be computed."""
 
 
 def is_bounded(form: str) -> bool:
-    """Whether a normal form is a formula of a size that sympy can be trusted with."""
+    """Whether a normal form is a formula that sympy can handle in reasonable time."""
     if not form or len(form) > _MAX_CHARS or "$" in form or "\n" in form:
         return False
     if _LONG_NUMBER.search(form) or _NUMBER_WITH_BASE.search(form) or _GROWING.search(form):
@@ -78,10 +78,10 @@ def is_bounded(form: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def equal_by_symbols(gold: str, reply: str) -> bool:
-    """Whether math-verify finds two normal forms equal. What it cannot parse is not equal.
+    """Whether math-verify finds two normal forms equal. A text that it cannot parse is not equal.
 
-    Raises: ConfigError if math-verify is not installed; whatever it raises on the gold answer. What
-        it raises on the reply makes the reply wrong.
+    Raises: ConfigError if math-verify is not installed; any exception of math-verify about the gold answer.
+        An exception about the reply makes the reply wrong.
     """
     verify = require_math_verify().verify
     ours = _read_gold(gold)
@@ -94,9 +94,8 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
 
 
 def warm_up() -> None:
-    """Load sympy and math-verify and fill the caches of the grammar, in about two seconds.
+    """Load sympy and math-verify and fill the caches of the grammar, in about two seconds; then fork.
 
-    Processes that are forked from here have all of it.
     Raises: ConfigError if math-verify is not installed.
     """
     for formula in _WARM_UP:
@@ -124,9 +123,9 @@ def _read(form: str, *, raise_on_error: bool) -> _Formula:
 
 
 def _evaluate(formula: Any) -> complex | None:
-    """Return a formula's value at one point; None for equations, sets, matrices, and what has none.
+    """Return a formula's value at one point; None for equations, sets, matrices, and on failure.
 
-    A lone symbol has none either: math-verify compares symbols by their names.
+    A lone symbol has no value either: math-verify compares symbols by their names.
     """
     import sympy
 
@@ -143,21 +142,21 @@ def _evaluate(formula: Any) -> complex | None:
 
 
 def _coordinate(name: str) -> Any:
-    """Return an odd number from 1/3 to 10/3 for a symbol, the same in every formula."""
+    """Return an unusual number from 1/3 to 10/3 for a symbol, the same in every formula."""
     import sympy
 
     return sympy.Rational(1000 + zlib.crc32(name.encode()) % 8999, 3001)
 
 
-def _differ_clearly(one: complex | None, other: complex | None) -> bool:
-    if one is None or other is None:
+def _differ_clearly(ours: complex | None, theirs: complex | None) -> bool:
+    if ours is None or theirs is None:
         return False
-    return abs(one - other) > _MIN_DIFFERENCE * max(1.0, abs(one), abs(other))
+    return abs(ours - theirs) > _MIN_DIFFERENCE * max(1.0, abs(ours), abs(theirs))
 
 
 @lru_cache(maxsize=1)
 def require_math_verify() -> Any:
-    """Import math-verify, and silence its reminder that its time limits are off.
+    """Import math-verify, and silence its warning that its time limits are off.
 
     Raises: ConfigError if it is not installed.
     """
@@ -171,13 +170,13 @@ def require_math_verify() -> Any:
         ) from error
     from math_verify import grader, parser
 
-    # They warn once a process that time limits must come from outside, which is where they are.
+    # They warn once per process that time limits must come from outside, as they do here.
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True
     return math_verify
 
 
 def _is_shallow(form: str) -> bool:
-    """Whether brackets are nested a few levels at most, and no exponent holds a power."""
+    """Whether brackets are nested at most a few levels, and no exponent contains a power."""
     depth, deepest, towers = 0, 0, 0
     previous = ""
     exponent_depths: list[int] = []

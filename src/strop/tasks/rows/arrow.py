@@ -1,9 +1,9 @@
-"""Folders that `save_to_disk` of the datasets library writes, read without that library.
+"""Read folders of the datasets library's `save_to_disk` without that library.
 
 A folder of one split has `state.json`, which names its Arrow files in order; a folder of several has
-`dataset_dict.json`, which names the folders of the splits. The columns are those that were chosen with
-`set_format`, where some were. Old versions of the library left a choice of rows beside the rows: that is
-refused, because the order would be another one.
+`dataset_dict.json`, which names the folders of the splits. Columns chosen with `set_format` are respected.
+Old versions of the library saved a selection of rows as a separate file of indices: such folders are refused,
+because the order of the rows would be wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_saved(path: Path) -> bool:
 
 
 def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
-    """Return the folder of the split that is named first; empty where it is no folder of splits.
+    """Return the folder of the first of these splits; empty if `folder` is no folder of splits.
 
     Raises: DataError if it is one, and has no such split.
     """
@@ -47,7 +47,7 @@ def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
 def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of one split in order, each with its place for messages.
 
-    Raises: DataError if a file is missing or cut, or the rows were chosen by a file beside them.
+    Raises: DataError if a file is missing or truncated, or a file of indices selects the rows.
     """
     import pyarrow as pa
 
@@ -65,7 +65,11 @@ def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     number = 0
     for name in names:
         try:
-            _require_end(path / name)
+            with (path / name).open("rb") as file:
+                # A reader takes a stream that was cut between two batches for a complete one.
+                file.seek(-min(len(ARROW_END), (path / name).stat().st_size), 2)
+                if file.read() != ARROW_END:
+                    raise OSError("it ends before its last row")
             with pa.memory_map(str(path / name)) as source:
                 table = pa.ipc.open_stream(source).read_all()
             if columns is not None and not state.get("_output_all_columns"):
@@ -78,14 +82,6 @@ def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 _AGAIN = "save or fetch it again; an interrupted copy looks like this"
-
-
-def _require_end(path: Path) -> None:
-    """Refuse a stream that was cut between two batches, which a reader takes for its end. Raises: OSError."""
-    with path.open("rb") as file:
-        file.seek(-min(len(ARROW_END), path.stat().st_size), 2)
-        if file.read() != ARROW_END:
-            raise OSError("it ends before its last row")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

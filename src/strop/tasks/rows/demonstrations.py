@@ -1,11 +1,11 @@
-"""A row that holds a demonstration: one JSON table a line, or a row of Parquet.
+"""A row that holds a demonstration: one JSON table per line, or a row of Parquet.
 
-prompt or messages   what is asked: a text, or a list of {role, content}
-completion           the reply; may be absent where messages end in one
-prompt_id            name of the prompt; default: a hash of what is asked
+prompt or messages   the prompt: a text, or a list of {role, content}
+completion           the reply; may be absent if messages end in one
+prompt_id            name of the prompt; default: a hash of the prompt
 problem              the problem behind the prompt; never one that the run evaluates on
 gold                 the right answer to it; only the task sft-jsonl reads it
-source               where the row is from; sft.subset chooses by it
+source               origin of the row; sft.subset selects by it
 weight               weight of each of its tokens in the loss, above 0; default 1
 train_on             assistant, last or all; default: sft.train_on
 """
@@ -45,9 +45,9 @@ class SftRow:
 
 
 def read_sft_row(row: Row, train_on: str) -> SftRow:
-    """Check one row; `train_on` holds where the row does not say.
+    """Check one row; `train_on` is the default of the row's key.
 
-    Raises: DataError naming the row and what is wrong.
+    Raises: DataError naming the row and the fault.
     """
     # Parquet has every column in every row.
     values = {key: value for key, value in row.values.items() if value is not None}
@@ -56,28 +56,28 @@ def read_sft_row(row: Row, train_on: str) -> SftRow:
         raise malformed(row, f"has the unknown keys {unknown}", ", ".join(KEYS))
     messages = _read_messages(row, values)
     texts = {key: _read_text(row, values, key) for key in ("prompt_id", "problem", "gold", "source")}
-    asked = json.dumps([(message.role, message.text) for message in messages[:-1]])
-    chosen = values.get("train_on", train_on)
-    if chosen not in _TRAIN_ON:
-        raise malformed(row, f"has train_on={chosen!r}", ", ".join(_TRAIN_ON))
+    prompt = json.dumps([(message.role, message.text) for message in messages[:-1]])
+    train_on = values.get("train_on", train_on)
+    if train_on not in _TRAIN_ON:
+        raise malformed(row, f"has train_on={train_on!r}", ", ".join(_TRAIN_ON))
     weight = values.get("weight", 1.0)
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or weight <= 0.0:
         raise malformed(row, f"has weight={weight!r}", "a number above 0; leave a row out to give it none")
     return SftRow(
         messages=messages,
-        prompt_id=texts["prompt_id"] or hashlib.sha256(asked.encode()).hexdigest()[:16],
+        prompt_id=texts["prompt_id"] or hashlib.sha256(prompt.encode()).hexdigest()[:16],
         problem=texts["problem"],
         gold=texts["gold"],
         source=texts["source"],
         weight=float(weight),
-        train_on=chosen,
+        train_on=train_on,
         place=row.place,
     )
 
 
 def _read_messages(row: Row, values: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Return what is asked and answered; a reply is the last of it."""
+    """Return the prompt and the reply, which is the last message."""
     if ("prompt" in values) == ("messages" in values):
         raise malformed(row, "has both prompt and messages, or neither", "one of the two")
     if "prompt" in values:
@@ -85,17 +85,17 @@ def _read_messages(row: Row, values: Mapping[str, Any]) -> tuple[Message, ...]:
         if prompt is None or completion is None:
             raise malformed(row, "has a prompt and no completion", "a completion with every prompt")
         return Message(role="user", content=prompt), Message(role=SPEAKER, content=completion)
-    listed = values["messages"]
-    if not isinstance(listed, list) or not listed:
+    tables = values["messages"]
+    if not isinstance(tables, list) or not tables:
         raise malformed(row, "has messages that are no list, or an empty one", "a list of {role, content}")
-    messages = tuple(_read_message(row, one) for one in listed)
+    messages = tuple(_read_message(row, table) for table in tables)
     completion = _read_text(row, values, "completion")
     if completion is not None:
         messages = (*messages, Message(role=SPEAKER, content=completion))
     roles = [message.role for message in messages]
     if roles[-1] != SPEAKER or roles[0] == SPEAKER:
         raise malformed(row, f"has roles {roles}", "a question first and a reply of the assistant last")
-    if any(one == other == SPEAKER for one, other in itertools.pairwise(roles)):
+    if any(role == following == SPEAKER for role, following in itertools.pairwise(roles)):
         raise malformed(row, f"has roles {roles}", "something between two replies of the assistant")
     return messages
 
@@ -117,17 +117,17 @@ def _read_text(row: Row, values: Mapping[str, Any], key: str) -> str | None:
 
 def refuse_double_names(rows: Sequence[SftRow]) -> None:
     """Refuse one prompt_id for two prompts. Raises: DataError naming both rows."""
-    first: dict[str, SftRow] = {}
+    first_by_id: dict[str, SftRow] = {}
     for row in rows:
-        known = first.setdefault(row.prompt_id, row)
-        if known.messages[:-1] != row.messages[:-1]:
+        first = first_by_id.setdefault(row.prompt_id, row)
+        if first.messages[:-1] != row.messages[:-1]:
             raise DataError(
-                f"prompt_id={row.prompt_id!r} names different prompts in {known.place} and {row.place}",
+                f"prompt_id={row.prompt_id!r} names different prompts in {first.place} and {row.place}",
                 allowed="one prompt for a prompt_id; several replies to it are fine",
                 next_step="give each prompt its own prompt_id, or leave the key out",
             )
 
 
-def malformed(row: Row | SftRow, given: str, allowed: str) -> DataError:
-    """Return the refusal of a row."""
-    return bad_row(f"{row.place} {given}", allowed=allowed)
+def malformed(row: Row | SftRow, fault: str, allowed: str) -> DataError:
+    """Return the error for a malformed row."""
+    return bad_row(f"{row.place} {fault}", allowed=allowed)

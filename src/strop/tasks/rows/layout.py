@@ -1,12 +1,12 @@
-"""Reading the rows of a data set in two splits: from files, a folder, or a hub.
+"""Read the rows of a data set in two splits: from files, a folder, or a hub.
 
-Where the splits come from is the data set's `DataLayout`: a hub has the files that it names; a folder
-has the same files, or files named train* and test* (or validation*), in itself or in `main/` or
-`data/`. A single file, and a data set that its makers did not split, is split by the content of its
-rows, so their order does not matter. A data set for evaluation only has no training rows. A path is
-never looked up on a hub, and a hub id never on disk (but in the caches of the hub and the store).
-A URI such as s3://bucket/gsm8k/ is fetched whole and read as the folder or the file that it is. A folder that
-`save_to_disk` of the datasets library wrote (`arrow`) stands for a file, or for one file of each split.
+The data set's `DataLayout` names the files of both splits on a hub; a folder has the same files, or files
+named train* and test* (or validation*), in itself or in `main/` or `data/`. A single file, and a data set
+published without splits, is split by the content of its rows, independent of their order. A data set for
+evaluation only has no training rows. A path is never looked up on a hub, and a hub id never on disk (except
+in the caches of the hub and the store). A URI such as s3://bucket/gsm8k/ is fetched completely and read like
+a local folder or file. A folder of the datasets library's `save_to_disk` (`arrow`) counts as a file, or as
+one file per split.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TRAIN_STEMS = ("train",)
 _SHOT_STEMS = ("dev", "prompt")
 _HELD_OUT_STEMS = ("test", "validation")
 _HELD_OUT_SHARE = 10
-"""One row in this many of a single file is held out, where no number is asked for."""
+"""One row in this many of a single file is held out, if no number is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataLayout:
-    """Which files of a data set, as its hub names them, hold which rows."""
+    """The files of a data set's splits, named as on its hub."""
 
     train: tuple[str, ...]
     """Empty: the data set is for evaluation only, and all of its rows are held out."""
@@ -52,40 +52,31 @@ class DataLayout:
     is_unknown: bool = False
     """Whether the files are unknown: on a hub, too, they are found by their names."""
     shots: tuple[str, ...] = ()
-    """Files of a split of its own whose rows are shown as solved examples, such as dev or prompt."""
+    """Files of a separate split with solved examples, such as dev or prompt."""
     saved_as: str | None = None
-    """What stores of other launchers call it, in folders NAME_SPLIT. None: the end of its hub id."""
+    """NAME in the folders NAME_SPLIT of other launchers' stores. None: the end of its hub id."""
 
     def saved_names(self, source: str, stems: Sequence[str]) -> tuple[str, ...]:
         """Return the folders of a split in such a store, such as gsm8k_train."""
-        name = source.rpartition("/")[2]
-        short = self.saved_as or name.lower()
-        return tuple(dict.fromkeys(f"{one}_{stem}" for stem in stems for one in (short, name)))
+        full = source.rpartition("/")[2]
+        short = self.saved_as or full.lower()
+        return tuple(dict.fromkeys(f"{name}_{stem}" for stem in stems for name in (short, full)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row, and where it stands."""
+    """One row of a data set."""
 
     values: Mapping[str, Any]
     place: str
     """For messages: file and row number, from 1."""
     index: int = 0
-    """Which row of its split's files it is, from 0; of the whole data where that has no splits."""
+    """Position in the files of its split, from 0; in all of the data if that has no splits."""
 
 
-def bad_row(given: str, allowed: str) -> DataError:
-    """Return the error for a row that is not what its task reads; `given` names row and content."""
-    return DataError(given, allowed=allowed, next_step="mend or remove the row")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitRows:
-    """The rows of a data set; no part is empty, but the training part of one for evaluation only."""
-
-    source: str
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
+def bad_row(fault: str, allowed: str) -> DataError:
+    """Return the error for a malformed row; `fault` names row and content."""
+    return DataError(fault, allowed=allowed, next_step="mend or remove the row")
 
 
 def is_path(source: str) -> bool:
@@ -99,10 +90,11 @@ def read_split_rows(
     *,
     num_held_out: int | None = None,
     split_key: Callable[[Row], str] | None = None,
-) -> SplitRows:
-    """Read both splits. `num_held_out` and `split_key` are used where the rows have no split of their own.
+) -> tuple[list[Row], list[Row]]:
+    """Return the training and the held-out rows; none for training if the data set is for evaluation only.
 
-    Raises: DataError if a file is missing, unreadable or empty; whatever `split_key` raises.
+    `num_held_out` and `split_key` are used if the data has no splits.
+    Raises: DataError if a file is missing, unreadable or empty; any exception of `split_key`.
     """
     train_files, held_out_files = _find_files(source, layout)
     train, held_out = _read_all(train_files), _read_all(held_out_files)
@@ -111,7 +103,7 @@ def read_split_rows(
     if layout.train:
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
-    return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
+    return train, held_out
 
 
 def _read_all(files: Sequence[Path]) -> list[Row]:
@@ -122,7 +114,7 @@ def _read_all(files: Sequence[Path]) -> list[Row]:
 
 
 def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
-    """Read the rows that the data set keeps for solved examples.
+    """Read the rows of the data set's split of solved examples.
 
     Raises: DataError if the source has none, or a file is unreadable.
     """
@@ -143,7 +135,7 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
 
 
 def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]]:
-    """Return the files of both splits, fetched where they are not on this disk.
+    """Return the files of both splits, fetched if they are not on this disk.
 
     Raises: DataError if there are none; StoreError if the store fails.
     """
@@ -168,18 +160,18 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
     """Return the files of both splits of a hub's data set. Raises: like `_find_files`."""
     saved = {stems: layout.saved_names(source, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS)}
     if not layout.is_unknown:
-        found = (
-            # A folder that was saved has all files of a split.
+        train_files, held_out_files = (
+            # A saved folder has all files of a split.
             list(dict.fromkeys(_fetch(source, file, saved[stems]) for file in files))
             for files, stems in ((layout.train, _TRAIN_STEMS), (layout.held_out, _HELD_OUT_STEMS))
         )
-        return next(found), next(found)
-    with _telling_what_is_missing(source, "its list of files"):
-        if (kept := fetch_saved_split(source, saved[_TRAIN_STEMS])) is not None:
+        return train_files, held_out_files
+    with _naming_the_source(source, "its list of files"):
+        if (train_path := fetch_saved_split(source, saved[_TRAIN_STEMS])) is not None:
             held_out_path = fetch_saved_split(source, saved[_HELD_OUT_STEMS])
-            return [kept], [held_out_path] if held_out_path is not None else []
+            return [train_path], [held_out_path] if held_out_path is not None else []
         names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
-    train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
+    train, held_out = (_choose_files(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
     if not train and len(names) == 1:
         return [_fetch(source, names[0])], []
     if not train:
@@ -192,22 +184,21 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
     return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
 
 
-def _named(names: Sequence[str], stems: Sequence[str]) -> list[str]:
+def _choose_files(names: Sequence[str], stems: Sequence[str]) -> list[str]:
     """Return the files of a split, from the first folder and stem that has some."""
     for folder in _FOLDERS:
         inside = [name for name in names if name.rpartition("/")[0] == folder]
         for stem in stems:
-            found = [name for name in inside if name.rpartition("/")[2].startswith(stem)]
-            if found:
-                return sorted(found)
+            if files := [name for name in inside if name.rpartition("/")[2].startswith(stem)]:
+                return sorted(files)
     return []
 
 
 def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
-    """Record data files for collectors, those of saved folders one by one, and return what was given."""
+    """Record data files for collectors, those of saved folders one by one, and return `files`."""
     saved = [folder / SPLITS_NAME] if (folder / SPLITS_NAME).is_file() else []
     for path in (*saved, *files):
-        for file in [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()):
+        for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*"))):
             name = file.relative_to(folder).as_posix()
             note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
     return files
@@ -218,12 +209,13 @@ def _fetch(source: str, file: str, saved_as: Sequence[str] = ()) -> Path:
 
     Raises: DataError if neither store nor hub has it; StoreError if the store fails.
     """
-    with _telling_what_is_missing(source, file):
+    with _naming_the_source(source, file):
         return fetch_data_file(source, file, saved_as)
 
 
 @contextmanager
-def _telling_what_is_missing(source: str, file: str) -> Iterator[None]:
+def _naming_the_source(source: str, file: str) -> Iterator[None]:
+    """Raise a missing file as a DataError with the source and the next step."""
     try:
         yield
     except (RemoteMissing, HubUnreachable) as error:
@@ -258,12 +250,12 @@ def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> li
         return mirrored
     for place in (folder / name for name in _FOLDERS):
         for stem in stems:
-            found = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
-            if found:
-                return found
-    wanted = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
+            shards = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
+            if shards:
+                return shards
+    patterns = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
     raise DataError(
-        f"folder {folder} has no file named {wanted}",
+        f"folder {folder} has no file named {patterns}",
         allowed=f"such a file in the folder itself, in {' or in '.join(_FOLDERS[1:])}",
         next_step="rename the files so, or name a single file in task.source to have it split",
     )
@@ -274,13 +266,13 @@ def _split_by_content(
 ) -> tuple[list[Row], list[Row]]:
     """Hold out the rows with the smallest content hashes; both parts keep the order of the file.
 
-    With a key, the rows with the smallest hashes of their keys: rows of one key stay together.
+    With `split_key`, keys are hashed instead: rows of one key stay together.
     """
     key_of = split_key or (lambda row: json.dumps(row.values, sort_keys=True, default=str))
     digests = [hashlib.sha256(key_of(row).encode()).hexdigest() for row in rows]
     num_rows = len(rows) if split_key is None else len(set(digests))
-    num_wanted = max(1, num_rows // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
-    held_out_digests = set(sorted(set(digests))[:num_wanted])
+    num_chosen = max(1, num_rows // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
+    held_out_digests = set(sorted(set(digests))[:num_chosen])
     train = [row for row, digest in zip(rows, digests, strict=True) if digest not in held_out_digests]
     held_out = [row for row, digest in zip(rows, digests, strict=True) if digest in held_out_digests]
     return train, held_out
@@ -289,7 +281,7 @@ def _split_by_content(
 def read_rows(path: Path, *, first_index: int = 0) -> list[Row]:
     """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order, or of a folder of Arrow files.
 
-    Values of CSV are texts. `first_index`: of the first row, behind those of other files.
+    Values of CSV are texts. `first_index`: the index of the first row, after those of other files.
     Raises: DataError if it cannot be read.
     """
     if path.is_dir():
@@ -317,7 +309,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows below a header; all have its columns."""
+    """Yield the rows below a header; all must have its columns."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -343,13 +335,13 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
             values = json.loads(text)
         except ValueError as error:
             raise _unreadable(path, str(error), allowed) from error
-        found: Iterator[tuple[str, Any]] = (
+        items: Iterator[tuple[str, Any]] = (
             (f"item {number}", value) for number, value in enumerate(values, start=1)
         )
     else:
         allowed = "one JSON table a line"
-        found = _read_lines(path, text, allowed)
-    for place, value in found:
+        items = _read_lines(path, text, allowed)
+    for place, value in items:
         if not isinstance(value, dict):
             raise _unreadable(path, f"{place} is a {type(value).__name__}", allowed)
         yield value

@@ -36,8 +36,8 @@ class RowTask(ABC):
     ) -> None:
         """Build the task; no data is read yet.
 
-        The two prompts are templates, of the chat and of plain text. A task that renders by itself gives
-        in them all that it writes: they are part of the version.
+        The two prompts are templates, of the chat and of plain text. They are part of the version, so a
+        task with its own `render` puts all of its wording into them.
         """
         self.name: str = spec.name
         self.limits = fit_limits(limits, spec)
@@ -63,7 +63,7 @@ class RowTask(ABC):
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """How many rows of the data are no examples, by reason; reads the data."""
+        """How many rows of the data became no example, by reason; reads the data."""
         return self._splits.left_out
 
     @property
@@ -72,17 +72,32 @@ class RowTask(ABC):
         return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
 
     def row_keys(self, column: str | None) -> Mapping[str, str | None]:
-        """Return the example that each training row became, by the row's number or by a column's value.
+        """Map each training row, by number (None) or by a column's value, to its example id.
 
-        Raises: DataError like `examples`, or if a row has no such column, or two rows have one value there.
+        A row with the question of an earlier one has that one's example.
+        Raises: DataError like `examples`, or if a row lacks the column, or two rows have one value in it.
         """
-        return key_rows(self._reading, self._source, self._splits.train, column)
+        reading = self._reading
+        ids = {_question(reading, example): example.example_id for example in self._splits.train}
+        keys: dict[str, str | None] = {}
+        train, _ = read_split_rows(self._source, reading.layout, split_key=reading.split_key)
+        for row in train:
+            if column is not None and column not in row.values:
+                raise bad_row(f"{row.place} has no column {column!r}", f"one of {', '.join(row.values)}")
+            key = str(row.index if column is None else row.values[column])
+            if key in keys:
+                raise bad_row(
+                    f"{row.place} has {column}={key!r}, as another row has", "a column that names rows"
+                )
+            is_left_out = reading.why_left_out(row, Split.TRAIN) is not None
+            keys[key] = None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
+        return keys
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
 
         Raises: DataError if the data is missing, empty or malformed, a question is in both splits, or
-            the task is for evaluation only and training examples are asked for.
+            the split is for training and the task for evaluation only.
         """
         if split is Split.TRAIN and not self._reading.layout.train:
             raise DataError(
@@ -93,11 +108,11 @@ class RowTask(ABC):
         return self._splits.of(split)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the problem and say how the answer is to be written."""
-        asked = self.prompt_fields(example)
+        """Pose the problem and describe the form of the answer."""
+        fields = self.prompt_fields(example)
         return pose(
-            self._prompt.format(**asked),
-            base=self._shots + self._base_prompt.format(**asked),
+            self._prompt.format(**fields),
+            base=self._shots + self._base_prompt.format(**fields),
             thinking=self._spec.thinking,
         )
 
@@ -107,19 +122,19 @@ class RowTask(ABC):
 
     @abstractmethod
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return replies that deserve full marks, the asked-for form first."""
+        """Return replies that deserve full marks, the form that the prompt asks for first."""
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return what the two prompts, or one of the run's own, may name of an example."""
+        """Return the fields of an example that the prompts may use."""
         return example.fields
 
     def _shot_target(self, shot: Example) -> str:
-        """Return what stands behind the prompt of a solved example."""
+        """Return the text behind the prompt of a solved example."""
         return f" {shot.fields['solution']}"
 
     @cached_property
     def _shots(self) -> str:
-        """What stands before a problem in plain text; of the data, so it is in the version by its ids."""
+        """The text before a problem in plain text; the version covers it by the ids of its examples."""
         if not self._num_few_shot:
             return ""
         return join_shots(
@@ -142,10 +157,7 @@ class RowTask(ABC):
 
 
 def gold_of(example: Example) -> str:
-    """Return what replies to an example are compared with.
-
-    Raises: DataError if it has no answer: no reply can be judged then.
-    """
+    """Return an example's answer. Raises: DataError if it has none."""
     if example.answer is None:
         raise DataError(f"example {example.example_id} of task {example.task}, which has no answer")
     return example.answer
@@ -161,13 +173,13 @@ class SplitExamples:
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many rows are no examples, by reason. Questions that stand twice in a split are not counted."""
+    """How many rows became no example, by reason. Repeated questions are not counted."""
 
     shots: tuple[Example, ...] = ()
-    """Solved examples shown before a problem; none of them is in a split."""
+    """Solved examples before each problem; none of them is in a split."""
 
     def with_shots(self, num_shots: int) -> SplitExamples:
-        """Take that many training examples, from the first, as solved examples, out of the training split.
+        """Move the first training examples out of the split, as solved examples.
 
         Raises: DataError if no training example is left.
         """
@@ -196,35 +208,37 @@ class RowReading:
 
     layout: DataLayout
     to_example: Callable[[Row], Example]
-    """Raises DataError naming the row, where a column is missing or malformed."""
+    """Raises DataError naming the row, if a column is missing or malformed."""
     question: Callable[[Example], str]
-    """What is asked. Examples that ask the same, but for white space, are one example."""
+    """Examples with the same question, except for white space, are one example."""
     why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
-    """Why a row is no example of a split, to be counted; None keeps it."""
+    """Reason to leave a row out of a split, which is counted; None keeps it."""
     split_key: Callable[[Row], str] | None = None
-    """What keeps rows together where the data has no split of its own: rows of one key are held out, or
-    none of them is. None: the whole row."""
+    """If the data has no splits, all rows with the same key are in the same split. None: the whole row."""
     drops_shared: bool = False
-    """Whether a training question that is held out too, perhaps with other signs and letters (`normal_text`),
-    is left out and counted, rather than refused: for published data whose makers did not keep their splits
-    apart."""
+    """Whether a training question that is also held out, compared by `normal_text`, is left out and counted
+    instead of refused: for published data with overlapping splits."""
 
 
 def read_examples(
     reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
 ) -> SplitExamples:
-    """Read the examples of both splits, each question once; the numbers take from the first, None all.
+    """Read the examples of both splits, each question once; the numbers limit them, None: all.
 
     Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
     """
-    rows = read_split_rows(source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key)
+    train_rows, held_out_rows = read_split_rows(
+        source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key
+    )
     left_out: Counter[str] = Counter()
-    held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
-    train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))
+    held_out = _distinct(reading, _kept(reading, held_out_rows, Split.HELD_OUT, left_out))
+    train = _distinct(reading, _kept(reading, train_rows, Split.TRAIN, left_out))
     if reading.drops_shared:
-        asked = set(map(normal_text, held_out))
+        shared_texts = set(map(normal_text, held_out))
         kept = {
-            question: example for question, example in train.items() if normal_text(question) not in asked
+            question: example
+            for question, example in train.items()
+            if normal_text(question) not in shared_texts
         }
         left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
         train = kept
@@ -243,26 +257,6 @@ def read_examples(
     )
 
 
-def key_rows(
-    reading: RowReading, source: str, train: Sequence[Example], column: str | None
-) -> dict[str, str | None]:
-    """Return the ids of the training examples that rows became; see `RowTask.row_keys`.
-
-    A row that asks what an earlier one asks became that one's example.
-    """
-    ids = {_question(reading, example): example.example_id for example in train}
-    found: dict[str, str | None] = {}
-    for row in read_split_rows(source, reading.layout, split_key=reading.split_key).train:
-        if column is not None and column not in row.values:
-            raise bad_row(f"{row.place} has no column {column!r}", f"one of {', '.join(row.values)}")
-        key = str(row.index if column is None else row.values[column])
-        if key in found:
-            raise bad_row(f"{row.place} has {column}={key!r}, as another row has", "a column that names rows")
-        is_left_out = reading.why_left_out(row, Split.TRAIN) is not None
-        found[key] = None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
-    return found
-
-
 def _question(reading: RowReading, example: Example) -> str:
     return " ".join(reading.question(example).split())
 
@@ -275,9 +269,9 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     values = tuple(row.values.get(column) for column in columns)
     texts = tuple(value for value in values if isinstance(value, str) and value.strip())
     if len(texts) < len(columns):
-        found = {key: type(value).__name__ for key, value in row.values.items()}
+        types = {key: type(value).__name__ for key, value in row.values.items()}
         raise DataError(
-            f"{row.place} has columns {found}",
+            f"{row.place} has columns {types}",
             allowed=f"{' and '.join(columns)}, texts that are not empty",
             next_step="mend or remove the row, or map the columns when the file is written",
         )
@@ -285,7 +279,7 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
 
 
 def optional_text(row: Row, column: str) -> str:
-    """Return the value of a column that may be missing; '' then.
+    """Return the text of a column; '' if it is missing.
 
     Raises: DataError naming the row, if it is no text.
     """
@@ -296,7 +290,7 @@ def optional_text(row: Row, column: str) -> str:
 
 
 def wrong_type(row: Row, column: str, allowed: str) -> DataError:
-    """Return the refusal of a row whose column holds another kind of value."""
+    """Return the error for a row whose column has a value of another type."""
     return bad_row(
         f"{row.place} has a {column} of type {type(row.values.get(column)).__name__}", allowed=allowed
     )
@@ -322,5 +316,5 @@ def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
     return by_question
 
 
-def _first(examples: dict[str, Example], num_wanted: int | None) -> dict[str, Example]:
-    return dict(list(examples.items())[:num_wanted])
+def _first(examples: dict[str, Example], number: int | None) -> dict[str, Example]:
+    return dict(list(examples.items())[:number])
