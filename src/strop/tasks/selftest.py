@@ -153,10 +153,10 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
     gold = parse_number(answer)
     if gold is not None:
         # Wrong numbers in the form of the shortest gold reply that holds the answer.
-        replies = [reply for reply in task.gold_replies(example) if answer in reply]
+        forms = [reply for reply in task.gold_replies(example) if answer in reply]
         before, behind = "#### ", ""
-        if replies:
-            before, _, behind = min(replies, key=len).rpartition(answer)
+        if forms:
+            before, _, behind = min(forms, key=len).rpartition(answer)
         misses = {"off-by-one": gold + 1} | ({"sign": -gold, "factor": gold * 10} if gold else {})
         yield from ((probe, f"{before}{number}{behind}") for probe, number in misses.items())
 

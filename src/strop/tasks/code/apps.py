@@ -39,10 +39,10 @@ from strop.tasks.traits import ProgramForm
 
 _MAX_REPLY_TOKENS = 2048
 _MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
-"""One test is passed by a program that always says the same."""
+"""A program with a constant output passes a single test."""
 _ALLOWED_PACKAGES = ("numpy",)
 _MAX_TESTS_BYTES = 8 << 20
-"""Larger tests do not pass between a pool and its workers; a handful of problems has such."""
+"""Larger tests do not fit into the messages between a pool and its workers; few problems have them."""
 _TEST_S = 3.0
 _BASE_WALL_S = 5.0
 _MAX_WALL_S = 60.0
@@ -52,7 +52,7 @@ _STDIN = "Write a program that reads from standard input and writes to standard 
 _FUNCTION = "Write a function `{name}`; it is called with the arguments, and returns the result."
 _BASE_OPENING = "\n\n```python\n"
 _BASE_STOP_STRINGS = ("\n```",)
-"""In plain text the prompt opens the fence, and its end ends the reply."""
+"""In plain text the prompt opens the fence, and the closing fence ends the reply."""
 _VERIFIER = "python-io-2"
 
 
@@ -74,12 +74,11 @@ class AppsSpec(CodeTaskSection, TrainingRows):
 
 @built_in("apps", AppsSpec, "Programming contests: programs and functions, run in a sandbox.", rank=140)
 class Apps(RowTask):
-    """Right if every test passes; `tests_passed_frac` says how many did.
+    """Right if every test passes; `tests_passed_frac` is the share that did.
 
-    How an item is tested follows from the item: those with `fn_name` are called, all others are programs.
-    Training items with fewer than two tests, held-out ones without any, and items with more than 8 MiB of
-    them are left out: `left_out`. Programs may import numpy; one that does has no score where the sandbox
-    cannot show it.
+    Items with `fn_name` are tested by calls, all others as programs. Training items with fewer than two
+    tests, held-out ones without any, and items with more than 8 MiB of them are left out: `left_out`.
+    Programs may import numpy; one that does has no score if the sandbox cannot mount it.
     """
 
     _spec: AppsSpec
@@ -102,7 +101,7 @@ class Apps(RowTask):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many examples are tested in which way, and how many items are left out; reads the data."""
+        """Counts of examples by kind of test, and of items left out; reads the data."""
         splits = self._splits
         formats = Counter(
             "functions" if example.fields["fn_name"] else "programs"
@@ -111,7 +110,7 @@ class Apps(RowTask):
         return {**formats, **{f"items left out, {reason}": n for reason, n in splits.left_out.items()}}
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the problem, its starter code, and how the code is tested."""
+        """Pose the problem with its starter code and the kind of test."""
         fields = example.fields
         starter = _STARTER.format(starter=fields["starter_code"]) if fields["starter_code"] else ""
         trailer = _FUNCTION.format(name=fields["fn_name"]) if fields["fn_name"] else _STDIN
@@ -121,8 +120,8 @@ class Apps(RowTask):
     def verify(self, example: Example, text: str) -> Outcome:
         """Run all tests over the reply's code.
 
-        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed;
-            SandboxRefused with kind packages if it cannot show numpy to a program that imports it.
+        Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed;
+            SandboxRefused with kind packages if it cannot mount numpy for a program that imports it.
         """
         fields = example.fields
         name = fields["fn_name"]
@@ -142,20 +141,20 @@ class Apps(RowTask):
         return judged_outcome(code, judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
-        """Return the name that is called; programs are run as a whole."""
+        """Return the function that is called; None: the program runs as a whole."""
         return ProgramForm(entry_point=example.fields["fn_name"])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the first reference solution, where the item has one."""
+        """Return the first reference solution, if the item has one."""
         return () if example.answer is None else (fence(example.answer),)
 
     def _read_splits(self) -> SplitExamples:
-        # The numbers count what is left.
-        every = read_examples(self._reading, self._source)
+        # `num_train` and `num_held_out` apply to the remaining items.
+        splits = read_examples(self._reading, self._source)
         left_out: Counter[str] = Counter()
         kept: dict[Split, list[Example]] = {Split.TRAIN: [], Split.HELD_OUT: []}
         for split, examples in kept.items():
-            for example in every.of(split):
+            for example in splits.of(split):
                 reason = self._why_left_out(example, split)
                 if reason is None:
                     examples.append(example)
@@ -208,7 +207,7 @@ def _to_example(row: Row) -> Example:
 
 def _parse(row: Row, column: str, text: str, empty: Any) -> Any:
     try:
-        # Some tests hold numbers of more digits than Python reads by default; the judge reads them.
+        # Some tests have numbers with more digits than Python parses by default; the judge parses them.
         return json.loads(text, parse_int=len) if text.strip() else empty
     except (ValueError, RecursionError) as error:
         raise _malformed(row, column, f"JSON ({error})") from error

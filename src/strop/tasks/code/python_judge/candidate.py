@@ -1,10 +1,10 @@
-"""The candidate's side: a fork server that has seen nothing, and the processes in which the candidate runs.
+"""The candidate's side: a fork server without knowledge of the job, and the candidate's processes.
 
 The fork server is forked from the runner before the runner reads its job, and the candidate's processes are
-forked from the fork server. So no test and no expected value was ever in the memory of a process that the
-candidate is in. Not protected here: this side against itself. A candidate can do to its own process, to
-the fork server and to this connection what it likes; what the runner then hears is at most another value.
-Runs in the sandbox, where only the standard library is.
+forked from the fork server. So no test and no expected value was ever in the memory of a candidate's process.
+This side is not protected against itself: a candidate can do anything to its own process, to the fork server
+and to this connection; at most the runner then receives another value.
+Runs in the sandbox, with the standard library only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start_fork_server(prctl: Prctl) -> socket.socket:
         return ours
     with Caught():
         ours.close()
-        # Nothing of the runner's may stay open: its standard output carries the verdict.
+        # No descriptor of the runner may stay open: its standard output carries the verdict.
         _keep_only([theirs.fileno()])
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == runner_pid:
@@ -51,7 +51,7 @@ def start_fork_server(prctl: Prctl) -> socket.socket:
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
-    """Close all other descriptors; the standard ones become empty."""
+    """Close all other descriptors, and open the standard ones on /dev/null."""
     kept = sorted(descriptors)
     start = 0
     for descriptor in kept:
@@ -84,11 +84,11 @@ def _serve_orders(control: socket.socket, prctl: Prctl) -> None:
 
 
 def _end(pid: int) -> int:
-    """Kill a process and its group, and return how it ended."""
+    """Kill a process and its group, and return its wait status."""
     if pid == 0:
         return 0
     for kill in (os.killpg, os.kill):
-        # The group does not exist yet if the process has not come to making it.
+        # The group does not exist before the process has called setsid.
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -100,10 +100,10 @@ def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, fork_server_
     with Caught():
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # There is nothing to hide in this process, and the file below belongs to root without it.
+        # This process holds no secret, and without it the file below belongs to root.
         prctl(_PR_SET_DUMPABLE, 1)
         with Caught(), open("/proc/self/oom_score_adj", "w") as file:
-            # Where memory runs out, the kernel takes this process and not the runner.
+            # If memory runs out, the kernel kills this process and not the runner.
             file.write("1000")
         if os.getppid() == fork_server_pid:
             limits = channel.receive()["limits"]
@@ -116,21 +116,21 @@ def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, fork_server_
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:
-    wanted = (
+    values = (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["max_open_files"]),
         (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_CORE, 0),
     )
-    for kind, value in wanted:
+    for kind, value in values:
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
 
 
 def _serve_calls(channel: Channel) -> None:
-    """Load the candidate's module, then do with its objects what the runner asks."""
+    """Load the candidate's module, then apply the runner's operations to its objects."""
     objects: list[Any] = []
 
     def refer(value: Any) -> Any:
@@ -145,7 +145,7 @@ def _serve_calls(channel: Channel) -> None:
         reply: Any = None
         with Caught() as caught:
             if request["op"] == "load":
-                reply = {name: refer(found) for name, found in _load(request)}
+                reply = {name: refer(value) for name, value in _load(request)}
             else:
                 arguments = decode(request["args"], resolve)
                 keywords = decode(request["keywords"], resolve)
@@ -155,20 +155,20 @@ def _serve_calls(channel: Channel) -> None:
 
 
 def _load(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Run the candidate's module; return the objects of the wanted names that it has."""
+    """Run the candidate's module; return its objects of the tested names."""
     module = types.ModuleType(MODULE_NAME)
     sys.modules[MODULE_NAME] = module
     namespace = module.__dict__
     for statement in request["imports"]:
         exec(compile(statement, "<imports>", "exec"), namespace)
     exec(compile(request["source"], "<candidate>", "exec"), namespace)
-    found = [(name, namespace[name]) for name in request["names"] if name in namespace]
+    objects = [(name, namespace[name]) for name in request["names"] if name in namespace]
     missing = [name for name in request["names"] if name not in namespace]
     solution = namespace.get("Solution")
     if request["in_class"] and missing and isinstance(solution, type):
         instance = solution()
-        found += [(name, getattr(instance, name)) for name in missing if hasattr(instance, name)]
-    return found
+        objects += [(name, getattr(instance, name)) for name in missing if hasattr(instance, name)]
+    return objects
 
 
 def _describe_raised(error: BaseException) -> dict[str, Any]:
@@ -195,7 +195,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _serve_programs(channel: Channel) -> None:
-    """Compile the candidate's program; run it once, in a process of its own, for each request."""
+    """Compile the candidate's program; run it in a separate process for each request."""
     code: Any = None
     request = channel.receive()
     with Caught() as caught:
@@ -227,7 +227,7 @@ def _run_program(code: Any, descriptors: Sequence[int]) -> NoReturn:
         with Caught() as caught:
             exec(code, module.__dict__)
         exit_code = _exit_code(caught.error)
-        # Programs that answer from a thread, or at exit, are common where a deep recursion is needed.
+        # Programs with a deep recursion often answer from a thread, or at exit.
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()

@@ -1,8 +1,6 @@
-"""Frames and values between a candidate and its judge; also catches all that foreign code raises.
+"""Frames and values between a candidate and its judge, and `Caught`, which catches every exception.
 
-A frame is a length, then JSON.
-
-Runs in the sandbox, where only the standard library is.
+A frame is a length, then JSON. Runs in the sandbox, with the standard library only.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class ChannelEnded(Exception):
-    """Raised where the other end closed its socket, or sent no valid frame."""
+    """Raised if the other end closed its socket, or sent an invalid frame."""
 
 
 class Channel:
-    """One end of a socket that carries frames. Instants are those of `time.monotonic`."""
+    """One end of a socket that carries frames. Deadlines are times of `time.monotonic`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -34,7 +32,7 @@ class Channel:
     def send(self, message: Any, *, until: float | None = None) -> None:
         """Send a message of encoded values.
 
-        Raises: ChannelEnded; TimeoutError if it is not taken in time.
+        Raises: ChannelEnded; TimeoutError if it cannot be sent in time.
         """
         body = dump(message)
         if len(body) > MAX_FRAME_BYTES:
@@ -50,7 +48,7 @@ class Channel:
     def receive(self, *, until: float | None = None) -> Any:
         """Return the next message.
 
-        Raises: ChannelEnded; TimeoutError if it is not whole in time.
+        Raises: ChannelEnded; TimeoutError if it is not complete in time.
         """
         (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, until))
         if length > MAX_FRAME_BYTES:
@@ -86,9 +84,9 @@ class Channel:
 
 
 class Caught:
-    """Catches everything that its block raises, `SystemExit` too; `error` is None if it raised nothing.
+    """Catches every exception of its block, `SystemExit` too; `error` is None if there was none.
 
-    A program may raise anything, and each of it is a value here: the reply to a call, the verdict of a
+    A program may raise anything, and every exception is a value here: the reply to a call, the verdict of a
     test. boundary: sandbox execution
     """
 
@@ -104,16 +102,16 @@ class Caught:
 
 
 def describe(error: BaseException, max_chars: int = 400) -> str:
-    """Describe an exception in one line, whatever its own methods do."""
+    """Describe an exception in one line, even if its `__str__` raises."""
     text = ""
     with Caught():
         text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:max_chars]
 
 
-# Values travel as JSON with type tags, from which only plain values are built: decoding cannot run code. What
-# has no plain form (an object of the candidate's class, an iterator, a function) travels as a number, its
-# reference. A subclass of a plain type travels as the plain type: a Counter is a dict, a named tuple a tuple.
+# Values are sent as JSON with type tags, from which only plain values are built: decoding cannot run code. An
+# object without a plain form (an instance of the candidate's class, an iterator, a function) is sent as a
+# number, its reference. A subclass of a plain type is sent as the plain type: a Counter as a dict.
 
 _MAX_JSON_INT = 1 << 53
 _MAX_JSON_DIGITS = 20
@@ -132,18 +130,18 @@ _ITERATED: dict[str, Callable[[Any], Iterator[Any]]] = {
 
 
 class MalformedValue(ValueError):
-    """Raised where what was received is not in the form that `encode` writes."""
+    """Raised if received data is not in the form that `encode` writes."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """Return the JSON form of a value. `refer` gives the form of what is not plain.
+    """Return the JSON form of a value. `refer` returns the form of an object that is not plain.
 
-    Raises: RecursionError if a value contains itself; whatever `refer` raises.
+    Raises: RecursionError if a value contains itself; any exception of `refer`.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
-    # The methods of the plain type are called, because a subclass may have its own.
+    # The methods of the plain type are called, because a subclass may override them.
     if isinstance(value, int):
         plain = int.__pos__(value)
         return plain if -_MAX_JSON_INT < plain < _MAX_JSON_INT else {"t": "int", "v": hex(plain)}
@@ -174,7 +172,7 @@ def _encode_rare(value: Any, refer: Callable[[Any], Any]) -> Any:
         return {"t": "range", "v": [encode(part, refer) for part in (value.start, value.stop, value.step)]}
     if isinstance(value, type) and _PLAIN_TYPES.get(value.__name__) is value:
         return {"t": "type", "v": value.__name__}
-    # A value of such a type exists only where its module has been imported.
+    # A value of such a type exists only if its module has been imported.
     if "decimal" in sys.modules and type(value) is sys.modules["decimal"].Decimal:
         return {"t": "Decimal", "v": str(value)}
     is_fraction = "fractions" in sys.modules and type(value) is sys.modules["fractions"].Fraction
@@ -183,9 +181,9 @@ def _encode_rare(value: Any, refer: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
-    """Return the value of a JSON form. `resolve` gives what a reference stands for.
+    """Return the value of a JSON form. `resolve` returns the object of a reference.
 
-    Raises: MalformedValue if it is none.
+    Raises: MalformedValue for any other form.
     """
     if isinstance(data, list):
         return [decode(item, resolve) for item in data]
@@ -211,7 +209,7 @@ def _checked(body: Any, kind: type) -> Any:
 
 
 def _short_int(text: str) -> int:
-    """Read a decimal number. Reading a million digits would take minutes, and nothing can interrupt it."""
+    """Read a decimal number. A million digits would take minutes, uninterruptibly, and are refused."""
     if len(text) > _MAX_JSON_DIGITS:
         raise MalformedValue(f"a decimal number of {len(text)} digits")
     return int(text)
@@ -241,10 +239,7 @@ def dump(message: Any) -> bytes:
 
 
 def parse(body: bytes) -> Any:
-    """Return the message in some bytes.
-
-    Raises: MalformedValue if they are no JSON.
-    """
+    """Return the message in some bytes. Raises: MalformedValue if they are not JSON."""
     try:
         return json.loads(body, parse_int=_short_int)
     except (ValueError, RecursionError) as error:

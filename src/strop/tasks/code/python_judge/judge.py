@@ -1,7 +1,7 @@
-"""Judging a Python program in a fresh sandbox: `judge_python`.
+"""Judge a Python program in a fresh sandbox: `judge_python`.
 
-What the program does to itself, to its time and to the process that judges it is a verdict, and never a
-pass. What the sandbox or the judge fails to do raises, so that the reply has no score.
+A program that crashes, runs out of time or kills its judge gets a verdict, which is never a pass. A failure
+of the sandbox or the judge raises, so that the reply has no score.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.runner import STARTED
 
 START_LIMIT_S = 5.0
-"""Wall time of the runner beside the tests: to start, and so that a hang of its own is recognized."""
+"""Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
 _NOT_MOUNTING = ("process", "remote")
-"""There a program has the standard library only."""
+"""Backends in which a program has the standard library only."""
 _ENV = {"OPENBLAS_NUM_THREADS": "1"}
-"""Each thread of numpy's library reserves memory, of which a program has little."""
+"""Each thread of numpy's OpenBLAS reserves memory, of which a program has little."""
 _MAX_EXIT_CODE = 128
-"""A larger exit code is a shell's or a sandbox's way to say that a signal ended the program."""
+"""Shells and sandboxes use larger exit codes for programs that a signal ended."""
 MAX_OPEN_FILES = 64
 MEMORY_BYTES = 512 << 20
 FILE_BYTES = 16 << 20
 PACKAGES_DIR = "/packages"
-"""Where a sandbox shows the packages that a task allows; nothing else lies there."""
+"""Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
 
 
 class JudgeMode(StrEnum):
@@ -49,7 +49,7 @@ class JudgeMode(StrEnum):
     CALLS = "calls"
     """Tests are arguments of one function and the value that it returns."""
     PROGRAMS = "programs"
-    """Tests are what a program reads and what it prints."""
+    """Tests are the input and the output of a program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,11 @@ class JudgeJob:
     mode: JudgeMode
     num_tests: int
     names: tuple[str, ...] = ()
-    """Names that the program is tested by, the entry point first; none for whole programs."""
+    """Names that the tests use, the entry point first; none for whole programs."""
     imports: tuple[str, ...] = ()
-    """Import statements of the tests. They run before the program, which may lean on them."""
+    """Import statements of the tests. They run before the program, which may rely on them."""
     definitions: str = ""
-    """Code of the data set that the tests use, run where the program cannot change it."""
+    """Code of the data set that the tests use, run in the runner, where the program cannot change it."""
     setup: str = ""
     """Code of the data set that uses the program's names, run before each test's first use of them."""
     tests: tuple[str, ...] = ()
@@ -73,24 +73,24 @@ class JudgeJob:
     input_output: str = ""
     """JSON with the lists `inputs` and `outputs`; empty for statements."""
     wall_s: float = 5.0
-    """For all tests together."""
+    """Limit of all tests together."""
     test_s: float = math.inf
-    """For one test."""
+    """Limit of one test."""
     packages: tuple[str, ...] = ()
-    """What the program may import beside the standard library, if this installation has it."""
+    """Packages that the program may import besides the standard library, if they are installed here."""
 
     def package_dirs(self) -> dict[str, Path]:
-        """Return the allowed packages' directories by name, with the libraries that wheels put beside."""
-        found: dict[str, Path] = {}
+        """Return the allowed packages' directories by name, with the `.libs` folders of their wheels."""
+        dirs: dict[str, Path] = {}
         for package in self.packages:
             spec = find_spec(package)
             for folder in map(Path, spec.submodule_search_locations or ()) if spec else ():
                 libraries = folder.with_name(f"{folder.name}.libs")
-                found |= {place.name: place for place in (folder, libraries) if place.is_dir()}
-        return found
+                dirs |= {path.name: path for path in (folder, libraries) if path.is_dir()}
+        return dirs
 
     def limits(self) -> dict[str, float | int | str]:
-        """Return the limits as the runner reads them; the candidate finds its packages among them."""
+        """Return the runner's limits, with the candidate's directory of packages."""
         return {
             "wall_s": self.wall_s,
             "test_s": min(self.test_s, self.wall_s),
@@ -104,19 +104,19 @@ class JudgeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeVerdict:
-    """What became of the tests."""
+    """The results of the tests."""
 
     num_tests: int
     num_passed: int = 0
     num_failed: int = 0
-    """Of those that gave another answer than the expected one."""
+    """Tests with a wrong answer."""
     num_errored: int = 0
-    """Of those that raised, crashed or could not begin."""
+    """Tests that raised, crashed or could not begin."""
     num_timed_out: int = 0
     cause: str = ""
-    """Why the first test that did not pass did not; without what was expected."""
+    """Cause of the first test that did not pass, without the expected value."""
     isolation: str
-    """Level of the sandbox, in the words of run files."""
+    """Level of the sandbox, as in run files."""
 
     @property
     def is_right(self) -> bool:
@@ -125,20 +125,20 @@ class JudgeVerdict:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the program used up the time of a test."""
+        """Whether a test timed out."""
         return self.num_timed_out > 0
 
 
 def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
-    """Run a program's tests where a task's settings say. Raises: as `judge_python`."""
+    """Run a program's tests in the sandbox of a task's settings. Raises: like `judge_python`."""
     return judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
 
 
 def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> JudgeVerdict:
-    """Run a program's tests in a fresh sandbox. Blocks, also where an event loop runs in this thread.
+    """Run a program's tests in a fresh sandbox. Blocks, even if an event loop runs in this thread.
 
-    Raises: SandboxRefused if `sandbox` makes none of that level, or does not show an allowed package that the
-    program imports; SandboxError if it, or the judge in it, failed.
+    Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot mount an allowed package that
+    the program imports; SandboxError if it, or the judge in it, failed.
     """
     judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()], sandbox))
     try:
@@ -150,14 +150,14 @@ def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: st
         return executor.submit(judging).result()
 
 
-async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> JudgeVerdict:
+async def _judge(job: JudgeJob, min_level: IsolationLevel, sandbox_name: str) -> JudgeVerdict:
     from strop.sandbox import choose_backend
 
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
-    backend = await choose_backend(wanted, min_level)
-    shown = job.package_dirs() if backend.name not in _NOT_MOUNTING else {}
-    unseen = set(job.packages) - shown.keys()
-    if unseen and (missing := _find_imports(job.source) & unseen):
+    backend = await choose_backend(sandbox_name, min_level)
+    mounted = job.package_dirs() if backend.name not in _NOT_MOUNTING else {}
+    absent = set(job.packages) - mounted.keys()
+    if absent and (missing := _find_imports(job.source) & absent):
         raise SandboxRefused(
             f"the program imports {', '.join(sorted(missing))}, which {backend.name} does not show",
             allowed="sandboxes of bubblewrap or podman, where this installation has the package",
@@ -165,15 +165,10 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> Judge
             kind="packages",
         )
     mounts = tuple(
-        Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}") for name, place in shown.items()
+        Mount(host_path=str(path), inside_path=f"{PACKAGES_DIR}/{name}") for name, path in mounted.items()
     )
     nonce = secrets.token_hex(16)
-    spec = SandboxSpec(
-        limits=limits,
-        min_level=min_level,
-        mounts=mounts,
-        env=_ENV if mounts else {},
-    )
+    spec = SandboxSpec(limits=limits, min_level=min_level, mounts=mounts, env=_ENV if mounts else {})
     async with await backend.create(spec, main_source=read_runner()) as sandbox:
         isolation = sandbox.isolation.level.word
         try:
@@ -188,10 +183,10 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, wanted: str) -> Judge
 
 
 def _find_imports(source: str) -> set[str]:
-    """Return the packages that a program's import statements name; of what is no Python, none."""
+    """Return the packages in a program's import statements; none if it is no Python."""
     try:
         with warnings.catch_warnings():
-            # About escapes in its texts.
+            # About invalid escapes in its string literals.
             warnings.simplefilter("ignore")
             nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -202,7 +197,7 @@ def _find_imports(source: str) -> set[str]:
 
 
 def pack_job(job: JudgeJob, nonce: str) -> bytes:
-    """Return a job as the runner reads it. The nonce marks what the runner says as its own words."""
+    """Return a job as bytes for the runner. The nonce marks the runner's own output."""
     return json.dumps(
         {
             "nonce": nonce,
@@ -220,9 +215,9 @@ def pack_job(job: JudgeJob, nonce: str) -> bytes:
 
 
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
-    """Return the runner's verdict, or what follows where it gave none.
+    """Return the runner's verdict; if there is none, the verdict on a program that ended its judge.
 
-    Raises: SandboxError if the program did not cause that.
+    Raises: SandboxError if there is none and the program did not cause that.
     """
     lines = result.stdout.decode(errors="replace").splitlines()
     verdict = _find_verdict(lines, nonce)
@@ -266,15 +261,15 @@ def _find_verdict(lines: list[str], nonce: str) -> Mapping[str, Any] | None:
         if not line.startswith("{"):
             continue
         try:
-            found: Any = json.loads(line)
+            verdict: Any = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and found.get("nonce") == nonce:
-            return found
+        if isinstance(verdict, dict) and verdict.get("nonce") == nonce:
+            return verdict
     return None
 
 
-# The runner is one text that defines `main`: the sandbox holds no file that a candidate could change.
+# The runner is one text that defines `main`: the sandbox has no file that a candidate could change.
 
 _PACKAGE = "strop.tasks.code.python_judge"
 _MODULES = ("channel", "candidate", "remote", "runner")
@@ -297,7 +292,7 @@ for name, text in {texts!r}:
 
 @cache
 def read_runner() -> str:
-    """Return the text of the runner: its modules, and the names that they import each other by."""
+    """Return the text of the runner: its modules, under the names of their imports."""
     folder = Path(__file__).parent
     texts = [(f"{_PACKAGE}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in _MODULES]
     return _LOADER.format(package=_PACKAGE, texts=texts)

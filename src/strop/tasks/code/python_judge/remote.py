@@ -1,9 +1,9 @@
-"""The runner's side of a candidate: its processes, and stand-ins for its objects.
+"""The runner's side of a candidate: its processes, and proxies of its objects.
 
-A value that the candidate returns is built anew here from plain types; what has no plain form is a
-`Remote`, which can be called, iterated, indexed, read and written to, and which equals nothing but itself.
-So no method of the candidate's ever runs in the process that decides.
-Runs in the sandbox, where only the standard library is.
+A value that the candidate returns is rebuilt from plain types; an object without a plain form becomes a
+`Remote`, which can be called, iterated, indexed, read and written, and which equals nothing but itself.
+So no method of the candidate ever runs in the process that decides.
+Runs in the sandbox, with the standard library only.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from strop.tasks.code.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
 from strop.tasks.code.python_judge.channel import Caught, Channel, ChannelEnded, decode, describe, encode
 
 _GRACE_S = 0.2
-"""How much later than the connection's limit the alarm rings, for what runs in this process."""
+"""Delay of the alarm, for code in this process, after the connection's limit."""
 _FORK_SERVER_LIMIT_S = 5.0
 
 
 class TimeUp(BaseException):
-    """Raised where a test's time is used up. No Exception, because a test may catch those."""
+    """Raised if a test's time is used up. Not an Exception, because a test may catch those."""
 
 
 class CandidateEnded(Exception):
-    """Raised where the candidate's process ended, or broke the protocol."""
+    """Raised if the candidate's process ended, or broke the protocol."""
 
 
 class LoadFailed(Exception):
-    """Raised where the candidate's source cannot be run, or lacks the tested name."""
+    """Raised if the candidate's source cannot be run, or lacks the tested name."""
 
 
 class JudgeFault(Exception):
-    """Raised where the judge itself cannot go on; there is no verdict then."""
+    """Raised if the judge itself fails; there is no verdict then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What the candidate's process is to load."""
+    """The program that the candidate's process loads."""
 
     text: str
     imports: Sequence[str]
-    """Import statements that the tests bring along; the candidate's code may lean on them."""
+    """Import statements of the tests; the candidate's code may rely on them."""
     names: Sequence[str]
     """Tested names, the entry point first; empty for a program."""
     in_class: bool
@@ -54,7 +54,7 @@ class Source:
 
 
 class Alarm:
-    """Raises TimeUp in its block, a little after `until`, if that is still busy in this process."""
+    """Raises TimeUp in its block, a little after `until`, if the block still runs."""
 
     def __init__(self, until: float) -> None:
         self._until = until
@@ -63,7 +63,7 @@ class Alarm:
     def __enter__(self) -> None:
         self._is_armed = True
         signal.signal(signal.SIGALRM, self._ring)
-        # It rings again, because a test may catch everything.
+        # It repeats, because a test may catch everything.
         left_s = max(0.001, self._until - time.monotonic() + _GRACE_S)
         signal.setitimer(signal.ITIMER_REAL, left_s, _GRACE_S)
 
@@ -82,7 +82,7 @@ class Link:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.until = 0.0
-        """When the running test must be over."""
+        """Deadline of the running test."""
 
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
         """Send a request and return the value of its reply, still encoded.
@@ -105,9 +105,9 @@ class Link:
         return reply["value"]
 
     def operate(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
-        """Apply an operation to an object of the candidate's, and return the result.
+        """Apply an operation to an object of the candidate, and return the result.
 
-        Raises: like `ask`; TypeError if an argument can not be passed.
+        Raises: like `ask`; TypeError if an argument cannot be passed.
         """
         forms = {
             "args": [encode(argument, self._refer) for argument in arguments],
@@ -120,7 +120,7 @@ class Link:
             raise CandidateEnded(f"a value in no known form ({type(error).__name__})") from error
 
     def close(self) -> None:
-        """Close the connection; what still holds a `Remote` meets its end."""
+        """Close the connection; later operations on a `Remote` raise CandidateEnded."""
         self._channel.connection.close()
 
     def _refer(self, value: Any) -> Any:
@@ -130,7 +130,7 @@ class Link:
 
 
 class Remote:
-    """Stands for an object of the candidate's; equal to nothing but itself, whatever that object says."""
+    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
 
     __slots__ = ("_link", "_reference")
     _link: Link
@@ -184,7 +184,7 @@ class Remote:
 
 
 class Session:
-    """One candidate under one time limit, in a process that is replaced where it ends or hangs."""
+    """One candidate under one time limit, in a process that is replaced if it ends or hangs."""
 
     def __init__(
         self, fork_server: socket.socket, source: Source, limits: Mapping[str, Any], *, is_program: bool
@@ -197,15 +197,15 @@ class Session:
         self._load_error: LoadFailed | None = None
         self._has_run = False
         self.is_orphaned = False
-        """Whether the candidate ended the fork server, which nothing else ends before this process does."""
+        """Whether the candidate ended the fork server; nothing else ends it before this process."""
         self.objects: dict[str, Remote] = {}
         """The candidate's objects of the tested names, while it is loaded."""
         self.until = time.monotonic() + float(limits["wall_s"])
 
     def load(self, until: float) -> Link:
-        """Return a link to a process that has loaded the source; it must be over by `until`.
+        """Return a link to a process that has loaded the source, with the deadline `until`.
 
-        Raises: TimeUp; LoadFailed, always again once it did.
+        Raises: TimeUp; LoadFailed, also on every later call.
         """
         if self._load_error is not None:
             raise self._load_error
@@ -233,16 +233,16 @@ class Session:
             self._order_fork_server(END)
             status = self._fork_server.recv(STATUS.size, socket.MSG_WAITALL)
         except TimeoutError:
-            # A busy machine is late too, and then the candidate is not to blame.
+            # On a busy machine the fork server may be late without the candidate's fault.
             return
         except OSError:
             status = b""
-        # There is no next process then, and nothing to wait for. Whether the candidate's last replies came
-        # through before it went down with its parent is chance, so none of them may count.
+        # Without a fork server there is no next process. Whether the candidate's last replies arrived before
+        # it died with its parent is chance, so none of them may count.
         self.is_orphaned |= len(status) < STATUS.size
 
     def _spawn(self, until: float) -> Link:
-        """Return a link to a fresh process that has taken on its limits and seen no source yet."""
+        """Return a link to a fresh process that has set its limits and has no source yet."""
         ours, theirs = socket.socketpair()
         link = Link(Channel(ours))
         link.until = until
@@ -271,9 +271,9 @@ class Session:
             return
         references = reply if isinstance(reply, dict) else {}
         for name in source.names:
-            found = references.get(name)
-            if isinstance(found, dict) and type(found.get("v")) is int:
-                self.objects[name] = Remote(link, found["v"])
+            form = references.get(name)
+            if isinstance(form, dict) and type(form.get("v")) is int:
+                self.objects[name] = Remote(link, form["v"])
         if source.names[0] not in self.objects:
             raise CandidateEnded(f"{source.names[0]} is not defined")
 
@@ -283,7 +283,7 @@ class Session:
 
 
 def _rebuild(names: Any, text: Any) -> Exception:
-    """Return an exception of the first built-in class that an honest candidate could have raised."""
+    """Return an exception of the first of these names that is a built-in class of exceptions."""
     for name in names if isinstance(names, list) else []:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -295,4 +295,4 @@ def _rebuild(names: Any, text: Any) -> Exception:
 
 
 FROM_CANDIDATE = "raised by the candidate"
-"""Note on an exception that came over the connection: an assertion of its own is not the test's."""
+"""Note on an exception of the candidate: its AssertionError is not a failed assertion of the test."""

@@ -1,9 +1,9 @@
 """The judge inside the sandbox: reads one job on standard input, writes one verdict on standard output.
 
-It is the parent of all that the candidate is, runs the tests itself, and shows the candidate nothing: not
-its memory, not its descriptors, not the tests. What ends this process is seen from outside as a missing
-verdict, which is never a pass. Linux only.
-Runs in the sandbox, where only the standard library is.
+It is the parent of all processes of the candidate, runs the tests itself, and hides its memory, its
+descriptors and the tests from the candidate. If this process is killed, the verdict is missing, which is
+never a pass. Linux only.
+Runs in the sandbox, with the standard library only.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _libc = ctypes.CDLL(None)
 
 def main() -> None:
     """Judge one job."""
-    # From here on, /proc/<this>/fd and /proc/<this>/mem are closed to other processes of this user.
+    # Close /proc/<pid>/fd and /proc/<pid>/mem of this process to other processes of this user.
     set_process_option(_PR_SET_DUMPABLE, 0)
-    # An interrupt from the candidate must end this process as a signal does, not as an error of its own.
+    # An interrupt from the candidate must end this process as a signal, not as an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     fork_server = start_fork_server(set_process_option)
@@ -58,7 +58,7 @@ def set_process_option(option: int, value: int) -> None:
 
 
 def judge(fork_server: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run all tests of a job and count what became of them."""
+    """Run all tests of a job and count their results."""
     source = Source(
         text=job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
     )
@@ -81,8 +81,8 @@ def _write(text: str) -> None:
         data = data[os.write(1, data) :]
 
 
-# Every test runs, within one time limit for all, so their order does not decide. A test that ends or hangs
-# the candidate costs a fresh process for the next one.
+# Every test runs, within one time limit for all, so their order does not matter. After a test that kills or
+# hangs the candidate, the next one gets a fresh process.
 
 RunTest = Callable[[Session, Any, float], None]
 """Runs one test up to a deadline; raises AssertionError if the answer is wrong."""
@@ -96,12 +96,12 @@ _INTEGER = re.compile(rb"[+-]?\d+")
 
 
 class WrongAnswer(AssertionError):
-    """Raised where an answer differs from the expected one; its text does not reveal that one."""
+    """Raised if an answer is wrong; its text does not reveal the expected one."""
 
 
 def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Run tests that are Python statements, the candidate's names standing for its objects."""
-    # A test that is no Python is a fault of the data; it must not count as a wrong answer.
+    """Run tests that are Python statements; the candidate's names are bound to its `Remote` objects."""
+    # A test that does not compile is a fault of the data; it must not count as a wrong answer.
     definitions = compile(job["definitions"], "<definitions>", "exec")
     setup = compile(job["setup"], "<setup>", "exec")
     tests = [compile(test, f"<test {index}>", "exec") for index, test in enumerate(job["tests"])]
@@ -122,10 +122,7 @@ def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _define(definitions: CodeType, names: dict[str, Any]) -> None:
-    """Run the data set's own code, in which the candidate has no part.
-
-    Raises: JudgeFault where it raises.
-    """
+    """Run the data set's own code. Raises: JudgeFault if it fails, which is not the candidate's fault."""
     with Caught() as caught:
         exec(definitions, names)
     if isinstance(caught.error, TimeUp):
@@ -135,7 +132,7 @@ def _define(definitions: CodeType, names: dict[str, Any]) -> None:
 
 
 class _Absent:
-    """Stands for a tested name that the candidate does not define; here it may be a built-in."""
+    """Stands for a tested name that the candidate does not define; it hides a built-in of that name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -145,14 +142,13 @@ class _Absent:
 
 
 def run_calls(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Call one function with the arguments of each test and compare what it returns."""
+    """Call one function with the arguments of each test and compare the result."""
     (name,) = job["names"]
 
     def run(session: Session, test: tuple[Any, Any], until: float) -> None:
         session.load(until)
         arguments, expected = test
-        got = session.objects[name](*arguments)
-        if not is_same_value(got, expected):
+        if not is_same_value(session.objects[name](*arguments), expected):
             raise WrongAnswer("another value than the expected one")
 
     data = json.loads(job["input_output"])
@@ -162,25 +158,25 @@ def run_calls(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]
 
 
 def run_programs(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Run the candidate as a program with the input of each test and compare what it prints."""
+    """Run the candidate as a program with the input of each test and compare the output."""
     data = json.loads(job["input_output"])
     pairs = zip(data["inputs"], data["outputs"], strict=True)
-    texts = [(_as_text(given), _as_text(wanted)) for given, wanted in pairs]
+    texts = [(_as_text(stdin), _as_text(expected)) for stdin, expected in pairs]
     return _run_all(session, texts, _run_program, job["limits"])
 
 
 def _as_text(value: Any) -> bytes:
-    """Return the bytes of a text, which some rows give as a list of its lines."""
+    """Return the bytes of a text, which is a list of its lines in some rows."""
     if isinstance(value, list):
         value = "\n".join(str(line) for line in value)
     return str(value).encode("utf-8", "surrogatepass")
 
 
 def _run_program(session: Session, test: tuple[bytes, bytes], until: float) -> None:
-    given, expected = test
+    stdin, expected = test
     files: list[int] = []
     try:
-        _open_files(files, given)
+        _open_files(files, stdin)
         status = session.load(until).ask({"op": "run"}, files)
         if type(status) is not int:
             raise CandidateEnded("a status that is no number")
@@ -199,19 +195,16 @@ def _run_program(session: Session, test: tuple[bytes, bytes], until: float) -> N
 
 
 class ProgramFailed(Exception):
-    """Raised where a program did not exit with 0."""
+    """Raised if a program did not exit with 0."""
 
 
-def _open_files(files: list[int], given: bytes) -> None:
-    """Open the input, output and errors of a program: files without a name. The caller closes them.
-
-    Raises: JudgeFault if there are none to be had.
-    """
+def _open_files(files: list[int], stdin: bytes) -> None:
+    """Open the standard files of a program, in memory. The caller closes them. Raises: JudgeFault."""
     try:
         for name in ("input", "output", "errors"):
-            files.append(os.memfd_create(name))  # noqa: PERF401  what was opened must be closed
+            files.append(os.memfd_create(name))  # noqa: PERF401  if one fails, the others must be closed
         with open(files[0], "wb", closefd=False) as file:
-            file.write(given)
+            file.write(stdin)
         os.lseek(files[0], 0, os.SEEK_SET)
     except OSError as error:
         raise JudgeFault(f"no files for a program ({error})") from error
@@ -226,7 +219,7 @@ def _read_back(descriptor: int, max_bytes: int) -> tuple[bytes, int]:
 def _run_all(
     session: Session, tests: Sequence[Any], run: RunTest, limits: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return what became of each test, and why."""
+    """Return the status of each test, and its cause."""
     return [_run_one(session, test, run, float(limits["test_s"])) for test in tests]
 
 
@@ -249,7 +242,7 @@ def _run_one(session: Session, test: Any, run: RunTest, test_s: float) -> tuple[
     if isinstance(error, WrongAnswer):
         return FAILED, str(error)
     if isinstance(error, AssertionError) and FROM_CANDIDATE not in getattr(error, "__notes__", ()):
-        # What an assertion compares with is the answer, and no verdict gives that away.
+        # The text of an assertion may contain the answer, which no verdict may reveal.
         return FAILED, "the assertion does not hold"
     return ERRORED, describe(error)
 
@@ -270,7 +263,7 @@ def _is_same_number(got: bytes, expected: bytes) -> bool:
     if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(expected)):
         return False
     if _INTEGER.fullmatch(expected):
-        # '3.0' is 3 and '03' is 3; a float has no room to tell longer ones apart.
+        # '3.0' is 3 and '03' is 3; a float is too short to compare long integers.
         whole, _, rest = got.partition(b".")
         return bool(_INTEGER.fullmatch(whole)) and not rest.strip(b"0") and _strip(whole) == _strip(expected)
     return math.isclose(float(got), float(expected), rel_tol=_REL_TOLERANCE)
@@ -290,7 +283,7 @@ def is_same_value(got: Any, expected: Any) -> bool:
 
 
 def _is_same_json(got: Any, expected: Any) -> bool:
-    """Compare as JSON would: a tuple is a list, and the keys of a table are texts."""
+    """Compare by JSON's rules: a tuple is a list, and the keys of a table are texts."""
     if isinstance(expected, list):
         return (
             isinstance(got, list | tuple)
@@ -310,7 +303,7 @@ def _is_same_json(got: Any, expected: Any) -> bool:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Give tables back the whole numbers that JSON made texts of, where all their keys are such."""
+    """Convert the keys of tables back to integers if all of them are integers as texts."""
     if isinstance(value, list):
         return [_with_int_keys(item) for item in value]
     if not isinstance(value, dict):
