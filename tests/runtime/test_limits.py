@@ -172,10 +172,10 @@ def test_a_jump_of_the_clock_makes_nothing_older_after_a_restart(
         for jump in (86400.0, -86400.0):
             monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
             line = json.loads(json.dumps(session.to_json()))
-            assert Session.from_json(line).begun == session.begun
+            assert Session.from_json(line).begun_at == session.begun_at
             # On a machine that was started anew only its clock tells, and an age is never below nothing.
             again = Session.from_json(line | {"boot_id": "another"})
-            assert time.monotonic() - again.begun == pytest.approx(max(0.0, jump), abs=5.0)
+            assert time.monotonic() - again.begun_at == pytest.approx(max(0.0, jump), abs=5.0)
 
     asyncio.run(main())
 
@@ -186,11 +186,11 @@ def test_a_controller_that_stood_still_does_not_take_its_nodes_for_silent(tmp_pa
             session = await begin(sessions)
             make_ready(sessions, session)
             placement = sessions.placement
-            placement.nodes["n"].seen -= 60.0
-            placement._looked -= 60.0
+            placement.nodes["n"].seen_at -= 60.0
+            placement._checked_at -= 60.0
             sessions.tick()
             assert session.is_alive
-            placement.nodes["n"].seen -= 60.0
+            placement.nodes["n"].seen_at -= 60.0
             sessions.tick()
             assert placement.nodes == {}
             assert session.cause == "node n on h was silent for 10 s"
@@ -247,7 +247,7 @@ def test_ended_sandboxes_are_kept_for_a_bounded_time_and_number(tmp_path: Path) 
             assert len(registry.by_runtime) == len(registry.journal.read()) == 5
             assert len(sessions.placement._relays) == 0
             for session in registry.by_runtime.values():
-                session.ended -= 101.0
+                session.ended_at -= 101.0
             sessions.tick()
             assert not registry.by_name
             assert not registry.by_runtime

@@ -194,7 +194,6 @@ def test_a_jump_of_the_clock_does_not_end_a_nodes_job(monkeypatch: pytest.Monkey
     )
     node = Node(settings)
     monkeypatch.setattr(time, "time", lambda: now + 3600.0)
-    left_s = node._describe((), has_all=True).ends_in_s
+    left_s = node._make_report((), has_all=True).ends_in_s
     assert left_s is not None
     assert 590.0 < left_s <= 600.0
-    assert not node._is_near_end()

@@ -84,13 +84,13 @@ def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
 
 def test_what_can_never_fit_is_told_in_numbers() -> None:
     admission = admission_of(n=node_of(2, 4))
-    assert admission.why_never(slot_of(gib=4)) == ""
-    assert "memory_bytes 8.58993e+09 of 4.29497e+09" in admission.why_never(slot_of(gib=8))
-    assert "cpus 3 of 2" in admission.why_never(slot_of(cpus=3))
+    assert admission.explain_impossible(slot_of(gib=4)) == ""
+    assert "memory_bytes 8.58993e+09 of 4.29497e+09" in admission.explain_impossible(slot_of(gib=8))
+    assert "cpus 3 of 2" in admission.explain_impossible(slot_of(cpus=3))
     # Nodes may still come.
-    assert admission_of().why_never(slot_of(gib=8)) == ""
+    assert admission_of().explain_impossible(slot_of(gib=8)) == ""
     both = admission_of(wide=node_of(8, 1), tall=node_of(1, 8))
-    assert "no single node" in both.why_never(slot_of(cpus=4, gib=4))
+    assert "no single node" in both.explain_impossible(slot_of(cpus=4, gib=4))
 
 
 def test_a_closed_node_takes_nothing_and_a_dropped_one_gives_its_sessions_back() -> None:
@@ -115,7 +115,7 @@ def test_a_large_request_lets_others_pass_until_its_patience_ends() -> None:
     admission.add(large)
     admission.add(session_of("b0", owner="bob"))
     assert names_taken(admission) == [("b0", "n")]
-    large.begun -= PATIENCE_S + 1
+    large.begun_at -= PATIENCE_S + 1
     admission.add(session_of("b1", owner="bob"))
     # Bob has a share already, so the large one is asked first, and the node is kept for it.
     assert names_taken(admission) == []
@@ -130,14 +130,14 @@ def test_who_begins_with_a_snapshot_waits_for_its_node_and_lets_others_pass() ->
         admission.add(one)
     assert names_taken(admission) == [("holder", "m"), ("free", "n")]
     # Once its patience ends its own node is kept for it, though another would be taken there.
-    second.begun -= PATIENCE_S + 1
+    second.begun_at -= PATIENCE_S + 1
     other = session_of("other")
     admission.add(other)
     assert names_taken(admission) == []
     admission.release(holder)
     assert names_taken(admission) == [("second", "m")]
-    assert "cpus 4 of 2" in admission.why_never(slot_of(cpus=4), "m")
-    assert admission.why_never(slot_of(cpus=4)) == ""
+    assert "cpus 4 of 2" in admission.explain_impossible(slot_of(cpus=4), "m")
+    assert admission.explain_impossible(slot_of(cpus=4)) == ""
 
 
 def test_snapshots_take_of_a_nodes_disk() -> None:
@@ -145,7 +145,7 @@ def test_snapshots_take_of_a_nodes_disk() -> None:
     for snapshot_bytes, is_taken in ((99 * GIB + 1, False), (99 * GIB, True)):
         admission.set_room("n", node_of(2, 8), is_open=True, snapshot_bytes=snapshot_bytes)
         # They may be closed: it is not refused for ever.
-        assert admission.why_never(slot_of()) == ""
+        assert admission.explain_impossible(slot_of()) == ""
         session = session_of("a")
         admission.add(session)
         assert bool(names_taken(admission)) is is_taken

@@ -1,9 +1,9 @@
-"""Builds of images from contexts that clients send: one for each content, for all clients and nodes.
+"""Image builds from the contexts that clients send: each content is built once, for all clients and nodes.
 
-The key is a hash of the context. What was built lies as an archive in a folder that nodes may share, beside
-its result; a node that lacks the image loads it from there. While one builds, it holds a lock file that names
-host, process and start, and touches it; a lock that nobody has touched for a while is taken over. A build
-that failed is remembered for a while.
+The key is a hash of the context. The built image is saved as an archive, beside its result, in a folder that
+nodes may share; a node that lacks the image loads the archive. A node that builds holds a lock file, which
+names its host, process and start time, and touches it; a lock that has not been touched for a minute is taken
+over. A failed build is not retried for ten minutes.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _TOUCH_S = 5.0
 _SHOWN_CHARACTERS = 2000
 _BUILD_LIMIT_S = 1800.0
 _FAILED_FOR_S = 600.0
-"""How long a build that failed is not tried again."""
+"""A failed build is not retried for this long."""
 _STALE_AFTER_S = 60.0
-"""A lock of another host that was not touched for this long is taken over."""
+"""A lock of another host that has not been touched for this long is taken over."""
 
 
 class Builds:
     """The builds of one node, one at a time, by one engine."""
 
     def __init__(self, folder: Path, engine: str = ENGINES[0]) -> None:
-        """`folder` has results, archives and locks. Nodes that share it build each context once."""
-        # What one of them saves the other may not load, and calls otherwise.
+        """`folder` holds results, archives and locks. Nodes that share it build each context once."""
+        # One engine may not load the other's archives, and its image ids differ.
         self._folder = folder if engine == ENGINES[0] else folder / engine
         self._engine = engine
         self._status: dict[str, BuildStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self.num_built = 0
-        """Builds that were carried out here, and not found."""
+        """Builds that this node carried out."""
 
     def start(self, context: bytes, image: str, tags: Sequence[str]) -> str:
-        """Begin a build of a gzip tar, to be called `image` and `tags`; return its id."""
+        """Begin to build a gzip tar and tag the result as `image` and `tags`; return the build's id."""
         key = hashlib.sha256(context).hexdigest()
         build_id = hashlib.sha256(f"{key} {image} {sorted(tags)}".encode()).hexdigest()[:32]
-        known = self._status.get(build_id)
-        if known is None or known.status not in ("QUEUED", "WORKING"):
+        status = self._status.get(build_id)
+        if status is None or status.status not in ("QUEUED", "WORKING"):
             self._status[build_id] = BuildStatus(status="QUEUED")
             task = asyncio.create_task(self._follow(build_id, key, context, image, tags))
             self._tasks.add(task)
@@ -66,11 +66,11 @@ class Builds:
         return build_id
 
     def find(self, build_id: str) -> BuildStatus | None:
-        """Return how a build is, None where there is none of this id."""
+        """Return the status of a build, None for an unknown id."""
         return self._status.get(build_id)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the running builds."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -89,23 +89,27 @@ class Builds:
             self._status[build_id] = BuildStatus(status="INTERNAL_ERROR", error=str(error))
 
     async def build(self, key: str, context: bytes) -> str:
-        """Return the id of the image of a context, built by this node or by another one.
+        """Return the id of the image of a context, which this node or another one has built.
 
-        Raises: SandboxFailed if the build fails, or has failed lately; OSError for a folder that cannot be
-            written; TarError for a context that is no archive.
+        Raises: SandboxFailed if the build fails or failed recently; OSError if the folder cannot be written;
+            TarError if the context is no archive.
         """
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             result = _read(folder / f"{key}.json")
             if result.get("image_id"):
-                return await self._load(key, str(result["image_id"]))
+                image_id = str(result["image_id"])
+                code, _ = await run_engine(self._engine, "image", "inspect", image_id)
+                if code:
+                    await self._run("load", "--quiet", "--input", str(folder / f"{key}.oci"))
+                return image_id
             if result.get("error") and time.time() < result["until"]:
                 raise _failed(f"this build has failed lately: {result['error']}")
             if take_lock(folder / f"{key}.lock"):
                 break
             await asyncio.sleep(0.2)
-        touching = asyncio.create_task(_touch_for_ever(folder / f"{key}.lock"))
+        touching = asyncio.create_task(_keep_touching(folder / f"{key}.lock"))
         try:
             return await self._build_here(key, context)
         finally:
@@ -114,53 +118,46 @@ class Builds:
 
     async def _build_here(self, key: str, context: bytes) -> str:
         if self._engine == "docker" and is_offline():
-            # It has no word for it, and pulls what a recipe begins with.
+            # docker has no option that keeps a build from pulling its base image.
             raise _failed("docker may ask a registry in a build, which offline mode forbids")
-        place = self._folder / f"{key}.json"
+        result_path = self._folder / f"{key}.json"
         self.num_built += 1
         name = f"localhost/strop-build:{key[:32]}"
         with tempfile.TemporaryDirectory() as folder:
             with tarfile.open(fileobj=io.BytesIO(context), mode="r:*") as archive:
-                # Nothing outside of the folder, no devices.
+                # The filter refuses devices and paths outside the folder.
                 archive.extractall(folder, filter="data")
-            never = ("--pull=never",) if self._engine == "podman" else ()
-            words = ("build", "--network", "none", *never, "--tag", name, folder)
-            code, said = await run_engine(self._engine, *words, limit_s=_BUILD_LIMIT_S)
-        (self._folder / f"{key}.log").write_text(said)
+            pull = ("--pull=never",) if self._engine == "podman" else ()
+            words = ("build", "--network", "none", *pull, "--tag", name, folder)
+            code, output = await run_engine(self._engine, *words, limit_s=_BUILD_LIMIT_S)
+        (self._folder / f"{key}.log").write_text(output)
         if code:
-            error = said.strip()[-_SHOWN_CHARACTERS:]
-            _write(place, {"error": error, "until": time.time() + _FAILED_FOR_S})
+            error = output.strip()[-_SHOWN_CHARACTERS:]
+            _write(result_path, {"error": error, "until": time.time() + _FAILED_FOR_S})
             raise _failed(error)
         image_id = (await self._run("image", "inspect", "--format", "{{.Id}}", name)).strip()
         partial = self._folder / f"{key}.{os.getpid()}.partial"
         try:
-            # docker has one form, and is quiet.
+            # docker has one format, and prints no progress.
             form = ("--quiet", "--format", "oci-archive") if self._engine == "podman" else ()
             await self._run("save", *form, "--output", str(partial), name)
             partial.replace(self._folder / f"{key}.oci")
         finally:
             partial.unlink(missing_ok=True)
-        _write(place, {"image_id": image_id, "image": name, "built_at": time.time()})
-        return image_id
-
-    async def _load(self, key: str, image_id: str) -> str:
-        """Take an image from the folder unless it is here already."""
-        code, _ = await run_engine(self._engine, "image", "inspect", image_id)
-        if code:
-            await self._run("load", "--quiet", "--input", str(self._folder / f"{key}.oci"))
+        _write(result_path, {"image_id": image_id, "image": name, "built_at": time.time()})
         return image_id
 
     async def _run(self, *words: str) -> str:
-        code, said = await run_engine(self._engine, *words)
+        code, output = await run_engine(self._engine, *words)
         if code:
-            raise _failed(f"{self._engine} {words[0]}: {said.strip()[-_SHOWN_CHARACTERS:]}")
-        return said
+            raise _failed(f"{self._engine} {words[0]}: {output.strip()[-_SHOWN_CHARACTERS:]}")
+        return output
 
 
 def take_lock(path: Path) -> bool:
-    """Write a lock file that names this process; take over one whose process is gone.
+    """Write a lock file that names this process, or take over one whose process is gone.
 
-    Returns: whether this process has it now. Raises: OSError.
+    Returns: whether this process holds the lock now. Raises: OSError.
     """
     holder = identify_self()
     content = {
@@ -176,7 +173,7 @@ def take_lock(path: Path) -> bool:
         except FileExistsError:
             if not _is_abandoned(path):
                 return False
-            # Moved, not removed: of two that see this, one moves it.
+            # Renamed, not removed: of two processes that see an abandoned lock, one can rename it.
             aside = path.with_name(f"{path.name}.{os.getpid()}.stale")
             with suppress(FileNotFoundError):
                 path.rename(aside)
@@ -198,7 +195,7 @@ def _is_abandoned(path: Path) -> bool:
         return age_s > _STALE_AFTER_S
     fields = ("pid", "start_ticks", "boot_id", "pid_namespace")
     if any(name not in content for name in fields):
-        # Half-written, by one that is just writing it or has ended meanwhile.
+        # Half-written: its writer is still at it, or has died.
         return age_s > _STALE_AFTER_S
     holder = ProcessIdentity(**{name: content[name] for name in fields})
     return (
@@ -206,7 +203,7 @@ def _is_abandoned(path: Path) -> bool:
     )
 
 
-async def _touch_for_ever(path: Path) -> None:
+async def _keep_touching(path: Path) -> None:
     while True:
         await asyncio.sleep(_TOUCH_S)
         with suppress(OSError):
@@ -215,10 +212,10 @@ async def _touch_for_ever(path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

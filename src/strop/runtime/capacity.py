@@ -1,7 +1,7 @@
-"""The capacity of a node: the limits of its allocation, less what the node agent needs itself.
+"""The capacity of a node: the limits of its allocation, less a reserve for the node agent.
 
-The tightest limit counts: of the machine, of this process's control groups, and of the job, as Slurm has it.
-Disk is memory too, because the writable layers of sandboxes are file systems in memory; it counts once.
+The tightest limit counts: the machine's, that of this process's control groups, or Slurm's for the job.
+The writable layers of sandboxes are file systems in memory, so a node offers as much disk as memory.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from strop.hardware.machine import read_cgroup_memory, read_cpu_quota
 from strop.runtime.contract import Slot
 
 RESERVED_BYTES = 512 << 20
-"""For the node agent and the daemon of its sandboxes."""
+"""For the node agent and the daemon that supervises its sandboxes."""
 RESERVED_FRAC = 0.1
 RESERVED_PROCESSES = 512
 
 
 def measure_capacity() -> Slot:
-    """Return what sandboxes on this machine may use together.
+    """Return the resources that all sandboxes on this machine may use together.
 
-    Raises: ConfigError if nothing is left of its memory.
+    Raises: ConfigError if the reserve leaves no memory.
     """
     import psutil
 
     total_bytes = float(psutil.virtual_memory().total)
-    memory_bytes = _least(total_bytes, read_cgroup_memory()[0], _read_job_memory())
-    cpus = _least(float(len(os.sched_getaffinity(0))), read_cpu_quota(), _read("SLURM_CPUS_ON_NODE"))
+    job_cpus = _read_variable("SLURM_CPUS_ON_NODE")
+    # Slurm counts in MiB, per node or per CPU; 0 means all memory of the node.
+    job_mib = _read_variable("SLURM_MEM_PER_NODE")
+    if not job_mib:
+        job_mib = (_read_variable("SLURM_MEM_PER_CPU") or 0.0) * (job_cpus or 0.0)
+    job_bytes = job_mib * (1 << 20) if job_mib else None
+    memory_bytes = _least(total_bytes, read_cgroup_memory()[0], job_bytes)
+    cpus = _least(float(len(os.sched_getaffinity(0))), read_cpu_quota(), job_cpus)
     processes = _least(_read_file("/proc/sys/kernel/pid_max"), _read_file("/proc/sys/kernel/threads-max"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() and soft != resource.RLIM_INFINITY:
@@ -51,21 +57,12 @@ def measure_capacity() -> Slot:
 
 
 def find_end() -> float | None:
-    """Return the seconds until this job's time is up, None where nothing ends it."""
-    end_at = _read("SLURM_JOB_END_TIME")
+    """Return the seconds until this job's time limit, None outside a job."""
+    end_at = _read_variable("SLURM_JOB_END_TIME")
     return None if end_at is None else max(0.0, end_at - time.time())
 
 
-def _read_job_memory() -> float | None:
-    """Return the bytes of this job on this node; Slurm counts in MiB, and 0 is all."""
-    whole = _read("SLURM_MEM_PER_NODE")
-    if whole:
-        return whole * (1 << 20)
-    each, cpus = _read("SLURM_MEM_PER_CPU"), _read("SLURM_CPUS_ON_NODE")
-    return each * cpus * (1 << 20) if each and cpus else None
-
-
-def _read(name: str) -> float | None:
+def _read_variable(name: str) -> float | None:
     try:
         return float(os.environ.get(name, ""))
     except ValueError:

@@ -1,8 +1,8 @@
-"""The commands of one sandbox, as events that a client polls: what OpenHands' agent server calls bash events.
+"""The commands of one sandbox, as events that a client polls (the bash events of OpenHands' agent server).
 
-Each command is a fresh shell. It ends when the shell does, not when the last child has closed its output, and
-takes all that it started with it. A poll is held until there is something new, so that a command costs its
-client one round trip and not a tenth of a second.
+Each command runs in a fresh shell. It ends when the shell does, not when the last child has closed its
+output, and its remaining processes are killed. A poll is held until there is a new event, so that a command
+costs its client one round trip and not a tenth of a second.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from strop.sandbox.contract import MIB, ExecKind, ExecResult, Sandbox
 from strop.sandbox.following import Job
 
 EVENT_CHARACTERS = MIB
-"""Most text of one event, as the agent server splits it."""
+"""Longest text of one event; the agent server splits at the same length."""
 MAX_PAGE = 100
 _MAX_HOLD_S = 1.0
 _ANSWER_EARLY_S = 0.1
-"""The client gives up at the same moment by its own clock, and would then say less."""
+"""The client times out at the same moment by its own clock, and its message would say less."""
 _QUICK_S = 0.05
-"""Most commands have ended by then, and their output is taken whole."""
+"""Most commands have ended by then; their output is read whole."""
 _SETTLE_S = 0.05
 _SHELL = "/bin/sh"
 _SHELL_LIMIT_S = 10.0
@@ -37,18 +37,18 @@ _MAX_KEPT_CHARACTERS = 64 * MIB
 
 
 class _Text:
-    """One stream of a command, decoded as it comes, what is too much left out of its middle."""
+    """One output stream of a command, decoded as it comes; an excess is left out of its middle."""
 
     def __init__(self) -> None:
         self.uncut = ""
-        """Not yet in an event."""
+        """Text that is not in an event yet."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_taken = 0
 
     def add(self, data: bytes, omitted: int) -> None:
-        """Take bytes, in front of which some were left out."""
+        """Take bytes that follow `omitted` bytes which were left out."""
         if omitted and len(data) > omitted and self._num_taken == 0:
-            # The result of a whole command: head and tail are equally long.
+            # The output of a whole command: its head and tail are equally long.
             half = len(data) // 2
             self._take(data[:half])
             self._mark(omitted)
@@ -74,7 +74,7 @@ class _Text:
         self.uncut += self._decoder.decode(b"", final=True)
 
     def cut(self) -> str | None:
-        """Return what fits into one event, None where there is nothing."""
+        """Return the text of the next event, None if there is no text."""
         piece, self.uncut = self.uncut[:EVENT_CHARACTERS], self.uncut[EVENT_CHARACTERS:]
         return piece or None
 
@@ -84,7 +84,7 @@ class Command:
 
     def __init__(self, record: dict[str, Any]) -> None:
         self.record = record
-        """As its start was answered."""
+        """The reply to its start."""
         self.outputs: list[dict[str, Any]] = []
         self.ended = asyncio.Event()
         self.has_news = asyncio.Event()
@@ -92,21 +92,21 @@ class Command:
         self.job: Job | None = None
         self.is_stopped = False
         self.no_result: tuple[int, str] | None = None
-        """HTTP status and cause, where machinery or the image ended it and not the command itself."""
+        """HTTP status and cause, where the infrastructure or the image is to blame for its end."""
         self._stdout, self._stderr = _Text(), _Text()
 
     @property
     def num_characters(self) -> int:
-        """Of all its events."""
-        return sum(len(one["stdout"] or "") + len(one["stderr"] or "") for one in self.outputs)
+        """Characters in all its events."""
+        return sum(len(event["stdout"] or "") + len(event["stderr"] or "") for event in self.outputs)
 
     def add(self, stdout: bytes, stderr: bytes, omitted: tuple[int, int]) -> None:
-        """Take output, in front of which some bytes were left out."""
+        """Take output; `omitted` counts the bytes of each stream that were left out before it."""
         self._stdout.add(stdout, omitted[0])
         self._stderr.add(stderr, omitted[1])
 
     def cut(self, *, exit_code: int | None) -> None:
-        """Make events of what has come; with an exit code, the last one has it."""
+        """Make events of the text so far; an exit code goes into the last one."""
         while self._stdout.uncut or self._stderr.uncut or exit_code is not None:
             out, err = self._stdout.cut(), self._stderr.cut()
             is_last = not self._stdout.uncut and not self._stderr.uncut
@@ -127,7 +127,7 @@ class Command:
             self.has_news.clear()
 
     def finish(self, exit_code: int, why: str) -> None:
-        """Take its end."""
+        """Note the command's end."""
         self._stdout.end()
         self._stderr.end()
         if why:
@@ -139,7 +139,7 @@ class Command:
 
 
 class Commands:
-    """Runs commands in a sandbox and keeps what they wrote, the newest `_MAX_KEPT` of them."""
+    """Runs commands in a sandbox and keeps the output of the newest `_MAX_KEPT`."""
 
     def __init__(self, sandbox: Sandbox, env: Mapping[str, str], working_dir: str) -> None:
         self._sandbox = sandbox
@@ -166,19 +166,25 @@ class Commands:
         self.num_started += 1
         self.first_at = self.first_at or time.time()
         command.task = asyncio.create_task(self._run(command))
-        self._forget_old()
+        num_characters = sum(kept.num_characters for kept in self._commands.values())
+        for key, kept in list(self._commands.items()):
+            if len(self._commands) <= _MAX_KEPT and num_characters <= _MAX_KEPT_CHARACTERS:
+                break
+            if kept.ended.is_set():
+                num_characters -= kept.num_characters
+                del self._commands[key]
         return command
 
     def find(self, command_id: str) -> Command | None:
-        """Return a command that is kept."""
+        """Return a kept command."""
         return self._commands.get(command_id)
 
     def list(self) -> list[Command]:
-        """Return all that are kept, oldest first."""
+        """Return all kept commands, oldest first."""
         return list(self._commands.values())
 
     async def stop(self, command: Command) -> None:
-        """End a command and all that it started."""
+        """End a command and all processes that it started."""
         if command.ended.is_set():
             return
         command.is_stopped = True
@@ -187,30 +193,31 @@ class Commands:
         await command.ended.wait()
 
     async def wait_for_news(self, command: Command, after_order: int) -> None:
-        """Return when a command has an event beyond one, or has ended, or the client should hear of us."""
-        # 0 and less are taken for 1, as the command's own limit is.
+        """Return when a command has an event after `after_order` or has ended, or when the poll is over."""
+        # A time limit below 1 counts as 1, as in `_run`.
         limit_s = min(_MAX_HOLD_S, max(1, command.record["timeout"]) / 2)
-        if not any(one["order"] > after_order for one in command.outputs):
+        if not any(event["order"] > after_order for event in command.outputs):
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await command.has_news.wait()
             with suppress(TimeoutError):
-                # Most write last what they say: without the end, the client would sleep before it asks again.
+                # Most commands end right after their output. An answer without the end would cost the client
+                # a sleep before its next poll.
                 async with asyncio.timeout(_SETTLE_S):
                     await command.ended.wait()
-        # What has come so far is one event, however many pieces it came in.
+        # The text so far becomes one event, however many pieces it came in.
         command.cut(exit_code=None)
 
     def clear(self) -> int:
-        """Forget what ended commands wrote; return how many events that were."""
-        ended = {key: one for key, one in self._commands.items() if one.ended.is_set()}
+        """Forget the commands that have ended; return how many events they had."""
+        ended = {key: command for key, command in self._commands.items() if command.ended.is_set()}
         for key in ended:
             del self._commands[key]
-        return sum(1 + len(one.outputs) for one in ended.values())
+        return sum(1 + len(command.outputs) for command in ended.values())
 
     async def close(self) -> None:
         """Stop waiting for commands; the sandbox ends them."""
-        tasks = [one.task for one in self._commands.values() if one.task is not None]
+        tasks = [command.task for command in self._commands.values() if command.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -230,7 +237,7 @@ class Commands:
             if command.is_stopped:
                 await job.stop()
             end = asyncio.ensure_future(job.wait())
-            # Not read if the sandbox ends first; asyncio must not log it.
+            # Nobody awaits it if the sandbox ends first; asyncio would log its exception.
             end.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait({end}, timeout=_QUICK_S)
             if end.done():
@@ -242,9 +249,9 @@ class Commands:
                     command.has_news.set()
                 result = await end
                 if result.kind is ExecKind.NOT_STARTED:
-                    # Why it was not is in no stream.
+                    # The reason did not come through a stream.
                     command.add(b"", result.stderr, (0, 0))
-            exit_code, why = _code_of(result), _explain(command, result)
+            exit_code, why = _describe_end(result, record["timeout"])
             if result.kind is ExecKind.NOT_STARTED:
                 await self._require_shell(command)
         except SandboxLost as lost:
@@ -256,49 +263,37 @@ class Commands:
             command.finish(exit_code, why)
 
     async def _require_shell(self, command: Command) -> None:
-        """Blame the image for a command that was not started, unless its directory alone was missing."""
-        tried = await self._sandbox.exec([_SHELL, "-c", ":"], wall_limit_s=_SHELL_LIMIT_S)
-        if tried.kind is ExecKind.NOT_STARTED:
-            said = tried.stderr.decode(errors="replace").strip()
-            command.no_result = (501, f"no shell of the image starts: {said}")
-
-    def _forget_old(self) -> None:
-        kept = sum(one.num_characters for one in self._commands.values())
-        for key, one in list(self._commands.items()):
-            if len(self._commands) <= _MAX_KEPT and kept <= _MAX_KEPT_CHARACTERS:
-                return
-            if one.ended.is_set():
-                kept -= one.num_characters
-                del self._commands[key]
+        """Blame the image for a command that did not start, unless only its directory was missing."""
+        result = await self._sandbox.exec([_SHELL, "-c", ":"], wall_limit_s=_SHELL_LIMIT_S)
+        if result.kind is ExecKind.NOT_STARTED:
+            error = result.stderr.decode(errors="replace").strip()
+            command.no_result = (501, f"no shell of the image starts: {error}")
 
 
 def join_outputs(command: Command) -> dict[str, Any]:
     """Return all events of an ended command as one."""
-    stdout = "".join(one["stdout"] or "" for one in command.outputs)
-    stderr = "".join(one["stderr"] or "" for one in command.outputs)
+    stdout = "".join(event["stdout"] or "" for event in command.outputs)
+    stderr = "".join(event["stderr"] or "" for event in command.outputs)
     return {**command.outputs[-1], "stdout": stdout or None, "stderr": stderr or None}
 
 
-def _explain(command: Command, result: ExecResult) -> str:
-    """Say why a command ended, where it did not end by itself."""
-    if result.kind is ExecKind.OOM and result.exit_code == 0:
-        # What was killed for memory may have ended well all the same.
-        return ""
-    return {
-        ExecKind.TIMED_OUT: f"Command timed out after {max(1, command.record['timeout'])} seconds",
+def _describe_end(result: ExecResult, timeout_s: int) -> tuple[int, str]:
+    """Return the exit code that a client sees, and why the command was ended if it was."""
+    why = {
+        ExecKind.TIMED_OUT: f"Command timed out after {max(1, timeout_s)} seconds",
         ExecKind.OOM: "killed: the sandbox has no memory left",
         ExecKind.OUTPUT_FLOOD: "killed: it wrote more than a command may",
         ExecKind.OVER_LIMIT: "killed: it went beyond a limit of the sandbox",
         ExecKind.FROM_INSIDE: "a program of the sandbox ended the sandbox",
     }.get(result.kind, "")
-
-
-def _code_of(result: ExecResult) -> int:
+    if result.kind is ExecKind.OOM and result.exit_code == 0:
+        # A child was killed for memory, and the command succeeded all the same.
+        why = ""
     if result.kind in (ExecKind.TIMED_OUT, ExecKind.NOT_STARTED, ExecKind.FROM_INSIDE):
-        return -1
+        return -1, why
     if result.signal is not None:
-        return -result.signal
-    return -1 if result.exit_code is None else result.exit_code
+        return -result.signal, why
+    return -1 if result.exit_code is None else result.exit_code, why
 
 
 def _now() -> str:

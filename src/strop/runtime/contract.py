@@ -1,9 +1,9 @@
-"""What flows between a client, the controller and the nodes of the sandbox service.
+"""The messages between a client, the controller and the nodes of the sandbox service.
 
-A client speaks OpenHands' protocol to the controller: `StartRequest` comes in, records go out. The controller
-tells a node what to make (`NodeOrder`), and a node tells the controller, every two seconds and after each
-change, what it is and how its sandboxes are (`NodeReport`). All of it is JSON over HTTP; the routes stand
-with the classes. Both sides accept fields that they do not know.
+A client speaks OpenHands' protocol to the controller: it sends a `StartRequest` and receives records. The
+controller orders sandboxes from a node (`NodeOrder`). A node reports its own state and that of its sandboxes
+to the controller every two seconds and after each change (`NodeReport`). All messages are JSON over HTTP; the
+classes name their routes. Both sides accept unknown fields.
 
 Source of the client's side: the protocol of openhands-workspace 1.58.0 and openhands-ai 1.11.0, in `wire.py`.
 """
@@ -20,59 +20,59 @@ from strop.sandbox.allowlist import parse_network
 from strop.sandbox.contract import MIB, IsolationLevel, Limits
 
 NODE_KEY_HEADER = "X-Node-Key"
-"""Between controller and nodes, both ways. Not a client's key."""
+"""Header of the key between controller and nodes, both ways. Clients have other keys."""
 HEARTBEAT_S = 2.0
 LOST_AFTER_S = 10.0
-"""A node that was silent for this long is lost, and its sandboxes with it."""
+"""A node that has been silent for this long is lost, and its sandboxes with it."""
 MAX_OUTPUT_BYTES = 64 * MIB
-"""Most that a client may have kept of one end of an output stream: the node holds it in memory."""
+"""Longest head or tail of an output stream that a client may ask to keep: the node holds it in memory."""
 MIN_SHARE = 0.001
-"""Least of each thing that a sandbox may ask for: none would take no slot."""
+"""Least amount of a resource that a sandbox may ask for. With 0 it would take no slot."""
 INSIDE_PORT = 60000
-"""Where a sandbox's own server listens; every client's command says it."""
+"""Where a sandbox's own server listens; the commands of all clients name it."""
 
 _NO_ID = (1 << 32) - 1
 
 
 class State(StrEnum):
-    """Where a sandbox is in its life. What clients are told of each is one pair of words (`wire.WORDS`)."""
+    """The state of a sandbox. Clients see each as a pair of words (`wire.WORDS`)."""
 
     QUEUED = "queued"
-    """Waits for a slot."""
+    """It waits for a slot."""
     IMAGE = "image"
-    """Its image is pulled, built or unpacked."""
+    """Its image is being pulled, built or unpacked."""
     STARTING = "starting"
-    """It exists; its server does not answer yet through its address."""
+    """It exists; its server does not answer through its address yet."""
     READY = "ready"
     PAUSED = "paused"
     RESUMING = "resuming"
     STOPPED = "stopped"
-    """Asked for, or by a limit of idleness, age or lease."""
+    """Its client stopped it, or a limit of idleness, age or lease."""
     FAILED = "failed"
-    """Ended by itself or never began; `FailureKind` says whose fault it was."""
+    """It ended by itself or never began; `FailureKind` says whose fault that was."""
 
 
 class FailureKind(StrEnum):
     """Why a sandbox failed, for the code that decides about its reward. None of these is a reward of 0."""
 
     IMAGE_ERROR = "image_error"
-    """Missing, denied, of another architecture, or nothing in it can be started."""
+    """The image is missing, denied or of another architecture, or nothing in it can be started."""
     TASK_OOM = "task_oom"
-    """Its memory limit, by the control group's own count."""
+    """The sandbox reached its memory limit, by the control group's own count."""
     AGENT_ERROR = "agent_error"
     """Its server ended or stopped answering."""
     INFRA_LOST = "infra_lost"
     """Its node, allocation, disk or network is gone."""
     CAPACITY = "capacity"
-    """It can never fit, or no slot came before its deadline."""
+    """It can never fit, or no slot was free before its deadline."""
 
 
-class _Flow(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Slot(_Flow):
-    """What one sandbox takes of a node, or what a node has."""
+class Slot(_Message):
+    """The resources that a sandbox takes of a node, or that a node has."""
 
     cpus: float
     memory_bytes: int
@@ -80,7 +80,7 @@ class Slot(_Flow):
     processes: int
 
     def times(self, factor: float) -> Slot:
-        """Return as many times as much, rounded up. A disk holds images, which no factor makes larger."""
+        """Return the slot multiplied, rounded up. Disk stays: the size of images does not change."""
         return Slot(
             cpus=self.cpus * factor,
             memory_bytes=math.ceil(self.memory_bytes * factor),
@@ -89,17 +89,17 @@ class Slot(_Flow):
         )
 
 
-class SnapshotTerms(_Flow):
+class SnapshotTerms(_Message):
     """The snapshot that a sandbox begins with."""
 
     node_id: str
-    """Where it is: the only node that can make the sandbox."""
+    """Where the snapshot is: the only node that can make the sandbox."""
     key: str = Field(repr=False)
-    """Whoever has it may use the snapshot."""
+    """Every holder of the key may use the snapshot."""
 
 
-class SandboxTerms(_Flow):
-    """What strop's own client says of a sandbox beside its image: as `SandboxSpec`, where that fits a node.
+class SandboxTerms(_Message):
+    """The fields that only strop's own client sends: those of `SandboxSpec` that a node can honour.
 
     Such a sandbox is served by frames alone (`owner_plane`), and ends with its owner's connection.
     """
@@ -111,7 +111,7 @@ class SandboxTerms(_Flow):
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     snapshot: SnapshotTerms | None = None
     module: Literal["strop.environments.inside"] | None = None
-    """Whose `main` it is made for. Such a sandbox shows the packages of the node agent's Python."""
+    """The module whose `main` the sandbox is prepared for. It sees the packages of the agent's Python."""
 
     @field_validator("limits")
     @classmethod
@@ -120,8 +120,8 @@ class SandboxTerms(_Flow):
             value = getattr(limits, name)
             most = MAX_OUTPUT_BYTES if name.startswith("output_") else 1 << 53
             least = 0 if name.startswith("output_") else MIN_SHARE
-            is_open = value is None or isinstance(value, bool)
-            if not is_open and not least <= value <= most:
+            is_bounded = not (value is None or isinstance(value, bool))
+            if is_bounded and not least <= value <= most:
                 raise ValueError(f"{name}={value} is not from {least} to {most}")
         return limits
 
@@ -131,49 +131,50 @@ class SandboxTerms(_Flow):
         parse_network(network)
         return network
 
-    def slot(self, plain: Slot) -> Slot:
-        """Return what it takes of a node; where `limits` leaves processors open, those of a plain one."""
+    def slot(self, default: Slot) -> Slot:
+        """Return the slot of the sandbox; `default` has the processors where `limits` names none."""
         limits = self.limits
         return Slot(
-            cpus=plain.cpus if limits.cpus is None else limits.cpus,
+            cpus=default.cpus if limits.cpus is None else limits.cpus,
             memory_bytes=limits.memory_bytes,
             disk_bytes=limits.scratch_bytes,
             processes=limits.max_processes,
         )
 
 
-class StartRequest(_Flow):
-    """`POST /start` of all dialects, understood."""
+class StartRequest(_Message):
+    """`POST /start` of all dialects, parsed."""
 
     image: str
     command: tuple[str, ...]
-    """Split where a client sent one string. The first word replaces the image's entrypoint."""
+    """A command that came as one string is split into words. The first replaces the image's entrypoint."""
     working_dir: str = "/"
     environment: dict[str, str] = Field(default_factory=dict)
     session_id: str
     resource_factor: float = 1.0
     """Multiplies memory, processes and processors of a slot."""
     lifetime_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """strop's own: how long its client means to use it. A node that ends before is taken if no other fits."""
+    """strop's own field: how long the client means to use the sandbox. A node that ends sooner is chosen only
+    if no other fits."""
     run_as_user: int | None = Field(default=None, ge=0, lt=_NO_ID)
-    """A hint. Where the node can give programs this user of the image, it does, with the group of the same
-    number; `isolation` says who they are on the host."""
+    """A hint: the image's user that runs the programs, with the group of the same number, where the node can
+    arrange it. `isolation` has their user on the host."""
     run_as_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
     fs_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     runtime_class: str | None = None
     """A hint. Nothing is refused because of it."""
     sandbox: SandboxTerms | None = None
-    """Of strop's own client. `command`, `resource_factor` and what is run as whom mean nothing then."""
+    """From strop's own client. `command`, `resource_factor` and the users and groups have no effect then."""
 
 
-class NodeOrder(_Flow):
-    """`POST {node}/sandboxes`: make this. Answered at once with `NodeAnswer`; the rest is reported.
+class NodeOrder(_Message):
+    """`POST {node}/sandboxes`: make this sandbox. Answered at once with `NodeAnswer`; reports tell the rest.
 
-    Also there: `DELETE {node}/sandboxes/{runtime_id}?cause=`, and `POST .../pause` and `.../resume` below it,
-    answered with a `SandboxReport` when it is done; 404 for a sandbox that the node does not have.
-    Given again for the same runtime id it changes nothing and is answered alike. 503 says that the node
-    takes nothing now; the order then goes elsewhere.
+    Other routes: `DELETE {node}/sandboxes/{runtime_id}?cause=`, `POST .../pause` and `POST .../resume`. They
+    are answered with a `SandboxReport` when done; 404 for a sandbox that the node does not have.
+    A repeated order for the same runtime id changes nothing and is answered alike. 503 says that the node
+    takes no orders now; the order then goes elsewhere.
 
     Images, for clients that build: `POST {node}/builds?image=TARGET&tag=T&tag=T` with a gzip tar as its body
     is answered `{"build_id"}`, `GET {node}/builds/{build_id}` with `BuildStatus`, `GET {node}/images?image=`
@@ -186,15 +187,15 @@ class NodeOrder(_Flow):
     request: StartRequest
 
 
-class NodeAnswer(_Flow):
+class NodeAnswer(_Message):
     """The address is held from now on, and final."""
 
     url: str
     """`http://host:port`, without a path."""
 
 
-class SandboxReport(_Flow):
-    """What a node knows of one of its sandboxes."""
+class SandboxReport(_Message):
+    """The state of one sandbox at its node."""
 
     runtime_id: str
     state: State
@@ -202,32 +203,32 @@ class SandboxReport(_Flow):
     cause: str = ""
     """One sentence for `failed` and `stopped`."""
     refusal: str = ""
-    """The kind of `SandboxRefused`, where it was not made because of one."""
+    """The kind of the `SandboxRefused` that kept it from being made."""
     exit_code: int | None = None
     log_tail: str = ""
     """The last lines that its server wrote, for `pod_logs`."""
     events: tuple[str, ...] = ()
-    """What it waits for and has done: pull, build, start."""
+    """Progress: pull, build, start."""
     isolation: dict[str, Any] = Field(default_factory=dict)
-    """`sandbox.Isolation` as it was reached."""
+    """The `sandbox.Isolation` that was reached."""
     timeline: dict[str, float] = Field(default_factory=dict)
-    """Seconds since the epoch at which it was queued, had its image, was started, was ready, ran its first
-    command and was stopped."""
+    """Unix times at which it was queued, had its image, was started, was ready, ran its first command and was
+    stopped."""
     last_used_s: float = 0.0
     """Seconds since its address was last used."""
     usage: dict[str, float] = Field(default_factory=dict)
     """cpu_s, memory_bytes, processes, disk_bytes, commands."""
     version: int = 0
-    """Grows with each change of its state at this node: by it, a report that was overtaken is known."""
+    """Grows with each change of its state at this node, so that a controller can drop an outdated report."""
     url: str = ""
-    """Its address at the node, where it has one: new to a controller that got no answer to its order."""
+    """Its address at the node, if it has one, for a controller that missed the answer to its order."""
 
 
-class NodeReport(_Flow):
+class NodeReport(_Message):
     """`POST {controller}/nodes/{node_id}`: at registration, every `HEARTBEAT_S` and after each change.
 
-    One that is only sent for a change tells of what changed, and is cheap however many live. Answered with
-    `NodeReply`.
+    A report after a change has only the sandboxes that changed, so its cost does not grow with their number.
+    Answered with `NodeReply`.
     """
 
     node_id: str
@@ -238,39 +239,39 @@ class NodeReport(_Flow):
     boot_id: str
     pid: int
     job_id: str = ""
-    """The scheduler's, where the node agent runs in a job."""
+    """The scheduler's id of the job that the node agent runs in."""
     capacity: Slot
     snapshot_bytes: int = 0
-    """What snapshots take of its disk beside its sandboxes."""
+    """Disk that snapshots take beside the sandboxes."""
     backends: tuple[str, ...]
     is_draining: bool = False
-    """Takes nothing new: its allocation ends soon, or it was told to."""
+    """It takes no new sandboxes: its allocation ends soon, or it was drained."""
     ends_in_s: float | None = None
-    """Until its allocation ends."""
+    """Seconds until its allocation ends."""
     sandboxes: tuple[SandboxReport, ...]
-    """All that it has, and those that ended since the last report that was answered."""
+    """All its sandboxes, and those that ended since the last answered report."""
     has_all: bool = True
-    """False: of all that, only what changed since the last report that was answered."""
+    """False: `sandboxes` has only those that changed since the last answered report."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Added to the controller's own, by their names and labels."""
 
 
-class BuildStatus(_Flow):
-    """How a build is."""
+class BuildStatus(_Message):
+    """The status of an image build."""
 
     status: Literal[
         "QUEUED", "WORKING", "SUCCESS", "FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED"
     ]
     image: str = ""
-    """What can be started, once it succeeded."""
+    """The built image, once the build has succeeded."""
     error: str = ""
 
 
-class NodeReply(_Flow):
-    """What the controller wants of a node, beside orders."""
+class NodeReply(_Message):
+    """The controller's answer to a report."""
 
     to_stop: tuple[str, ...] = ()
-    """Runtime ids that it has and should not have: stopped, expired, or placed elsewhere meanwhile."""
+    """Runtime ids that the node should stop: stopped, expired, or placed elsewhere meanwhile."""
     wants_all: bool = False
-    """The report was not taken: the first of a node has all its sandboxes."""
+    """The report was not taken: a node's first report has to have all its sandboxes."""
     should_drain: bool = False

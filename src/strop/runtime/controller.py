@@ -1,9 +1,9 @@
-"""The service that clients and node agents talk to: one process, answers from memory, a journal behind it.
+"""The controller, which clients and node agents talk to. It answers from memory and keeps a journal.
 
     python -m strop.runtime.controller --state-dir DIR
 
-prints one JSON line with its address and the files of its keys, and serves until SIGTERM. Started again with
-the same directory it has the same port, and every sandbox with its address and key. Sandboxes outlive it.
+prints one JSON line with its address and the files of its keys, and serves until SIGTERM. Sandboxes outlive
+it: restarted with the same directory, it has the same port, and every sandbox its address and key.
 
 Not covered: encryption. Bind it to a network that only its users share.
 """
@@ -57,41 +57,41 @@ _log = logging.getLogger("strop.runtime.controller")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerOptions:
-    """How a controller is run."""
+    """Options of a controller."""
 
     state_dir: Path
-    """Has the journal, the event log, the keys and the port. For one controller alone."""
+    """Holds the journal, the event log, the keys and the port of this controller alone."""
     host: str = LOOPBACK
     port: int = 0
-    """0: the one of before, or one that is free."""
+    """0: the previous port, or a free one."""
     keys_file: Path | None = None
-    """None: `keys` in the state directory, made if it is not there."""
+    """None: `keys` in the state directory, created if it is missing."""
     node_keys_file: Path | None = None
-    """None: `node-keys` in the state directory, made if it is not there."""
+    """None: `node-keys` in the state directory, created if it is missing."""
     disable_auth: bool = False
     is_forced: bool = False
-    """Whether to do without keys on an address that others can reach."""
+    """Whether to serve without keys on an address that other machines can reach."""
     policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """Where a controller is."""
+    """The address of a running controller, and its key files."""
 
     url: str
     pid: int
     keys_file: str
-    """Empty where no key is asked for."""
+    """Empty if clients need no key."""
     node_keys_file: str
 
 
 async def serve(
     options: ControllerOptions, on_ready: Callable[[Serving], None], until: asyncio.Event | None = None
 ) -> None:
-    """Serve until `until` is set or this is cancelled; `on_ready` is told where, once clients may connect.
+    """Serve until `until` is set or this is cancelled; call `on_ready` once clients may connect.
 
-    Raises: ConfigError for keys or options that cannot be; StoreError if the journal is broken or held;
-    CheckRefused if the port is taken.
+    Raises: ConfigError for invalid keys or options; StoreError if the journal is broken or held; CheckRefused
+        if the port is taken.
     """
     if options.disable_auth:
         require_keys_or_loopback(options.host, is_forced=options.is_forced)
@@ -105,7 +105,7 @@ async def serve(
         journal = Journal.open(options.state_dir / "journal.jsonl")
         log = EventLog(options.state_dir / "events.jsonl")
         stack.callback(log.close)
-        registry = Registry(journal, log.tell)
+        registry = Registry(journal, log.write)
         stack.push_async_callback(registry.close)
         client = NodeClient(node_keys)
         stack.push_async_callback(client.close)
@@ -186,52 +186,52 @@ async def _tick(sessions: Sessions, rings: Sequence[KeyRing], server: uvicorn.Se
 
 
 def _listen(options: ControllerOptions) -> socket.socket:
-    """Hold the port that is asked for; else the one of before, where that is still free."""
-    place = options.state_dir / "address.json"
+    """Listen on the port of the options, else on the previous one if it is free, else on any free one."""
+    address_path = options.state_dir / "address.json"
     if options.port:
         return hold_listener(options.host, options.port, backlog=_BACKLOG)
     listener = None
     try:
-        before = json.loads(place.read_bytes())
-        if before["host"] == options.host:
-            listener = hold_listener(options.host, before["port"], backlog=_BACKLOG)
+        previous = json.loads(address_path.read_bytes())
+        if previous["host"] == options.host:
+            listener = hold_listener(options.host, previous["port"], backlog=_BACKLOG)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     except CheckRefused as error:
-        _log.warning("the port of before is taken, clients of then are lost: %s", error)
+        _log.warning("the previous port is taken, its clients are lost: %s", error)
     listener = listener or hold_listener(options.host, 0, backlog=_BACKLOG)
     content = {"host": options.host, "port": listener.getsockname()[1]}
-    write_bytes_atomically(place, json.dumps(content).encode())
+    write_bytes_atomically(address_path, json.dumps(content).encode())
     return listener
 
 
 class EventLog(RotatingFileHandler):
-    """One JSON line for each transition, in files of bounded size; those of one moment in one write."""
+    """A log of one JSON line for each transition, in files of bounded size."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=_EVENT_LOG_BYTES, backupCount=2)
         self._lines: list[str] = []
 
-    def tell(self, facts: dict[str, Any]) -> None:
-        """Write a line, a moment later."""
+    def write(self, facts: dict[str, Any]) -> None:
+        """Queue a line; it is in the file 0.1 s later."""
         if not self._lines:
             asyncio.get_running_loop().call_later(_EVENT_DELAY_S, self.write_out)
         self._lines.append(json.dumps(facts))
 
     def write_out(self) -> None:
-        """Write the lines that wait."""
+        """Write the queued lines."""
         if self._lines:
             self.emit(logging.makeLogRecord({"msg": "\n".join(self._lines)}))
             self._lines.clear()
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+        """Write the queued lines and close the file."""
         self.write_out()
         super().close()
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files as it may: each sandbox that waits has a port of its own here."""
+    """Raise the limit of open files to the hard limit: each waiting sandbox has its own port here."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):
@@ -242,29 +242,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m strop.runtime.controller", description=__doc__)
     parser.add_argument("--state-dir", type=Path, required=True, help="journal, event log and keys")
-    parser.add_argument("--announce", action="store_true", help="write its address there for others to find")
+    parser.add_argument("--announce", action="store_true", help="write the address there for others to find")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on; loopback by default")
-    parser.add_argument("--port", type=int, default=0, help="0: the one of before, or one that is free")
-    parser.add_argument("--keys-file", type=Path, help="lines of OWNER KEY; made if it is not there")
+    parser.add_argument("--port", type=int, default=0, help="0: the previous port, or a free one")
+    parser.add_argument("--keys-file", type=Path, help="lines of OWNER KEY; created if it is missing")
     parser.add_argument("--node-keys-file", type=Path, help="the same, for node agents")
-    parser.add_argument("--disable-auth", action="store_true", help="ask no client for a key")
+    parser.add_argument("--disable-auth", action="store_true", help="serve clients without a key")
     parser.add_argument("--force", action="store_true", help="also where other machines can connect")
-    parser.add_argument("--policy", default="{}", help="JSON: fields of Policy that differ")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--policy", default="{}", help="JSON: fields of Policy to change")
+    args = parser.parse_args(arguments)
     logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         options = ControllerOptions(
-            state_dir=given.state_dir,
-            host=given.host,
-            port=given.port,
-            keys_file=given.keys_file,
-            node_keys_file=given.node_keys_file,
-            disable_auth=given.disable_auth,
-            is_forced=given.force,
-            policy=read_policy(given.policy),
+            state_dir=args.state_dir,
+            host=args.host,
+            port=args.port,
+            keys_file=args.keys_file,
+            node_keys_file=args.node_keys_file,
+            disable_auth=args.disable_auth,
+            is_forced=args.force,
+            policy=read_policy(args.policy),
         )
-        asyncio.run(_serve_until_signal(options, ServiceDir(given.state_dir) if given.announce else None))
+        asyncio.run(_serve_until_signal(options, ServiceDir(args.state_dir) if args.announce else None))
     except StropError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_policy(text: str) -> Policy:
-    """Return the policy with the fields that a JSON object names. Raises: ConfigError."""
+    """Return the default policy with the fields of a JSON object replaced. Raises: ConfigError."""
     try:
         return TypeAdapter(Policy).validate_json(text, strict=False, extra="forbid")
     except ValidationError as error:
@@ -283,22 +283,22 @@ def read_policy(text: str) -> Policy:
         ) from error
 
 
-async def _serve_until_signal(options: ControllerOptions, place: ServiceDir | None) -> None:
+async def _serve_until_signal(options: ControllerOptions, folder: ServiceDir | None) -> None:
     until = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, until.set)
 
-    def tell(serving: Serving) -> None:
+    def announce(serving: Serving) -> None:
         sys.stdout.write(json.dumps(asdict(serving)) + "\n")
         sys.stdout.flush()
-        if place is not None:
-            key = "" if options.disable_auth else read_key(place.keys_path)
-            place.announce(Endpoint(url=serving.url, key=key), node_key=read_key(place.node_keys_path))
+        if folder is not None:
+            key = "" if options.disable_auth else read_key(folder.keys_path)
+            folder.announce(Endpoint(url=serving.url, key=key), node_key=read_key(folder.node_keys_path))
 
-    # Imported modules never become garbage, and many starts at once allocate much that lives on.
+    # Imported modules never become garbage, and many starts at once allocate long-lived objects.
     gc.freeze()
     gc.set_threshold(50_000)
-    await serve(options, tell, until)
+    await serve(options, announce, until)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""From an order to a sandbox: its image, its backend, its limits, and who serves its address.
+"""Makes the sandbox of an order: fetches its image, chooses backend and limits, and serves its address.
 
-Some sandboxes are made before they are asked for.
+Some sandboxes are made ahead of their orders (`warm`).
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from strop.sandbox.local import LocalBackend, LocalSandbox
 from strop.sandbox.local_snapshot import LocalSnapshot
 
 HOST_IMAGE = "host"
-"""What a client names to get no image: its programs see the node's /usr."""
+"""The name for no image: the programs see the node's /usr."""
 _OUTPUT_BYTES = 4 * MIB
 _FLOOD_BYTES = 1 << 30
 _MAX_FILES = 200_000
 _MAX_OPEN_FILES = 4096
 _STARTS, _ENGINE_STARTS = 8, 2
-"""At once, for each processor. Most of the time of making namespaces is waiting for the kernel; a container's
-is work of its engine."""
+"""Concurrent starts for each processor. Making namespaces is mostly waiting for the kernel; a container is
+work for its engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeSettings:
-    """How sandboxes are made on a node."""
+    """How a node makes sandboxes."""
 
     backends: tuple[str, ...]
-    """Those that may be used, the first that fits an image first."""
+    """The allowed backends; the first that fits an image is taken."""
     network: str = "none"
     warm: Mapping[str, int] = field(default_factory=dict)
-    """How many sandboxes of an image are kept ready, from its first start on."""
+    """How many sandboxes of an image are kept ready, once one has been started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What is equal in two sandboxes that can be exchanged for each other."""
+    """The properties of a sandbox. Two sandboxes of equal kind are interchangeable."""
 
     backend: str
     image: str | None
@@ -65,13 +65,13 @@ class Kind:
     min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
     module: str | None = None
-    """What it is prepared for; see `LocalBackend.create_prepared`."""
+    """The module that it is prepared for; see `LocalBackend.create_prepared`."""
     is_user_hint: bool = False
-    """Whether it is made without `user` where this host cannot give that."""
+    """Whether to make it without `user` where this host cannot provide that user."""
 
 
 class Maker:
-    """Makes sandboxes, as many at once as keep the processors busy."""
+    """Makes sandboxes, just as many at once as keep the processors busy."""
 
     def __init__(self, settings: MakeSettings) -> None:
         self._settings = settings
@@ -83,25 +83,27 @@ class Maker:
         self._spare: dict[Kind, list[LocalSandbox]] = {}
         self._filling: dict[Kind, asyncio.Task[None]] = {}
         self.num_warm = 0
-        """Sandboxes that were there before they were asked for."""
+        """Starts that were served by a sandbox made ahead."""
 
     async def kind_of(
         self, order: NodeOrder, mounts: Sequence[Mount] = (), snapshot: LocalSnapshot | None = None
     ) -> Kind:
-        """Return what an order needs; one that begins with a snapshot, the backend of that.
+        """Return the kind of sandbox that an order needs. One with a snapshot has the snapshot's backend.
 
         Raises: ConfigError if no backend here has such images; SandboxRefused with kind network, or for a
-        level that none of them reaches.
+            level that none of the backends reaches.
         """
         request, terms = order.request, order.request.sandbox
         names = self._backends_for(request)
         if snapshot is not None and snapshot.backend in names:
             names = (snapshot.backend,)
+        user = request.run_as_user
+        has_user = names[0] in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
         kind = Kind(
             backend=names[0],
             image=None if request.image == HOST_IMAGE else request.image,
             limits=limits_of(order.slot),
-            user=_user_of(request, names[0]),
+            user=user if has_user else None,
             is_user_hint=True,
             has_workspace=names[0] != "process",
             network=self._settings.network,
@@ -129,7 +131,7 @@ class Maker:
         if request.image == HOST_IMAGE:
             fitting = allowed
         else:
-            # Those of one store, which is the node's.
+            # One engine only: images are in the store of the node's first engine.
             fitting = tuple(name for name in allowed if name in ENGINES)[:1]
         if not fitting:
             raise ConfigError(
@@ -142,44 +144,42 @@ class Maker:
     async def make(
         self, kind: Kind, num_warm: int = 0, snapshot: LocalSnapshot | None = None
     ) -> LocalSandbox:
-        """Return a fresh sandbox; one that was made ahead, if there is one. Keeps `num_warm` more ready.
+        """Return a fresh sandbox, made ahead if there is one, and keep `num_warm` more of its kind ready.
 
-        One that begins with a snapshot is made for itself.
-
-        Raises: SandboxRefused.
+        A sandbox that starts from a snapshot is never made ahead. Raises: SandboxRefused.
         """
         if snapshot is not None:
             return await self._make_new(kind, snapshot)
-        while spare := self._spare.get(kind):
-            made = spare.pop()
-            if not made.is_lost:
+        while spares := self._spare.get(kind):
+            sandbox = spares.pop()
+            if not sandbox.is_lost:
                 self.num_warm += 1
                 break
         else:
-            made = await self._make_new(kind)
+            sandbox = await self._make_new(kind)
         if num_warm and kind not in self._filling:
             task = asyncio.create_task(self._fill(kind, num_warm))
             self._filling[kind] = task
             task.add_done_callback(lambda _: self._filling.pop(kind, None))
-        return made
+        return sandbox
 
     async def close(self) -> None:
-        """End all that was made ahead."""
+        """Stop the sandboxes that were made ahead."""
         for task in list(self._filling.values()):
             task.cancel()
         await asyncio.gather(*self._filling.values(), return_exceptions=True)
-        spares = [one for spares in self._spare.values() for one in spares]
+        sandboxes = [sandbox for spares in self._spare.values() for sandbox in spares]
         self._spare.clear()
-        await asyncio.gather(*(one.stop() for one in spares), return_exceptions=True)
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes), return_exceptions=True)
 
     @property
     def num_spare(self) -> int:
-        """Sandboxes that are ready and not yet given out."""
+        """Sandboxes that were made ahead and wait for an order."""
         return sum(map(len, self._spare.values()))
 
     async def _fill(self, kind: Kind, wanted: int) -> None:
         spares = self._spare.setdefault(kind, [])
-        # What the host refuses now it may give later, to the next start.
+        # A refusal may be temporary; the next start tries again.
         with suppress(SandboxError):
             while len(spares) < wanted:
                 spares.append(await self._make_new(kind))
@@ -202,7 +202,7 @@ class Maker:
             try:
                 return await backend.create(spec)
             except SandboxRefused as refusal:
-                # Which file systems and kernels can show an image to its own users, only a start tells.
+                # Only a start tells whether the file system and kernel can map the image's users.
                 if spec.user is None or not kind.is_user_hint or refusal.kind != kind.backend:
                     raise
             return await backend.create(replace(spec, user=None))
@@ -210,14 +210,14 @@ class Maker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A sandbox and what serves its address."""
+    """A sandbox and the plane that serves its address."""
 
     sandbox: LocalSandbox
     plane: Plane
 
 
 class Starter:
-    """Starts sandboxes on a node: fetches the image, makes the sandbox, and has its address served."""
+    """Starts sandboxes on a node: fetches the image, makes the sandbox and starts its plane."""
 
     def __init__(
         self, settings: MakeSettings, policy: DataPlane, images: Images, snapshots: KeptSnapshots
@@ -227,14 +227,14 @@ class Starter:
         self._images = images
         self._snapshots = snapshots
         self._ids: dict[str, str] = {}
-        """Of images by name, as they were fetched last. A sandbox is made of the content, not of the name."""
+        """Ids of images by name, as last fetched. A sandbox is made from the id: a name may be moved."""
         self._policy = policy
         self._counts: Counter[str] = Counter()
 
     async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
-        """Have the image here.
+        """Fetch the image of an order if it is not here.
 
-        Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `make`.
+        Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `Maker.kind_of`.
         """
         kind = await self._maker.kind_of(order, (), self._find_snapshot(order))
         if kind.image is not None and not kind.image.startswith("/"):
@@ -242,9 +242,9 @@ class Starter:
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
     async def make(self, order: NodeOrder, note_use: Callable[[], None]) -> Made:
-        """Make the sandbox, and start what serves it. Raises: SandboxFailed, StropError."""
-        is_owners = order.request.sandbox is not None
-        if self._policy is DataPlane.OWN and not is_owners and not is_agent_server(order.request):
+        """Make the sandbox and start its plane. Raises: SandboxFailed, StropError."""
+        is_stock_client = order.request.sandbox is None
+        if self._policy is DataPlane.OWN and is_stock_client and not is_agent_server(order.request):
             raise SandboxFailed(
                 FailureKind.IMAGE_ERROR,
                 f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
@@ -276,23 +276,28 @@ class Starter:
             keep = partial(self._snapshots.take, sandbox, order.slot.disk_bytes)
             return OwnerPlane(sandbox, order.session_api_key, note_use, keep)
         if policy is DataPlane.AUTO:
-            is_there = not is_agent_server(request) or await _has_program(sandbox, request.command[0])
-            policy = DataPlane.IMAGE if is_there else DataPlane.OWN
+            has_server = not is_agent_server(request) or await _has_program(sandbox, request.command[0])
+            policy = DataPlane.IMAGE if has_server else DataPlane.OWN
         if policy is DataPlane.OWN:
             cwd = await find_working_dir(sandbox, request)
-            key, env = order.session_api_key, request.environment
-            return Workspace(sandbox, key=key, env=env, working_dir=cwd, note_use=note_use)
-        argv, more = list(request.command), dict[str, str]()
+            return Workspace(
+                sandbox,
+                key=order.session_api_key,
+                env=request.environment,
+                working_dir=cwd,
+                note_use=note_use,
+            )
+        argv, env = list(request.command), dict[str, str]()
         if self._is_injected(order):
-            argv, more = injected_argv(request, sandbox.find_mount)
-        return await ServerPlane.start(sandbox, order, argv, more)
+            argv, env = injected_argv(request, sandbox.find_mount)
+        return await ServerPlane.start(sandbox, order, argv, env)
 
     def _is_injected(self, order: NodeOrder) -> bool:
-        is_theirs = order.request.sandbox is None and is_agent_server(order.request)
-        return self._policy is DataPlane.INJECT and is_theirs
+        is_openhands = order.request.sandbox is None and is_agent_server(order.request)
+        return self._policy is DataPlane.INJECT and is_openhands
 
     def metrics(self) -> dict[str, float]:
-        """Return what has been counted."""
+        """Return the counters of starts, image pulls and sandboxes made ahead."""
         return {
             **self._counts,
             "node_image_pulls_total": float(self._images.num_pulls),
@@ -301,37 +306,30 @@ class Starter:
         }
 
     async def close(self) -> None:
-        """End what was made ahead."""
+        """Cancel image pulls and stop the sandboxes that were made ahead."""
         await self._images.close()
         await self._maker.close()
 
 
 async def _has_program(sandbox: LocalSandbox, path: str) -> bool:
-    """Whether a program is in a sandbox, as far as a path tells."""
+    """Whether a program is in a sandbox; True for a bare name, which the sandbox's PATH resolves."""
     if not path.startswith("/"):
         return True
     try:
         await sandbox.read(path, max_bytes=0)
     except SandboxError as error:
-        # Whatever else is wrong with it: it is there.
+        # With any other error the file exists.
         return error.kind != "missing"
     return True
 
 
-def _user_of(request: StartRequest, backend: str) -> int | None:
-    """Return the user of the image that programs can be as whom a client wants them; None: there is none."""
-    user = request.run_as_user
-    can_map = backend in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
-    return user if can_map else None
-
-
-def _require_network(given: str, wanted: str) -> None:
-    """Refuse what a node's own network does not have. Raises: SandboxRefused with kind network."""
-    all_given, all_wanted = parse_network(given), parse_network(wanted)
-    is_part = all_given and all_wanted and all_wanted.endpoints <= all_given.endpoints
-    if not (wanted == "none" or given == "host" or is_part):
+def _require_network(offered: str, wanted: str) -> None:
+    """Refuse a network beyond that of the node's sandboxes. Raises: SandboxRefused with kind network."""
+    offered_hosts, wanted_hosts = parse_network(offered), parse_network(wanted)
+    is_part = offered_hosts and wanted_hosts and wanted_hosts.endpoints <= offered_hosts.endpoints
+    if not (wanted == "none" or offered == "host" or is_part):
         raise SandboxRefused(
-            f"network {wanted!r} on a node whose sandboxes have {given!r}",
+            f"network {wanted!r} on a node whose sandboxes have {offered!r}",
             allowed="none, or a part of what the node's --network says",
             next_step="leave the network out, or start the node with another one",
             kind="network",
@@ -339,7 +337,7 @@ def _require_network(given: str, wanted: str) -> None:
 
 
 def limits_of(slot: Slot) -> Limits:
-    """Return the limits of a sandbox for a client that names none: what a slot has."""
+    """Return the limits of a sandbox whose client names none: its slot, and defaults for the rest."""
     return Limits(
         memory_bytes=slot.memory_bytes,
         has_address_limit=False,

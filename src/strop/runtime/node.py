@@ -1,13 +1,13 @@
-"""The agent of one node: makes sandboxes as the controller orders, and tells it how they are.
+"""The agent of one node: makes the sandboxes that the controller orders, and reports their states.
 
     strop runtime node --controller http://HOST:PORT --key-file FILE
 
-One event loop. Each sandbox has an address that is held from the answer to its order until its end. A report
-goes to the controller every `HEARTBEAT_S`, of all sandboxes, and after each change, of what changed. When the
-controller has not answered for `silence_limit_s`, it is gone or has given this node up: all sandboxes are
-ended, and the agent too. However this process ends, its sandboxes end with it (`sandbox.daemon`).
+It runs one event loop. The address of a sandbox is held from the answer to its order until its end. A report
+of all sandboxes goes to the controller every `HEARTBEAT_S`, and one of the changed sandboxes after each
+change. A controller that has not answered for `silence_limit_s` is gone or has given this node up: the agent
+ends all sandboxes and itself. However this process ends, its sandboxes end with it (`sandbox.daemon`).
 
-Routes, all with the node key: those of `NodeOrder`; GET /health without one; that of a snapshot with its own.
+Routes: those of `NodeOrder`, with the node key; GET /health, without a key; snapshots, with their own keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from strop.sandbox.wire import SNAPSHOT_PATH
 
 _log = logging.getLogger("strop.runtime.node")
 _MAX_ORDER_BYTES = 512 << 20
-"""Build contexts are the largest."""
+"""Build contexts are the largest bodies."""
 _BACKLOG = 256
 _REPORT_LIMIT_S = 5.0
 _SETTLE_S = 0.02
@@ -79,7 +79,7 @@ _NUM_TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
-    """What a node agent is started with."""
+    """Settings of a node agent."""
 
     controller: str
     """Its URL, without a path."""
@@ -89,7 +89,7 @@ class NodeSettings:
     host: str = "127.0.0.1"
     """The one address of this machine on which the agent and all sandboxes listen."""
     capacity: Slot | None = None
-    """None: what `measure_capacity` finds."""
+    """None: as `measure_capacity` finds."""
     silence_limit_s: float = 60.0
 
 
@@ -109,14 +109,14 @@ class Node:
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._changed: set[str] = set()
-        """Runtime ids of what no report has told yet."""
-        self._tell_all_at = 0.0
-        """When a report is to have all sandboxes again, by the monotonic clock."""
+        """Runtime ids of the sandboxes that changed since the last report."""
+        self._full_report_at = 0.0
+        """When the next report of all sandboxes is due, by the monotonic clock."""
         self._ending = asyncio.Event()
         self._is_draining = False
         self._answered_at = time.monotonic()
         ends_in_s = find_end()
-        # Once: what is left must not jump with the clock.
+        # Read once, so that the time left does not jump with the wall clock.
         self._ends_at = None if ends_in_s is None else self._answered_at + ends_in_s
         self._counts: Counter[str] = Counter()
         self._url = ""
@@ -133,7 +133,7 @@ class Node:
         host, port = listener.getsockname()[:2]
         self._url = self._snapshots.url = f"http://{host}:{port}"
         server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
-        reporting = asyncio.create_task(self._report_for_ever())
+        reporting = asyncio.create_task(self._keep_reporting())
         ending = asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({reporting, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +145,7 @@ class Node:
             await self._close()
 
     def end(self) -> None:
-        """Let `run` end all sandboxes and return."""
+        """Make `run` end all sandboxes and return."""
         self._ending.set()
 
     def drain(self) -> None:
@@ -155,34 +155,35 @@ class Node:
 
     @property
     def url(self) -> str:
-        """Where it listens, once it runs."""
+        """The address of this agent, once it runs."""
         return self._url
 
     def _count_free_disk(self) -> int:
-        taken = sum(one.order.slot.disk_bytes for one in self._held.values() if not one.is_over)
-        return self._capacity.disk_bytes - taken
+        used = sum(held.order.slot.disk_bytes for held in self._held.values() if not held.is_over)
+        return self._capacity.disk_bytes - used
 
     async def _close(self) -> None:
-        await asyncio.gather(*(self._stop(one, "the node ends") for one in self._held.values()))
+        await asyncio.gather(*(self._stop(held, "the node ends") for held in self._held.values()))
         await asyncio.gather(*self._stopping, return_exceptions=True)
         self._snapshots.close()
         await self._builds.close()
         await self._starter.close()
         await asyncio.to_thread(clear_abandoned)
-        # How everything ended, if somebody listens.
+        # The last report has how each sandbox ended.
         self._is_draining = True
-        self._tell_all_at = 0.0
+        self._full_report_at = 0.0
         async with aclosing(HttpClient(max_connections=1)) as client:
             with suppress(RequestFailed, ValueError, OSError):
                 await self._report(client, limit_s=1.0)
 
-    # The controller.
+    # Reports.
 
-    async def _report_for_ever(self) -> None:
+    async def _keep_reporting(self) -> None:
         async with aclosing(HttpClient(max_connections=1)) as client:
             while True:
                 self._news.clear()
-                if not self._is_draining and self._is_near_end():
+                left_s = self._left_s()
+                if not self._is_draining and left_s is not None and left_s < _DRAIN_BEFORE_END_S:
                     _log.warning("this job ends soon: draining")
                     self._is_draining = True
                 try:
@@ -200,20 +201,16 @@ class Node:
                         await self._news.wait()
                 await asyncio.sleep(_SETTLE_S)
 
-    def _is_near_end(self) -> bool:
-        left_s = self._left_s()
-        return left_s is not None and left_s < _DRAIN_BEFORE_END_S
-
     def _left_s(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def _report(self, client: HttpClient, limit_s: float = _REPORT_LIMIT_S) -> None:
-        sent, tell_all_at = time.monotonic(), self._tell_all_at
-        has_all = sent >= tell_all_at
-        report = self._describe(self._held if has_all else self._changed, has_all=has_all)
+        sent_at, full_report_at = time.monotonic(), self._full_report_at
+        has_all = sent_at >= full_report_at
+        report = self._make_report(self._held if has_all else self._changed, has_all=has_all)
         self._changed = set()
-        # A report without an answer may or may not have been read.
-        self._tell_all_at = 0.0
+        # Unless this report is answered, the next one has all sandboxes: this one may not have been read.
+        self._full_report_at = 0.0
         answer = await client.ask(
             "POST",
             f"{self._settings.controller}/nodes/{self.node_id}",
@@ -228,12 +225,12 @@ class Node:
         if reply.wants_all:
             self._news.set()
             return
-        self._tell_all_at = sent + HEARTBEAT_S if has_all else tell_all_at
-        for told in report.sandboxes:
-            held = self._held.get(told.runtime_id)
-            # Reported and answered: its end need not be reported again.
-            if held is not None and told.state == held.state and held.is_over:
-                del self._held[told.runtime_id]
+        self._full_report_at = sent_at + HEARTBEAT_S if has_all else full_report_at
+        for reported in report.sandboxes:
+            held = self._held.get(reported.runtime_id)
+            # The controller knows of its end, which need not be reported again.
+            if held is not None and reported.state == held.state and held.is_over:
+                del self._held[reported.runtime_id]
         for runtime_id in reply.to_stop:
             if (held := self._held.get(runtime_id)) is not None and not held.is_over:
                 task = asyncio.create_task(self._stop(held, "the controller does not want it any more"))
@@ -242,7 +239,7 @@ class Node:
         if reply.should_drain:
             self._is_draining = True
 
-    def _describe(self, runtime_ids: Iterable[str], *, has_all: bool) -> NodeReport:
+    def _make_report(self, runtime_ids: Iterable[str], *, has_all: bool) -> NodeReport:
         return NodeReport(
             node_id=self.node_id,
             host=platform.node(),
@@ -255,7 +252,7 @@ class Node:
             backends=self._settings.make.backends,
             is_draining=self._is_draining,
             ends_in_s=self._left_s(),
-            sandboxes=tuple(self._held[one].report() for one in runtime_ids if one in self._held),
+            sandboxes=tuple(self._held[name].report() for name in runtime_ids if name in self._held),
             has_all=has_all,
             metrics={
                 **{name: float(count) for name, count in self._counts.items()},
@@ -271,7 +268,7 @@ class Node:
                 reader, writer, self._answer, admit=self._admit, max_body_bytes=_MAX_ORDER_BYTES
             )
         except asyncio.CancelledError:
-            # The agent ends; asyncio would log the traceback of a connection that was kept.
+            # The agent ends; asyncio would log a traceback for each idle connection.
             pass
         finally:
             writer.close()
@@ -281,40 +278,36 @@ class Node:
             return json_answer({"status": "ok"})
         if request.path == SNAPSHOT_PATH:
             return self._snapshots.answer(request)
-        if request.path.startswith(("/builds", "/images")):
-            return json_answer(await self._answer_about_images(request))
+        value: Any
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["sandboxes"]:
-                return json_answer(await self._take(NodeOrder.model_validate_json(request.body)))
+                value = await self._take_order(NodeOrder.model_validate_json(request.body))
             case "GET" | "DELETE" as method, ["sandboxes", runtime_id]:
                 held = self._find(runtime_id)
                 if method == "DELETE":
                     await self._stop(held, request.one("cause", "it was asked for"))
-                return json_answer(held.report())
-            case "POST", ["sandboxes", runtime_id, "pause" | "resume" as what]:
-                return json_answer(await self._change(self._find(runtime_id), what))
-        raise HttpError(404, "Not Found")
-
-    async def _answer_about_images(self, request: Request) -> Any:
-        match request.method, request.path.strip("/").split("/"):
+                value = held.report()
+            case "POST", ["sandboxes", runtime_id, "pause" | "resume" as verb]:
+                value = await self._operate(self._find(runtime_id), verb)
             case "POST", ["builds"]:
                 tags = request.query.get("tag", ())
-                return {"build_id": self._builds.start(request.body, request.one("image"), tags)}
-            case "GET", ["builds", build_id]:
-                if (status := self._builds.find(build_id)) is not None:
-                    return status
+                value = {"build_id": self._builds.start(request.body, request.one("image"), tags)}
+            case "GET", ["builds", build_id] if status := self._builds.find(build_id):
+                value = status
             case "GET", ["images"]:
-                return await self._images.describe(request.one("image"))
-        raise HttpError(404, "Not Found")
+                value = await self._images.describe(request.one("image"))
+            case _:
+                raise HttpError(404, "Not Found")
+        return json_answer(value)
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
-        """Refuse a request without the key, before anything of its body is read."""
+        """Refuse a request without the key before its body is read."""
         if path == SNAPSHOT_PATH:
             self._snapshots.admit(headers)
         elif path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
             raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
 
-    async def _take(self, order: NodeOrder) -> NodeAnswer:
+    async def _take_order(self, order: NodeOrder) -> NodeAnswer:
         held = self._held.get(order.runtime_id)
         if held is None:
             if self._is_draining or self._ending.is_set():
@@ -325,9 +318,9 @@ class Node:
             await held.start(self._settings.host)
         return NodeAnswer(url=held.url)
 
-    async def _change(self, held: HeldSandbox, what: str) -> SandboxReport:
+    async def _operate(self, held: HeldSandbox, verb: str) -> SandboxReport:
         try:
-            if what == "pause":
+            if verb == "pause":
                 await held.pause()
             else:
                 await held.resume()
@@ -353,13 +346,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOptions:
-    """Options of `strop runtime node`, as they are typed."""
+    """The options of `strop runtime node`, unparsed."""
 
     controller: str
     key_file: Path
     host: str = "127.0.0.1"
     backends: tuple[str, ...] = ()
-    """Empty: all that can make a sandbox here."""
+    """Empty: all backends that can make a sandbox here."""
     data_plane: str = "auto"
     network: str = "none"
     warm: tuple[str, ...] = ()
@@ -368,8 +361,8 @@ class NodeOptions:
 async def serve_node(options: NodeOptions, *, say: Callable[[str], None]) -> None:
     """Run a node agent until SIGTERM or SIGINT, or until its controller is gone.
 
-    Raises: ConfigError for options that cannot be; SandboxRefused if no backend works here; CheckRefused if
-        the address cannot be listened on.
+    Raises: ConfigError for invalid options; SandboxRefused if no backend works here; CheckRefused if the
+        address cannot be listened on.
     """
     settings = await _read_options(options, say)
     node = Node(settings)
@@ -412,24 +405,23 @@ async def _read_options(options: NodeOptions, say: Callable[[str], None]) -> Nod
 
 
 async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the backends that make a sandbox here, those that have images first.
+    """Return the backends that work here, those with images first. Each is tried by starting a sandbox.
 
-    Each is tried by one real start.
-    Raises: SandboxRefused if a wanted one does not, or none at all; ConfigError for a name that there is not.
+    Raises: SandboxRefused if a wanted backend does not work, or none does; ConfigError for an unknown name.
     """
-    found, refusals = [], []
+    working, refusals = [], []
     for name in wanted or BACKENDS:
         try:
             await _try_backend(name)
-            found.append(name)
+            working.append(name)
         except SandboxRefused as refusal:
             if wanted:
                 raise
             refusals.append(refusal)
             say(f"no sandboxes by {name}: {given_of(refusal)}")
-    if not found:
+    if not working:
         raise refusals[0]
-    return tuple(found)
+    return tuple(working)
 
 
 async def _try_backend(name: str) -> None:
@@ -438,7 +430,7 @@ async def _try_backend(name: str) -> None:
             async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
                 return
         except SandboxLost:
-            # Killed from outside, which says nothing of the backend.
+            # It was killed from outside, which says nothing about the backend.
             if not num_left:
                 raise
 

@@ -1,4 +1,4 @@
-"""Nodes as the controller knows them: the newest report of each, and the way to ask it for something."""
+"""The controller's view of a node, and the client for requests to node agents."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from strop.runtime.keys import KeyRing
 
 ORDER_LIMIT_S = 10.0
 OPERATION_LIMIT_S = 300.0
-"""For a pause, a resume, and the context of a build: what is large takes long."""
+"""For a pause, a resume and the context of a build, which take long for large sandboxes and contexts."""
 _PROBE_LIMIT_S = 5.0
 _MAX_CONNECTIONS = 256
 
 
 @dataclass(kw_only=True, slots=True)
 class Node:
-    """One node agent."""
+    """A node agent and its newest report."""
 
     report: NodeReport
-    seen: float = field(default_factory=time.monotonic)
+    seen_at: float = field(default_factory=time.monotonic)
     """When it last reported, by the monotonic clock."""
     should_drain: bool = False
     is_suspect: bool = False
-    """Whether an order failed since the last report: it gets none until the next."""
+    """Whether an order has failed since the last report: it gets no orders until the next one."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it takes no new sandboxes any more."""
+        """Whether it will take no more sandboxes."""
         return self.report.is_draining or self.should_drain
 
     @property
@@ -45,22 +45,22 @@ class Node:
 
 
 class NodeFailed(Exception):
-    """A node did not do what it was asked, or may not have; `status` is 0 where there was no answer."""
+    """A request to a node failed, or has no known result; `status` is 0 if there was no answer."""
 
-    def __init__(self, what: str, *, status: int = 0) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
         self.status = status
 
 
 class NodeClient:
-    """Asks node agents, each by the address of its report. Closed by `close`."""
+    """Sends requests to node agents, at the addresses of their reports. Closed by `close`."""
 
     def __init__(self, node_keys: KeyRing) -> None:
         self._node_keys = node_keys
         self._http = HttpClient(max_connections=_MAX_CONNECTIONS)
 
     async def order(self, node_url: str, order: NodeOrder) -> NodeAnswer:
-        """Have a sandbox made. Raises: NodeFailed; the node may have taken the order all the same."""
+        """Order a sandbox. Raises: NodeFailed; the node may have taken the order all the same."""
         content = order.model_dump_json(exclude_defaults=True).encode()
         answer = await self._ask("POST", f"{node_url}/sandboxes", content=content)
         try:
@@ -69,7 +69,7 @@ class NodeClient:
             raise NodeFailed(f"{node_url} answered an order with something else ({error})") from error
 
     async def stop(self, node_url: str, runtime_id: str, cause: str) -> None:
-        """End a sandbox; one that the node does not have is none. Raises: NodeFailed."""
+        """Stop a sandbox. No-op if the node does not have it. Raises: NodeFailed."""
         try:
             await self._ask("DELETE", f"{node_url}/sandboxes/{runtime_id}?{urlencode({'cause': cause})}")
         except NodeFailed as error:
@@ -88,25 +88,25 @@ class NodeClient:
     async def build(
         self, node_url: str, target: str, tags: Sequence[str], context: AsyncIterator[bytes]
     ) -> dict[str, Any]:
-        """Have an image built from a gzip tar. Raises: NodeFailed."""
+        """Start the build of an image from a gzip tar. Raises: NodeFailed."""
         query = urlencode({"image": target, "tag": list(tags)}, doseq=True)
         return await self._ask(
             "POST", f"{node_url}/builds?{query}", content=context, limit_s=OPERATION_LIMIT_S
         )
 
     async def build_status(self, node_url: str, build_id: str) -> dict[str, Any]:
-        """Ask how a build is. Raises: NodeFailed."""
+        """Return the status of a build. Raises: NodeFailed."""
         return await self._ask("GET", f"{node_url}/builds/{quote(build_id, safe='')}")
 
     async def find_image(self, node_url: str, image: str) -> dict[str, Any]:
-        """Ask whether a node has an image. Raises: NodeFailed."""
+        """Return whether a node has an image. Raises: NodeFailed."""
         return await self._ask("GET", f"{node_url}/images?{urlencode({'image': image})}")
 
     async def answers(self, url: str) -> bool:
-        """Whether the server of a sandbox answers at an address, as its clients will ask it."""
+        """Whether the server of a sandbox answers the probes of its clients at an address."""
         for path in ("/health", "/alive"):
             try:
-                # Without the key of the nodes; and each is asked once, so nothing is kept for the next time.
+                # Without the node key. Each server is probed once, so its connection is not kept.
                 headers = {"connection": "close"}
                 reply = await self._http.ask("GET", url + path, headers=headers, limit_s=_PROBE_LIMIT_S)
             except RequestFailed:
@@ -127,16 +127,16 @@ class NodeClient:
         content: bytes | AsyncIterator[bytes] = b"",
         limit_s: float = ORDER_LIMIT_S,
     ) -> dict[str, Any]:
-        # A key that was changed is sent from then on.
+        # Read for each request: the key may have been changed.
         headers = {NODE_KEY_HEADER: self._node_keys.newest}
         try:
             reply = await self._http.ask(method, url, headers=headers, content=content, limit_s=limit_s)
-            told = json.loads(reply.body) if reply.body else {}
+            answer = json.loads(reply.body) if reply.body else {}
         except (RequestFailed, ValueError) as error:
             raise NodeFailed(f"{method} {url}: {error}") from error
-        if not isinstance(told, dict):
+        if not isinstance(answer, dict):
             raise NodeFailed(f"{method} {url} was answered with no object", status=reply.status)
         if not reply.is_success:
-            detail = told.get("detail", "")
+            detail = answer.get("detail", "")
             raise NodeFailed(f"{method} {url}: {reply.status} {detail}".rstrip(), status=reply.status)
-        return told
+        return answer

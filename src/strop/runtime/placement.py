@@ -1,7 +1,7 @@
-"""Where sandboxes are: slots and nodes, the ports held for those that wait, and what nodes report.
+"""Places sandboxes on nodes, holds ports for waiting ones, and follows the nodes' reports.
 
-An order goes to a node after the journal has it. A node that does not answer keeps nothing: its order goes to
-another one, and should it have made the sandbox all the same, it is told to stop it with its next report.
+The journal has an order before the node gets it. If a node does not answer, its order goes to another node;
+should the first have made the sandbox all the same, the answer to its next report orders it to stop that.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from strop.runtime.registry import Registry
 from strop.runtime.session import ENDED, Session
 
 _DIRECT_WAIT_S = 0.3
-"""How long an answer waits for a node's own address before the controller's is told."""
+"""How long a start waits for the node's own address before it is answered with the controller's."""
 _MAX_MISSED = 2
 
 
 class Placement:
-    """Slots, nodes and held ports of the sandboxes of a registry."""
+    """The slots, nodes and held ports of the sandboxes of a registry."""
 
     def __init__(self, registry: Registry, client: NodeClient, *, host: str, admission: Admission) -> None:
         """`host` is the address of this machine whose ports are held."""
         self.nodes: dict[str, Node] = {}
         self.admission = admission
         self.client = client
-        self.node_came = time.monotonic()
-        """When the newest node registered."""
-        self._looked = time.monotonic()
+        self.newest_node_at = time.monotonic()
+        """When the newest node registered, by the monotonic clock."""
+        self._checked_at = time.monotonic()
         self._arrival = asyncio.Event()
         """Set when the next node registers."""
         self._registry = registry
         self._host = host
         self._relays: dict[str, PortRelay] = {}
         self._placing: dict[str, asyncio.Task[None]] = {}
-        registry.on_end = self._leave
+        registry.on_end = self._follow_end
 
     async def announce(self, session: Session, *, has_to_wait: bool = True) -> None:
-        """Make a sandbox's address final, and have it on disk.
+        """Make a sandbox's address final, and write it to disk.
 
         Raises: CheckRefused if no port can be held; StoreError.
         """
@@ -72,7 +72,7 @@ class Placement:
         session.announced.set()
 
     def dispatch(self) -> None:
-        """Give free slots to those who come next."""
+        """Give free slots to the next waiting sandboxes."""
         for session, node_id in self.admission.take():
             session.node_id = node_id
             session.timeline["placed"] = time.time()
@@ -80,9 +80,9 @@ class Placement:
             self._placing[session.runtime_id] = self._registry.spawn(self._place(session, node_id))
 
     async def node_of(self, session: Session) -> Node:
-        """Return where a sandbox is. After a restart, its node has to report first.
+        """Return the node of a sandbox. After a restart, wait for the node's first report.
 
-        Raises: NodeFailed if it does not.
+        Raises: NodeFailed if none comes.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(LOST_AFTER_S):
@@ -94,18 +94,18 @@ class Placement:
         return node
 
     def disconnect(self, session: Session) -> None:
-        """End the connections through a held port."""
+        """End the connections through a sandbox's held port."""
         relay = self._relays.get(session.runtime_id)
         if relay is not None:
             relay.disconnect()
 
     def used_at(self, session: Session) -> float:
-        """Return when a held port was last used, by the monotonic clock; 0 where there is none."""
+        """Return when a sandbox's held port was last used, by the monotonic clock; 0 without such a port."""
         relay = self._relays.get(session.runtime_id)
         return relay.last_used_at if relay is not None else 0.0
 
     async def take_back(self, session: Session) -> None:
-        """Hold again the port of a sandbox that lived when this controller's predecessor ended."""
+        """Restore a sandbox that was alive when the previous controller ended: hold its port again."""
         if not session.url:
             cause = "the controller ended before its address was told"
             self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, cause)
@@ -117,24 +117,23 @@ class Placement:
                 self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, str(error))
                 return
         if not session.node_url:
-            # Whether an order arrived is not known: a node that has it says so, or it is placed anew.
+            # Its order may or may not have arrived. A node that took it reports it; else it is placed again.
             session.node_id = ""
             self._registry.enter(session, State.QUEUED)
             self.admission.add(session)
 
     def report(self, report: NodeReport) -> NodeReply:
-        """Take what a node says of itself and its sandboxes; return what it is to do."""
+        """Take a node's report; return the answer to it."""
         node_id = report.node_id
-        known = self.nodes.get(node_id)
-        if known is None and not report.has_all:
-            # What the journal has of it would be judged by a part.
+        previous = self.nodes.get(node_id)
+        if previous is None and not report.has_all:
+            # Sandboxes that the journal has at this node would be missing from a partial report.
             return NodeReply(wants_all=True)
-        if known is None:
-            self.node_came = time.monotonic()
-            self._registry.tell("node_joined", node=node_id, host=report.host, url=report.url)
-        node = Node(report=report, should_drain=known is not None and known.should_drain)
+        node = Node(report=report, should_drain=previous is not None and previous.should_drain)
         self.nodes[node_id] = node
-        if known is None:
+        if previous is None:
+            self.newest_node_at = time.monotonic()
+            self._registry.log("node_joined", node=node_id, host=report.host, url=report.url)
             self._arrival.set()
             self._arrival = asyncio.Event()
         self.admission.set_room(
@@ -144,22 +143,22 @@ class Placement:
             ends_in_s=report.ends_in_s,
             snapshot_bytes=report.snapshot_bytes,
         )
-        if known is None:
-            # Of what the journal knows to be there, the report may lack some.
+        if previous is None:
+            # The journal may have sandboxes at this node that the report lacks.
             for session in self._registry.alive.values():
                 if session.node_id == node_id:
                     self.admission.assign(session, node_id)
-        to_stop = [one.runtime_id for one in report.sandboxes if not self._take(one, node_id)]
+        to_stop = [sandbox.runtime_id for sandbox in report.sandboxes if not self._take(sandbox, node_id)]
         if report.has_all:
-            there = {one.runtime_id for one in report.sandboxes if one.state not in ENDED}
+            present = {sandbox.runtime_id for sandbox in report.sandboxes if sandbox.state not in ENDED}
             for session in list(self.admission.rooms[node_id].taken.values()):
-                if session.runtime_id not in there:
-                    self._miss(session)
+                if session.runtime_id not in present:
+                    self._note_missing(session)
         self.dispatch()
         return NodeReply(to_stop=tuple(to_stop), should_drain=node.should_drain)
 
     def drain(self, node_id: str) -> bool:
-        """Let a node take nothing new; return whether there is such a node."""
+        """Send a node no more orders; return whether there is such a node."""
         node = self.nodes.get(node_id)
         if node is not None:
             node.should_drain = True
@@ -167,23 +166,23 @@ class Placement:
         return node is not None
 
     def lose_silent(self) -> None:
-        """Give up nodes that have not reported for too long, and what was on them."""
+        """Drop nodes that have been silent for too long, and end their sandboxes."""
         now = time.monotonic()
-        was_away, self._looked = now - self._looked > 2 * HEARTBEAT_S, now
-        if was_away:
-            # This process stood still: what nodes sent meanwhile has not been read yet.
+        was_stalled, self._checked_at = now - self._checked_at > 2 * HEARTBEAT_S, now
+        if was_stalled:
+            # This process stood still, and has not read the reports that came meanwhile.
             for node in self.nodes.values():
-                node.seen = now
-        for node_id in [one for one, node in self.nodes.items() if now - node.seen > LOST_AFTER_S]:
+                node.seen_at = now
+        for node_id in [name for name, node in self.nodes.items() if now - node.seen_at > LOST_AFTER_S]:
             node = self.nodes.pop(node_id)
             self._registry.counts["nodes_lost"] += 1
-            self._registry.tell("node_lost", node=node_id, host=node.report.host)
+            self._registry.log("node_lost", node=node_id, host=node.report.host)
             cause = f"node {node_id} on {node.report.host} was silent for {LOST_AFTER_S:g} s"
             for session in self.admission.drop_room(node_id):
                 self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, cause, is_gone=True)
 
     async def close(self) -> None:
-        """Give all held ports back."""
+        """Close all held ports."""
         await asyncio.gather(*(relay.close() for relay in self._relays.values()))
 
     async def _hold_port(self, session: Session, port: int) -> None:
@@ -195,7 +194,7 @@ class Placement:
             await relay.close()
 
     async def _place(self, session: Session, node_id: str) -> None:
-        """Order a sandbox of a node. Where that fails, it waits again, in its old place."""
+        """Order a sandbox from a node. If that fails, the sandbox goes back to its place in the queue."""
         try:
             await self._registry.write(session)
             order = NodeOrder(
@@ -206,7 +205,7 @@ class Placement:
             )
             answer = await self.client.order(self.nodes[node_id].report.url, order)
         except (NodeFailed, StoreError, KeyError) as error:
-            self._registry.tell_of(session, "order_failed", why=str(error))
+            self._registry.log_session(session, "order_failed", why=str(error))
             self._registry.counts["orders_failed"] += 1
             if session.is_alive and session.node_id == node_id and not session.node_url:
                 if (node := self.nodes.get(node_id)) is not None:
@@ -224,22 +223,22 @@ class Placement:
         if session.url:
             self._registry.keep(session)
 
-    def _leave(self, session: Session, is_gone: bool) -> None:
-        """Follow the end of a sandbox: its port, its place in the queue, its slot."""
+    def _follow_end(self, session: Session, is_gone: bool) -> None:
+        """Release the port, the place in the queue and the slot of a sandbox that has ended."""
         self.admission.remove(session)
         if session.runtime_id in self._relays:
-            self._registry.spawn(self._give_back(session.runtime_id))
+            self._registry.spawn(self._release_port(session.runtime_id))
         if not is_gone and session.node_id:
-            session.clearing = self._registry.spawn(self._clear(session))
+            session.clearing = self._registry.spawn(self._stop_at_node(session))
         elif is_gone:
             self.admission.release(session)
 
-    async def _give_back(self, runtime_id: str) -> None:
+    async def _release_port(self, runtime_id: str) -> None:
         await self._relays[runtime_id].close()
         del self._relays[runtime_id]
 
-    async def _clear(self, session: Session) -> None:
-        """Have a node end what it has of a sandbox, and free its slot."""
+    async def _stop_at_node(self, session: Session) -> None:
+        """Stop a sandbox at its node, and free its slot."""
         placing = self._placing.get(session.runtime_id)
         if placing is not None:
             await asyncio.wait([placing])
@@ -249,54 +248,55 @@ class Placement:
         try:
             await self.client.stop(node.report.url, session.runtime_id, session.cause)
         except NodeFailed as error:
-            # Its next report names the sandbox, and is answered with the order to stop it.
-            self._registry.tell_of(session, "stop_failed", why=str(error))
+            # The answer to the node's next report orders it to stop the sandbox.
+            self._registry.log_session(session, "stop_failed", why=str(error))
             return
         self.admission.release(session)
         self.dispatch()
 
-    def _take(self, one: SandboxReport, node_id: str) -> bool:
-        """Take what a node says of one sandbox; return whether it may keep that."""
-        session = self._registry.by_runtime.get(one.runtime_id)
-        has_ended = one.state in ENDED
+    def _take(self, report: SandboxReport, node_id: str) -> bool:
+        """Take a node's report of one sandbox; return whether the node may keep it."""
+        session = self._registry.by_runtime.get(report.runtime_id)
+        has_ended = report.state in ENDED
         if session is None or session.node_id not in ("", node_id):
             return has_ended
         if not session.is_alive:
-            session.take(one)
+            session.take(report)
             return has_ended
-        if one.version < session.version:
+        if report.version < session.version:
             return True
         if not session.node_id:
             self.admission.remove(session)
             session.node_id = node_id
         self.admission.assign(session, node_id)
-        session.take(one)
-        session.used = max(session.used, time.monotonic() - one.last_used_s)
+        session.take(report)
+        session.used_at = max(session.used_at, time.monotonic() - report.last_used_s)
         if has_ended:
-            # The controller did not ask for its end, so a stop was the node's own: its time was over.
-            own = FailureKind.AGENT_ERROR if one.state is State.FAILED else FailureKind.INFRA_LOST
-            self._registry.end(session, State.FAILED, one.failure_kind or own, one.cause, is_gone=True)
+            # The controller did not stop it, and a node stops sandboxes unasked only when it ends itself.
+            kind = FailureKind.AGENT_ERROR if report.state is State.FAILED else FailureKind.INFRA_LOST
+            kind = report.failure_kind or kind
+            self._registry.end(session, State.FAILED, kind, report.cause, is_gone=True)
             return True
-        if one.url and one.url != session.node_url:
+        if report.url and report.url != session.node_url:
             # The answer to its order was lost.
-            session.node_url = one.url
+            session.node_url = report.url
             self._registry.keep(session)
-        # While it is paused or resumed, the answer to that has its state.
+        # During a pause or a resume, the answer to that operation sets the state.
         if not session.operating.locked():
-            if one.state is State.READY and session.port and not session.is_probed:
+            if report.state is State.READY and session.port and not session.is_probed:
                 self._registry.spawn(self._probe(session))
             else:
-                self._registry.enter(session, one.state)
+                self._registry.enter(session, report.state)
         return True
 
     async def _probe(self, session: Session) -> None:
-        """Believe that a sandbox is ready once it answered through the address that clients have."""
+        """Call a sandbox ready once it has answered through the address that clients have."""
         if await self.client.answers(session.url) and session.is_alive and session.state is not State.PAUSED:
             session.is_probed = True
             self._registry.enter(session, State.READY)
 
-    def _miss(self, session: Session) -> None:
-        """Note that a node's report lacks a sandbox that has a slot there."""
+    def _note_missing(self, session: Session) -> None:
+        """Note that a node's full report lacks a sandbox that has a slot there."""
         if not session.is_alive:
             self.admission.release(session)
         elif session.node_url:
@@ -311,5 +311,5 @@ async def _dial(session: Session) -> Stream:
         raise ConnectionError("the sandbox is paused")
     if not session.node_url:
         raise ConnectionError("the sandbox is not placed yet")
-    where = urlsplit(session.node_url)
-    return await asyncio.open_connection(where.hostname, where.port, limit=CHUNK_BYTES)
+    address = urlsplit(session.node_url)
+    return await asyncio.open_connection(address.hostname, address.port, limit=CHUNK_BYTES)

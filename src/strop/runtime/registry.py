@@ -1,4 +1,4 @@
-"""All sandboxes that the controller knows. Each change of one is journaled, counted and logged."""
+"""All sandboxes of the controller. Each change of a sandbox is journaled, counted and logged."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _log = logging.getLogger("strop.runtime")
 
 
 class Registry:
-    """Sandboxes by name and by id. Those that ended are kept for a while, so that they can be asked for."""
+    """Sandboxes by name and by id. Ended ones are kept for a while, so that clients can read their end."""
 
-    def __init__(self, journal: Journal, tell: Callable[[dict[str, Any]], None]) -> None:
-        """`tell` gets each transition, for the event log."""
+    def __init__(self, journal: Journal, write_event: Callable[[dict[str, Any]], None]) -> None:
+        """`write_event` writes a line of the event log."""
         self.journal = journal
         self.by_name: dict[tuple[str, str], Session] = {}
-        """By owner and session id: the newest of each."""
+        """The newest sandbox of each owner and session id."""
         self.by_runtime: dict[str, Session] = {}
         self.alive: dict[str, Session] = {}
-        """By runtime id: those that have not ended."""
+        """The sandboxes that have not ended, by runtime id."""
         self.counts: defaultdict[str, float] = defaultdict(float)
-        """Of what happened; `routes` has the names."""
+        """Counters of events; `routes` has their names."""
         self.on_end: Callable[[Session, bool], None] = lambda _session, _is_gone: None
-        """Called once for each sandbox that ends, with whether its node has nothing of it any more."""
-        self._tell = tell
+        """Called once for each sandbox that ends, with whether it is gone from its node."""
+        self._write_event = write_event
         self._ended: deque[Session] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, session: Session) -> None:
-        """Take a sandbox in, instead of an older one of its name."""
+        """Add a sandbox; it replaces an older one of its name."""
         self.by_name[session.owner, session.session_id] = session
         self.by_runtime[session.runtime_id] = session
         if session.is_alive:
@@ -46,7 +46,7 @@ class Registry:
             self._ended.append(session)
 
     def enter(self, session: Session, state: State) -> None:
-        """Let a sandbox change its state."""
+        """Change the state of a sandbox."""
         if session.state is state:
             return
         before = session.state
@@ -55,7 +55,7 @@ class Registry:
         if state is State.READY and "ready" not in session.timeline:
             session.timeline["ready"] = time.time()
             self.counts["ready_after_s"] += session.timeline["ready"] - session.timeline["queued"]
-        self.tell_of(session, "state", before=before.value, state=state.value)
+        self.log_session(session, "state", before=before.value, state=state.value)
         self.keep(session)
 
     def end(
@@ -67,13 +67,13 @@ class Registry:
         *,
         is_gone: bool = False,
     ) -> None:
-        """Let a sandbox end. Nothing happens to one that has ended before."""
+        """End a sandbox. No-op if it has ended."""
         if not session.is_alive:
             return
         del self.alive[session.runtime_id]
         self._ended.append(session)
         session.failure_kind, session.cause = kind, cause
-        session.ended = time.monotonic()
+        session.ended_at = time.monotonic()
         session.timeline["stopped"] = time.time()
         if kind is not None:
             self.counts[f"failed_{kind.value}"] += 1
@@ -81,9 +81,9 @@ class Registry:
         self.on_end(session, is_gone)
 
     def forget(self, *, older_than_s: float, max_kept: int) -> None:
-        """Leave out those that ended long ago, and the oldest of too many."""
+        """Drop sandboxes that ended long ago, and the oldest beyond `max_kept`."""
         now = time.monotonic()
-        while self._ended and (now - self._ended[0].ended > older_than_s or len(self._ended) > max_kept):
+        while self._ended and (now - self._ended[0].ended_at > older_than_s or len(self._ended) > max_kept):
             session = self._ended.popleft()
             del self.by_runtime[session.runtime_id]
             if self.by_name.get((session.owner, session.session_id)) is session:
@@ -91,17 +91,17 @@ class Registry:
             self.journal.forget(session.runtime_id)
 
     async def write(self, session: Session) -> None:
-        """Have on disk what a sandbox is now. Raises: StoreError."""
+        """Write the state of a sandbox to disk. Raises: StoreError."""
         await self.journal.put(session.runtime_id, session.to_json())
 
     def keep(self, session: Session) -> None:
-        """Write what a sandbox is now, without waiting for it."""
+        """Write the state of a sandbox to disk in the background."""
         self.spawn(self.write(session))
 
-    def tell_of(self, session: Session, event: str, **facts: Any) -> None:
-        """Write a line of a sandbox into the event log."""
+    def log_session(self, session: Session, event: str, **facts: Any) -> None:
+        """Write a line about a sandbox into the event log."""
         kind = session.failure_kind.value if session.failure_kind else None
-        self.tell(
+        self.log(
             event,
             runtime_id=session.runtime_id,
             session_id=session.session_id,
@@ -112,19 +112,19 @@ class Registry:
             **facts,
         )
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def log(self, event: str, **facts: Any) -> None:
         """Write a line into the event log."""
-        self._tell({"at": time.time(), "event": event, **facts})
+        self._write_event({"at": time.time(), "event": event, **facts})
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something in the background, until `close` at the latest; what goes wrong with it is logged."""
+        """Run a coroutine in the background, until `close` at the latest; its errors are logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
         return task
 
     async def close(self) -> None:
-        """End what was begun, and the journal. Sandboxes live on at their nodes."""
+        """Cancel the background tasks and close the journal. Sandboxes stay at their nodes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,9 +1,9 @@
 """The controller's routes. Each reads a request, asks `Sessions`, and answers with records.
 
 Build contexts come as RemoteRuntime uploads them: base64 text of a gzip tar, in one part of a form. The
-archive is checked before a node gets it: a member that would land outside of where it is unpacked, or link
-there, is refused, and so is an archive that unpacks to far more than it is. Metrics are told in Prometheus'
-text format 0.0.4.
+archive is checked before a node gets it: members or links that lead outside the folder of the context are
+refused, and so are archives that unpack to far more than their size. Metrics are in Prometheus' text format
+0.0.4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,16 @@ from strop.runtime.web import read_body
 from strop.runtime.wire import make_record, read_runtime_id, read_start
 
 MAX_REPORT_BYTES = 64 << 20
-"""Of a node with thousands of sandboxes, the last lines of each."""
+"""For a node with thousands of sandboxes, and the last lines of each."""
 MAX_UPLOADS = 2
 MAX_CONTEXT_BYTES = 128 << 20
-"""Of the form of a build, base64 and all. It is held in memory while it is read."""
+"""Size of a build's form, base64 included. It is held in memory while it is read."""
 MAX_UNPACKED_BYTES = 16 << 30
 MAX_MEMBERS = 500_000
 UPLOAD_LIMIT_S = 120.0
 MAX_LEASE_S = 7 * 24 * 3600.0
-_OF_BUILD = "~"
-"""Between a node's id and its own id of a build: both are in the id that clients have."""
+_BUILD_SEPARATOR = "~"
+"""Between the node's id and the node's build id in the build id that clients have."""
 _CHUNK_BYTES = 1 << 20
 _PREFIX = "strop_runtime"
 _METRICS = {
@@ -106,70 +106,68 @@ class Routes:
     num_uploads: int = 0
 
     async def health(self, _request: Request) -> Response:
-        """Say that this process answers."""
+        """Report that this process answers."""
         return JSONResponse({"status": "ok"})
 
     async def start(self, request: Request) -> Response:
         """Start a sandbox."""
-        asked = read_start(await read_body(request))
-        return self._answer(await self.sessions.start(_owner(request), asked))
+        start = read_start(await read_body(request))
+        return self._answer(await self.sessions.start(_owner(request), start))
 
     async def stop(self, request: Request) -> Response:
-        """End one."""
+        """Stop a sandbox."""
         return self._answer(await self.sessions.stop(_owner(request), await _runtime_id(request)))
 
     async def pause(self, request: Request) -> Response:
-        """Pause one."""
+        """Pause a sandbox."""
         return self._answer(await self.sessions.pause(_owner(request), await _runtime_id(request)))
 
     async def resume(self, request: Request) -> Response:
-        """Resume one."""
+        """Resume a sandbox."""
         return self._answer(await self.sessions.resume(_owner(request), await _runtime_id(request)))
 
     async def session(self, request: Request) -> Response:
-        """Tell of the newest sandbox of a session id, once it has settled or the client should ask again."""
+        """Return the newest sandbox of a session id, once it is ready or the poll is over."""
         session = self.sessions.find(_owner(request), request.path_params["session_id"])
         await self.sessions.wait(session)
         return self._answer(session)
 
     async def runtime(self, request: Request) -> Response:
-        """Tell of one sandbox, in the same way."""
+        """Return a sandbox by its runtime id, in the same way."""
         session = self.sessions.find_runtime(_owner(request), request.path_params["runtime_id"])
         await self.sessions.wait(session)
         return self._answer(session)
 
     async def list_all(self, request: Request) -> Response:
-        """Tell of all that were not stopped."""
-        found = self.sessions.list_all(_owner(request))
-        return JSONResponse({"runtimes": [self._record(one) for one in found]})
+        """Return all sandboxes that were not stopped."""
+        sessions = self.sessions.list_all(_owner(request))
+        return JSONResponse({"runtimes": [self._record(session) for session in sessions]})
 
     async def batch(self, request: Request) -> Response:
-        """Tell of several; those that are unknown are left out."""
-        found = []
+        """Return several sandboxes; unknown ids are left out."""
+        records = []
         for session_id in dict.fromkeys(request.query_params.getlist("ids")):
-            try:
-                found.append(self.sessions.find(_owner(request), session_id))
-            except HttpError:
-                continue
-        return JSONResponse([self._record(one) for one in found])
+            with suppress(HttpError):
+                records.append(self._record(self.sessions.find(_owner(request), session_id)))
+        return JSONResponse(records)
 
     async def lease(self, request: Request) -> Response:
         """Renew leases, many at once."""
         try:
-            asked = LeaseCall.model_validate_json(await read_body(request))
+            call = LeaseCall.model_validate_json(await read_body(request))
         except ValidationError as error:
             raise HttpError(422, str(error)) from error
-        found = self.sessions.renew(_owner(request), asked.runtime_ids, asked.lease_s)
-        renewed = [one.runtime_id for one in found]
-        unknown = sorted(set(asked.runtime_ids or ()) - set(renewed))
+        leased = self.sessions.renew(_owner(request), call.runtime_ids, call.lease_s)
+        renewed = [session.runtime_id for session in leased]
+        unknown = sorted(set(call.runtime_ids or ()) - set(renewed))
         return JSONResponse({"renewed": renewed, "unknown": unknown})
 
-    async def tell_registry_prefix(self, _request: Request) -> Response:
-        """Tell what to put before the names of images that are built: nothing, they stay at their node."""
+    async def registry_prefix(self, _request: Request) -> Response:
+        """Return the prefix for the names of built images: none, since they stay at their node."""
         return JSONResponse({"registry_prefix": ""})
 
-    async def tell_warm_configs(self, _request: Request) -> Response:
-        """Tell of no kind of sandbox that it starts at once: which ones do, each node knows."""
+    async def warm_configs(self, _request: Request) -> Response:
+        """Return no list of quickly started sandboxes: each node has its own."""
         return JSONResponse({"configs": []})
 
     async def image_exists(self, request: Request) -> Response:
@@ -180,12 +178,12 @@ class Routes:
         failures = []
         for node in self._nodes():
             try:
-                found = await self.sessions.placement.client.find_image(node.report.url, image)
+                answer = await self.sessions.placement.client.find_image(node.report.url, image)
             except NodeFailed as error:
                 failures.append(str(error))
                 continue
-            if found.get("exists"):
-                return JSONResponse(found)
+            if answer.get("exists"):
+                return JSONResponse(answer)
         if failures:
             raise HttpError(503, failures[0])
         return JSONResponse({"exists": False})
@@ -197,36 +195,38 @@ class Routes:
             raise HttpError(429, f"{MAX_UPLOADS} build contexts are on their way; send it again later")
         self.num_uploads += 1
         try:
-            async with open_build(request, self.upload_dir) as asked:
+            async with open_build(request, self.upload_dir) as order:
                 client, node = self.sessions.placement.client, nodes[0]
-                answer = await client.build(node.report.url, asked.target, asked.tags, asked.read())
+                answer = await client.build(node.report.url, order.target, order.tags, order.read())
         except NodeFailed as error:
             raise HttpError(429 if error.status == 429 else 503, str(error)) from error
         finally:
             self.num_uploads -= 1
-        return JSONResponse({"build_id": f"{node.report.node_id}{_OF_BUILD}{answer.get('build_id', '')}"})
+        build_id = f"{node.report.node_id}{_BUILD_SEPARATOR}{answer.get('build_id', '')}"
+        return JSONResponse({"build_id": build_id})
 
     async def build_status(self, request: Request) -> Response:
-        """Ask the node of a build how that is."""
+        """Ask the node of a build for its status."""
         build_id = request.query_params.get("build_id", "")
-        node_id, _, own_id = build_id.partition(_OF_BUILD)
+        node_id, _, id_at_node = build_id.partition(_BUILD_SEPARATOR)
         node = self.sessions.placement.nodes.get(node_id)
-        if not own_id:
+        if not id_at_node:
             raise HttpError(404, f"no build {build_id}")
         lost = {"status": "INTERNAL_ERROR", "image": "", "error": f"node {node_id}, which built it, is gone"}
         if node is None:
             return JSONResponse(lost)
         try:
-            return JSONResponse(await self.sessions.placement.client.build_status(node.report.url, own_id))
+            client = self.sessions.placement.client
+            return JSONResponse(await client.build_status(node.report.url, id_at_node))
         except NodeFailed as error:
             raise HttpError(404 if error.status == 404 else 503, str(error)) from error
 
     async def metrics(self, _request: Request) -> Response:
-        """Tell what is counted."""
+        """Return the metrics."""
         return Response(render_metrics(self.sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_nodes(self, _request: Request) -> Response:
-        """Tell of the nodes."""
+        """Return the nodes, with their free and used resources."""
         placement = self.sessions.placement
         return JSONResponse(
             {
@@ -255,22 +255,21 @@ class Routes:
         return JSONResponse(self.sessions.placement.report(report).model_dump(mode="json"))
 
     async def drain(self, request: Request) -> Response:
-        """Let a node take nothing new."""
+        """Send a node no more sandboxes."""
         node_id = request.path_params["node_id"]
         if not self.sessions.placement.drain(node_id):
             raise HttpError(404, f"no node {node_id}")
         return JSONResponse({"node_id": node_id, "should_drain": True})
 
     def _nodes(self) -> list[Node]:
-        """Return the nodes, those with the most room first. Raises: HttpError with 503 if there is none."""
-        placement = self.sessions.placement
-        nodes = sorted(
-            placement.nodes.items(),
-            key=lambda one: (not one[1].is_open, -placement.admission.rooms[one[0]].free_share()),
-        )
+        """Return the nodes, open ones with the most room first. Raises: HttpError 503 if there is none."""
+        nodes, rooms = self.sessions.placement.nodes, self.sessions.placement.admission.rooms
         if not nodes:
             raise HttpError(503, "no node has registered yet")
-        return [node for _, node in nodes]
+        return sorted(
+            nodes.values(),
+            key=lambda node: (not node.is_open, -rooms[node.report.node_id].free_share()),
+        )
 
     def _answer(self, session: Session) -> Response:
         return JSONResponse(self._record(session))
@@ -281,7 +280,7 @@ class Routes:
 
 
 def build_routes(routes: Routes) -> list[Route]:
-    """Return the table. A batch is matched before the session of that name."""
+    """Return the table of routes. `/sessions/batch` is matched before a session id."""
     gets: dict[str, Endpoint] = {
         "/health": routes.health,
         "/liveness": routes.health,
@@ -290,10 +289,10 @@ def build_routes(routes: Routes) -> list[Route]:
         "/sessions/{session_id}": routes.session,
         "/runtime/{runtime_id}": routes.runtime,
         "/list": routes.list_all,
-        "/registry_prefix": routes.tell_registry_prefix,
+        "/registry_prefix": routes.registry_prefix,
         "/image_exists": routes.image_exists,
         "/build_status": routes.build_status,
-        "/api/warm-runtime-configs": routes.tell_warm_configs,
+        "/api/warm-runtime-configs": routes.warm_configs,
         "/metrics": routes.metrics,
         "/nodes": routes.list_nodes,
     }
@@ -323,12 +322,12 @@ async def _runtime_id(request: Request) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildRequest:
-    """`POST /build`, understood."""
+    """`POST /build`, parsed."""
 
     target: str
     tags: tuple[str, ...]
     archive: Path
-    """The gzip tar; there while the request is open."""
+    """The gzip tar; it exists while the request is open."""
 
     async def read(self) -> AsyncIterator[bytes]:
         """Yield the archive."""
@@ -339,9 +338,9 @@ class BuildRequest:
 
 @asynccontextmanager
 async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildRequest]:
-    """Give what a client wants built; its archive is kept in `folder` until the end of the block.
+    """Read a build request for the block; its archive is a file in `folder` until the end of the block.
 
-    Raises: HttpError: 408, 413, 422 for what cannot be built from; StoreError if it cannot be kept.
+    Raises: HttpError 408, 413 or 422 for an invalid request; StoreError if the archive cannot be written.
     """
     body = await read_body(request, max_bytes=MAX_CONTEXT_BYTES, limit_s=UPLOAD_LIMIT_S)
     content_type = request.headers.get("content-type", "")
@@ -358,9 +357,10 @@ async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildReque
 
 
 def check_archive(path: Path) -> None:
-    """Refuse an archive that cannot be unpacked without harm.
+    """Refuse an archive that is unsafe to unpack.
 
-    Raises: HttpError 422 for a broken one, members or links that lead outside, and devices; 413 for too much.
+    Raises: HttpError 422 for a broken archive, devices, and members or links that lead outside; 413 for one
+        that is too large.
     """
     num_members = num_bytes = 0
     try:
@@ -385,13 +385,13 @@ def _check_member(member: tarfile.TarInfo, folder: Path) -> None:
 
 
 def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
-    """Write the archive of a form into a file. Raises: HttpError with 422; OSError."""
+    """Write the archive of a form into a file. Raises: HttpError 422; OSError."""
     try:
         parts = read_form(content_type, body)
         text = one_part(parts, "context")
         target = one_part(parts, "target_image").decode()
         tags = tuple(part.data.decode() for part in parts if part.name == "tags" and part.data)
-        # As a text it may be cut into lines.
+        # The base64 text may be broken into lines.
         data = base64.b64decode(text.translate(None, b"\r\n \t"), validate=True)
     except (binascii.Error, UnicodeDecodeError) as error:
         raise HttpError(422, f"the context is not the base64 text of an archive ({error})") from error
@@ -405,11 +405,11 @@ def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
 
 
 def render_metrics(sessions: Sessions) -> str:
-    """Return all metrics, those that nodes reported behind the controller's own."""
+    """Return all metrics: the controller's, then those that nodes reported."""
     registry, placement = sessions.registry, sessions.placement
-    by_state = Counter((one.state.value, one.node_id) for one in registry.alive.values())
-    waiting = [one.begun for one in placement.admission]
-    age = time.monotonic() - min(waiting) if waiting else 0.0
+    by_state = Counter((session.state.value, session.node_id) for session in registry.alive.values())
+    waiting_since = [session.begun_at for session in placement.admission]
+    age = time.monotonic() - min(waiting_since) if waiting_since else 0.0
     is_open = Counter(str(node.is_open).lower() for node in placement.nodes.values())
     rooms = placement.admission.rooms.values()
     samples: dict[str, list[tuple[str, float]]] = {

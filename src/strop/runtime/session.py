@@ -1,4 +1,4 @@
-"""What the controller knows of one sandbox, from the request that asked for it to the hour after its end."""
+"""The controller's record of one sandbox, from its start request to the hour after its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.runtime.contract import FailureKind, SandboxReport, Slot, StartReques
 
 ENDED = frozenset({State.STOPPED, State.FAILED})
 BEGINNING = frozenset({State.QUEUED, State.IMAGE, State.STARTING, State.RESUMING})
-"""A client that asks in one of these waits for the next."""
+"""A client that asks for a sandbox in one of these states waits until it has left them."""
 
 _JOURNALED = (
     *("runtime_id", "session_id", "owner", "key", "started_at", "url", "port", "node_id", "node_url"),
@@ -22,7 +22,7 @@ _JOURNALED = (
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Session:
-    """One sandbox. The journal has what must outlive the controller; ages count by the monotonic clock."""
+    """One sandbox. The journal keeps the fields that outlive the controller. Ages use the monotonic clock."""
 
     runtime_id: str
     session_id: str
@@ -31,8 +31,8 @@ class Session:
     request: StartRequest = field(repr=False)
     slot: Slot
     started_at: float = field(default_factory=time.time)
-    """Seconds since the epoch, for people. It decides nothing but how old a sandbox is when its controller is
-    started again after a boot, or on another machine."""
+    """Unix time, for people. Only a controller restarted after a boot or on another machine computes with it:
+    the age."""
     state: State = State.QUEUED
     failure_kind: FailureKind | None = None
     cause: str = ""
@@ -44,38 +44,38 @@ class Session:
     timeline: dict[str, float] = field(default_factory=dict)
     usage: dict[str, float] = field(default_factory=dict)
     url: str = ""
-    """Final from the moment it is not empty. Clients are told nothing before."""
+    """Final once it is not empty. No client gets a record before."""
     port: int = 0
-    """The controller's own port behind `url`; 0 where the node holds it."""
+    """The controller's own port behind `url`; 0 if the node holds it."""
     node_id: str = ""
-    """Where it is, or is about to be."""
+    """The node that has it or was ordered to make it."""
     node_url: str = ""
-    """Its address at the node, once that has taken it."""
+    """Its address at the node, once the node has taken the order."""
     lease_s: float | None = None
-    """How long each renewal lasts; None: it was never leased, and only its age and idleness count."""
+    """How long each renewal lasts. None: it was never leased, and only age and idleness end it."""
 
     arrival: int = 0
     """Its number in the order of arrival, from 1; 0: it never waited."""
-    begun: float = field(default_factory=time.monotonic)
-    asked: float = 0.0
-    """When its client last asked for it; 0: never since it was started."""
-    used: float = 0.0
+    begun_at: float = field(default_factory=time.monotonic)
+    asked_at: float = 0.0
+    """When its client last asked for it; 0: not since its start."""
+    used_at: float = 0.0
     """When its address was last used."""
-    renewed: float = 0.0
-    ended: float = 0.0
+    renewed_at: float = 0.0
+    ended_at: float = 0.0
     version: int = 0
-    """Of the newest report."""
+    """The version of the newest report."""
     num_missed: int = 0
-    """Successive reports of its node that do not have it."""
+    """Successive reports of its node that lack it."""
     has_failed_to_resume: bool = False
     is_probed: bool = False
-    """Whether it answered through `url`."""
+    """Whether it has answered through `url`."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `url` is final."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while its state is none of `BEGINNING`."""
+    """Set while its state is not in `BEGINNING`."""
     clearing: asyncio.Task[None] | None = None
-    """Has its node end it, once it has ended here."""
+    """Stops it at its node, once it has ended here."""
     operating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is paused or resumed."""
 
@@ -86,7 +86,7 @@ class Session:
 
     @property
     def only_node_id(self) -> str:
-        """The node that alone can make it, since the snapshot that it begins with is there; empty: any."""
+        """The node of the snapshot that it starts from, the only one that can make it; empty: any node."""
         terms = self.request.sandbox
         return terms.snapshot.node_id if terms is not None and terms.snapshot is not None else ""
 
@@ -96,7 +96,7 @@ class Session:
         return self.state in BEGINNING
 
     def enter(self, state: State) -> None:
-        """Change its state, and wake those who wait for that."""
+        """Change its state, and wake the clients that wait for that."""
         self.state = state
         if state in BEGINNING:
             self.settled.clear()
@@ -104,7 +104,7 @@ class Session:
             self.settled.set()
 
     def take(self, report: SandboxReport) -> None:
-        """Keep what a node reports, but for the state."""
+        """Copy a node's report, except for the state."""
         self.version = max(self.version, report.version)
         self.num_missed = 0
         self.exit_code = report.exit_code if report.exit_code is not None else self.exit_code
@@ -117,24 +117,24 @@ class Session:
         self.usage.update(report.usage)
 
     def to_json(self) -> dict[str, Any]:
-        """Return its line in the journal."""
+        """Return its entry for the journal."""
         return {
             **{name: getattr(self, name) for name in _JOURNALED},
             "state": self.state.value,
             "failure_kind": self.failure_kind and self.failure_kind.value,
             "request": self.request.model_dump(mode="json", exclude_defaults=True),
             "slot": self.slot.model_dump(),
-            "begun": self.begun,
+            "begun": self.begun_at,
             "boot_id": read_boot_id(),
         }
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Session:
-        """Read it back. Its ages begin anew, but for the time since it was started.
+        """Read an entry of the journal. Its age goes on; idleness and lease count from now.
 
-        That is counted by the monotonic clock, unless the machine was started again or is another one.
+        The age is by the monotonic clock, or by the wall clock after a boot or on another machine.
 
-        Raises: ValueError, KeyError, TypeError (no such line).
+        Raises: ValueError, KeyError, TypeError for an invalid entry.
         """
         now = time.monotonic()
         kind = line["failure_kind"]
@@ -145,14 +145,14 @@ class Session:
             failure_kind=FailureKind(kind) if kind else None,
             request=StartRequest(**line["request"]),
             slot=Slot(**line["slot"]),
-            begun=now - max(0.0, age_s),
-            asked=now,
-            used=now,
-            renewed=now,
+            begun_at=now - max(0.0, age_s),
+            asked_at=now,
+            used_at=now,
+            renewed_at=now,
         )
         session.enter(State(line["state"]))
         if session.url:
             session.announced.set()
         if not session.is_alive:
-            session.ended = now
+            session.ended_at = now
         return session
