@@ -13,7 +13,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import Images, is_put_off, list_images, prebuild, shard_of
+from strop.runtime.pulling import Images, is_transient, list_images, prebuild, shard_of
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from strop.runtime.pulling import Images, is_put_off, list_images, prebuild, sha
     ],
 )
 def test_what_a_registry_may_say_otherwise_later(said: str, expected: bool) -> None:
-    assert is_put_off(said) is expected
+    assert is_transient(said) is expected
 
 
 class ScriptedImages(Images):

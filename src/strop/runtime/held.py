@@ -1,4 +1,4 @@
-"""One sandbox of a node, from its order to its end, behind one address."""
+"""One sandbox of a node, from its order to its end, with its address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
 from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
 from strop.runtime.making import Made, Starter
-from strop.runtime.planes import Plane, SandboxFailed, is_agent_server, lost_as_failure
+from strop.runtime.planes import SandboxFailed, is_agent_server, lost_as_failure
 from strop.runtime.ports import PortRelay, Serve, Stream
 from strop.sandbox.local import LocalSandbox
 
@@ -20,12 +20,12 @@ _LOG_CHARACTERS = 4000
 _COUNT_LIMIT_S = 2.0
 _PROBE_LIMIT_S = 5.0
 _START_LIMIT_S = 300.0
-"""For a server inside to answer. OpenHands' own needs 10 s of processor time; 120 s were too few beside
-twenty other processes on two cores."""
+"""For the server inside to answer. OpenHands' needs 10 s of processor time; 120 s were too few beside twenty
+other processes on two cores."""
 
 
 class HeldSandbox:
-    """A sandbox and its address. `start` it once; `stop` gives everything back."""
+    """A sandbox and its address. `start` it once; `stop` releases both."""
 
     def __init__(self, order: NodeOrder, starter: Starter, changed: Callable[[], None]) -> None:
         self.order = order
@@ -34,25 +34,28 @@ class HeldSandbox:
         self._changed = changed
         self._relay: PortRelay | None = None
         self._made: Made | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
         self._failure: SandboxFailed | None = None
         self._cause = ""
         self._events: list[str] = []
         self._timeline: dict[str, float] = {}
         self._isolation: dict[str, object] = {}
-        """Made once: every report of a node tells of all its sandboxes."""
+        """Converted once, since every full report contains it."""
         self._usage: dict[str, float] = {}
         self._version = 0
         self._turn = asyncio.Lock()
 
     async def start(self, host: str) -> None:
-        """Hold the address, and begin. Raises: CheckRefused if the address cannot be listened on."""
+        """Hold the address and begin to make the sandbox.
+
+        Raises: CheckRefused if the address cannot be listened on.
+        """
         self._relay = await PortRelay.listen(self._dial, host=host)
-        self._life = asyncio.create_task(self._live())
+        self._running = asyncio.create_task(self._run())
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The address of the sandbox."""
         assert self._relay is not None
         return self._relay.url
 
@@ -62,9 +65,14 @@ class HeldSandbox:
         return self.state in (State.STOPPED, State.FAILED)
 
     def report(self) -> SandboxReport:
-        """Return what the node knows of it."""
+        """Return the report of the sandbox for the controller."""
         plane = None if self._made is None else self._made.plane
         failure = self._failure
+        log_tail = failure.log_tail if failure is not None else ""
+        if not log_tail and plane is not None:
+            log_tail = plane.log_tail()
+        if failure is not None:
+            log_tail = "\n".join(filter(None, (log_tail, f"strop: {failure.kind}: {failure.cause}")))
         timeline = dict(self._timeline)
         if plane is not None and plane.first_command_at is not None:
             timeline["first_command"] = plane.first_command_at
@@ -75,7 +83,7 @@ class HeldSandbox:
             cause=self._cause if failure is None else failure.cause,
             refusal="" if failure is None else failure.refusal,
             exit_code=None if failure is None else failure.exit_code,
-            log_tail=self._log_tail(plane),
+            log_tail=log_tail[-_LOG_CHARACTERS:],
             events=tuple(self._events),
             isolation=self._isolation,
             timeline=timeline,
@@ -85,50 +93,42 @@ class HeldSandbox:
             url=self.url if self._relay is not None else "",
         )
 
-    def _log_tail(self, plane: Plane | None) -> str:
-        lines = self._failure.log_tail if self._failure is not None else ""
-        if not lines and plane is not None:
-            lines = plane.log_tail()
-        if self._failure is not None:
-            lines = "\n".join(filter(None, (lines, f"strop: {self._failure.kind}: {self._failure.cause}")))
-        return lines[-_LOG_CHARACTERS:]
-
     async def pause(self) -> None:
-        """Freeze it. Its address stays, and answers 503. No-op if it is paused.
+        """Freeze the sandbox. Its address stays and answers 503. No-op if it is paused.
 
-        Raises: SandboxError if it is not ready, or cannot be frozen.
+        Raises: SandboxError if it is not ready or cannot be frozen.
         """
         async with self._turn:
             if self.state is State.PAUSED:
                 return
             if self.state is not State.READY:
-                raise _not_now(self, "paused")
+                raise self._wrong_state("paused", allowed="one that is ready")
             assert self._made is not None
             assert self._relay is not None
-            # First, so that no request is taken and then stands still.
+            # Before the freeze, so that no request is taken and then hangs.
             self._set(State.PAUSED)
             self._relay.disconnect()
             try:
                 await self._made.sandbox.pause()
             except SandboxLost:
-                # Its life notices, and says why.
+                # `_run` notices the loss and reports its cause.
                 raise
             except SandboxError:
                 self._set(State.READY)
                 raise
 
     async def resume(self) -> None:
-        """Let it go on. No-op if it runs. Raises: SandboxError if it is neither paused nor runs."""
+        """Continue the sandbox. No-op if it runs. Raises: SandboxError if it neither runs nor is paused."""
         async with self._turn:
             if self.state in (State.READY, State.RESUMING, State.STARTING):
                 return
             if self.state is not State.PAUSED:
-                raise _not_now(self, "resumed")
+                raise self._wrong_state("resumed", allowed="one that is paused")
             assert self._made is not None
             self._set(State.RESUMING)
             await self._made.sandbox.resume()
             try:
-                await self._prove()
+                await self._wait_until_ready()
             except SandboxFailed as failure:
                 await self._end(State.FAILED, failure=failure)
                 raise SandboxError(failure.cause, kind="infra") from failure
@@ -136,15 +136,13 @@ class HeldSandbox:
             self._set(State.READY)
 
     async def stop(self, cause: str) -> None:
-        """End everything in it and give its address back. May be called twice."""
-        if self._life is not None and self._life is not asyncio.current_task():
-            self._life.cancel()
-            await asyncio.gather(self._life, return_exceptions=True)
+        """End the sandbox and release its address. May be called twice."""
+        if self._running is not None and self._running is not asyncio.current_task():
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         await self._end(State.STOPPED, cause=cause)
 
-    # Its life.
-
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         try:
             await self._begin()
             assert self._made is not None
@@ -164,7 +162,7 @@ class HeldSandbox:
         self._isolation = asdict(self._made.sandbox.isolation)
         self._timeline["started"] = time.time()
         self._note_change()
-        serving = asyncio.create_task(self._prove())
+        serving = asyncio.create_task(self._wait_until_ready())
         ending = asyncio.create_task(self._made.plane.wait_ended())
         try:
             await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,26 +178,26 @@ class HeldSandbox:
         self._say("ready")
         self._set(State.READY)
 
-    async def _prove(self) -> None:
-        """Return when its address answers as clients will ask. Raises: SandboxFailed if it takes too long."""
+    async def _wait_until_ready(self) -> None:
+        """Return once the address answers its clients' probes. Raises: SandboxFailed if it takes too long."""
         assert self._relay is not None
         deadline = time.monotonic() + _START_LIMIT_S
         wait_s = 0.02
-        told = "nothing"
-        # Clients of other servers ask for /alive alone.
+        answer = "nothing"
+        # Clients of other servers probe /alive only.
         for path in ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",):
             while True:
                 try:
                     status = await _probe(self._relay.host, self._relay.port, path)
                     if 200 <= status < 300:
                         break
-                    told = f"{status}"
+                    answer = f"{status}"
                 except OSError as error:
-                    told = str(error) or type(error).__name__
+                    answer = str(error) or type(error).__name__
                 if time.monotonic() > deadline:
                     raise SandboxFailed(
                         FailureKind.AGENT_ERROR,
-                        f"its server did not answer GET {path} in {_START_LIMIT_S:.0f} s; last: {told}",
+                        f"its server did not answer GET {path} in {_START_LIMIT_S:.0f} s; last: {answer}",
                     )
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, 0.5)
@@ -229,6 +227,14 @@ class HeldSandbox:
             raise ConnectionError(f"the sandbox is {self.state.value}")
         return await self._made.plane.dial()
 
+    def _wrong_state(self, operation: str, *, allowed: str) -> SandboxError:
+        return SandboxError(
+            f"sandbox {self.order.runtime_id} is {self.state.value} and cannot be {operation}",
+            allowed=allowed,
+            next_step="look at its record first",
+            kind="state",
+        )
+
     def _note_use(self) -> None:
         if self._relay is not None:
             self._relay.last_used_at = time.monotonic()
@@ -248,7 +254,7 @@ class HeldSandbox:
 
 
 async def _probe(host: str, port: int, path: str) -> int:
-    """Return the status that an address answers a GET with. Raises: OSError."""
+    """Return the status of the answer to a GET. Raises: OSError."""
     try:
         async with asyncio.timeout(_PROBE_LIMIT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -264,24 +270,24 @@ async def _probe(host: str, port: int, path: str) -> int:
 
 
 async def _count_usage(sandbox: LocalSandbox) -> dict[str, float]:
-    """Return what a sandbox has used that ends now; nothing of one that is lost, or too busy to say."""
+    """Return the usage of a sandbox before it ends; empty if it is lost or too busy to answer."""
     try:
         async with asyncio.timeout(_COUNT_LIMIT_S):
             stats = await sandbox.stats()
     except (SandboxError, TimeoutError):
         return {}
-    found = {
+    usage = {
         "cpu_s": stats.cpu_s,
         "memory_peak_bytes": stats.memory_peak_bytes,
         "disk_bytes": stats.disk_bytes,
         "oom_kills": stats.oom_kills,
         "refused_calls": stats.refused_calls,
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in usage.items() if value is not None}
 
 
 def as_failure(error: StropError) -> SandboxFailed:
-    """Say whose fault an error is that kept a sandbox from starting."""
+    """Return the failure that an error at a sandbox's start means: whose fault it is."""
     cause = given_of(error)
     if isinstance(error, SandboxLost):
         return lost_as_failure(error.kind)
@@ -290,12 +296,3 @@ def as_failure(error: StropError) -> SandboxFailed:
     is_image = error.kind in ("image", "architecture", "interpreter")
     kind = FailureKind.IMAGE_ERROR if is_image else FailureKind.INFRA_LOST
     return SandboxFailed(kind, cause, refusal=error.kind)
-
-
-def _not_now(held: HeldSandbox, what: str) -> SandboxError:
-    return SandboxError(
-        f"sandbox {held.order.runtime_id} is {held.state.value} and cannot be {what}",
-        allowed="one that is ready" if what == "paused" else "one that is paused",
-        next_step="look at its record first",
-        kind="state",
-    )

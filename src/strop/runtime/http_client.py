@@ -1,9 +1,9 @@
-"""Requests to servers that are asked often, and hundreds of times at once: node agents and sandboxes.
+"""An HTTP client for hundreds of concurrent requests to node agents and sandboxes.
 
-A general client looks at all of its connections with each request and each answer, which for hundreds at once
-costs many times what the requests cost. This one keeps a stack of idle connections for each server.
+A general client scans all of its connections at each request and each answer, which for hundreds at once
+costs many times as much as the requests. This one keeps a stack of idle connections for each server.
 
-Not covered: TLS, redirects, proxies, answers as they come.
+Not covered: TLS, redirects, proxies, streamed answers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from strop.runtime.ports import Stream
 
 _CHUNK_BYTES = 1 << 16
 _MAX_IDLE = 64
-"""Connections that are kept to one server."""
+"""Idle connections kept for one server."""
 _MAX_IDLE_S = 30.0
-"""Less than a server keeps them. One that is gone leaves nothing here for longer."""
+"""Shorter than the servers' own limit. The connections of a vanished server are dropped after it too."""
 
 
-_Place = tuple[str, int]
+_Server = tuple[str, int]
 _Head = tuple[str, str, Mapping[str, str]]
 """Method, path with query, fields."""
 
 
 class RequestFailed(Exception):
-    """There was no answer: nobody listens, the time was over, or what came is no HTTP."""
+    """There was no answer: nothing listens, the time limit passed, or the answer is no HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,12 @@ class Reply:
 
 
 class HttpClient:
-    """Asks servers over HTTP/1.1. Closed by `close`."""
+    """An HTTP/1.1 client. Closed by `aclose`."""
 
     def __init__(self, *, max_connections: int) -> None:
-        """More than `max_connections` requests at once wait for their turn."""
+        """At most `max_connections` requests run at once; further ones wait."""
         self._turn = asyncio.Semaphore(max_connections)
-        self._idle: defaultdict[_Place, list[tuple[Stream, asyncio.TimerHandle]]] = defaultdict(list)
+        self._idle: defaultdict[_Server, list[tuple[Stream, asyncio.TimerHandle]]] = defaultdict(list)
 
     async def ask(
         self,
@@ -63,69 +63,67 @@ class HttpClient:
         content: bytes | AsyncIterator[bytes] = b"",
         limit_s: float,
     ) -> Reply:
-        """Send a request and return its answer. The limit counts from its turn on.
+        """Send a request and return its answer. The limit does not count the wait for other requests.
 
-        It is sent a second time where the server had closed a kept connection meanwhile.
-        Raises: RequestFailed.
+        It is sent again if the server has closed the kept connection meanwhile. Raises: RequestFailed.
         """
-        where = urlsplit(url)
-        if where.scheme != "http" or not where.hostname:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
             raise RequestFailed(f"{url} is no address of a node: http://HOST:PORT")
-        place = (where.hostname, where.port or 80)
-        target = where.path + (f"?{where.query}" if where.query else "")
-        fields = {"host": where.netloc, **headers}
+        server = (parts.hostname, parts.port or 80)
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        head = (method, target, {"host": parts.netloc, **headers})
         async with self._turn:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._ask_once_or_twice(place, (method, target, fields), content)
+                    return await self._ask(server, head, content)
             except (OSError, TimeoutError) as error:
                 raise RequestFailed(f"{type(error).__name__} {error}".rstrip()) from error
 
-    async def _ask_once_or_twice(
-        self, place: _Place, head: _Head, content: bytes | AsyncIterator[bytes]
-    ) -> Reply:
+    async def _ask(self, server: _Server, head: _Head, content: bytes | AsyncIterator[bytes]) -> Reply:
         while True:
-            # A body that comes cannot be sent again.
-            kept = self._take_idle(place) if isinstance(content, bytes) else None
-            stream = kept or await asyncio.open_connection(*place)
-            reply = await self._exchange(stream, place, head, content)
+            # A streamed body cannot be sent again, so it gets a new connection.
+            kept = self._take_idle(server) if isinstance(content, bytes) else None
+            stream = kept or await asyncio.open_connection(*server)
+            reply = await self._exchange(stream, server, head, content)
             if reply is not None:
                 return reply
             if kept is None:
                 raise ConnectionError("the connection ended before an answer")
 
     async def aclose(self) -> None:
-        """Close all connections that are kept."""
-        for place in list(self._idle):
-            for stream, _ in list(self._idle[place]):
-                self._expire(place, stream)
+        """Close all idle connections."""
+        for server in list(self._idle):
+            for stream, _ in list(self._idle[server]):
+                self._expire(server, stream)
 
-    def _take_idle(self, place: _Place) -> Stream | None:
-        while self._idle[place]:
-            stream, timer = self._idle[place].pop()
+    def _take_idle(self, server: _Server) -> Stream | None:
+        while self._idle[server]:
+            stream, timer = self._idle[server].pop()
             timer.cancel()
             if not stream[0].at_eof():
                 return stream
             stream[1].close()
-        del self._idle[place]
+        del self._idle[server]
         return None
 
-    def _expire(self, place: _Place, stream: Stream) -> None:
+    def _expire(self, server: _Server, stream: Stream) -> None:
         stream[1].close()
-        for _, timer in (one for one in self._idle[place] if one[0] is stream):
-            timer.cancel()
-        self._idle[place] = [one for one in self._idle[place] if one[0] is not stream]
-        if not self._idle[place]:
-            del self._idle[place]
+        for kept, timer in self._idle[server]:
+            if kept is stream:
+                timer.cancel()
+        self._idle[server] = [entry for entry in self._idle[server] if entry[0] is not stream]
+        if not self._idle[server]:
+            del self._idle[server]
 
     async def _exchange(
         self,
         stream: Stream,
-        place: _Place,
+        server: _Server,
         head: _Head,
         content: bytes | AsyncIterator[bytes],
     ) -> Reply | None:
-        """Send and receive; None if the connection ended before anything of an answer came."""
+        """Send a request and read its answer; None if the connection ended before any of the answer came."""
         import h11
 
         protocol = h11.Connection(h11.CLIENT)
@@ -139,9 +137,9 @@ class HttpClient:
         except (h11.RemoteProtocolError, h11.LocalProtocolError) as error:
             raise ConnectionError(f"no HTTP: {error}") from error
         finally:
-            if is_kept and len(self._idle[place]) < _MAX_IDLE:
-                timer = asyncio.get_running_loop().call_later(_MAX_IDLE_S, self._expire, place, stream)
-                self._idle[place].append((stream, timer))
+            if is_kept and len(self._idle[server]) < _MAX_IDLE:
+                timer = asyncio.get_running_loop().call_later(_MAX_IDLE_S, self._expire, server, stream)
+                self._idle[server].append((stream, timer))
             else:
                 stream[1].close()
         return reply
@@ -162,7 +160,7 @@ async def _send(
     request = h11.Request(method=method, target=target, headers=[*fields.items(), framing])
     data = protocol.send(request)
     if isinstance(content, bytes):
-        # In one piece: two would be two packets, and the second might wait for the first.
+        # One write: the packet of a second one might wait until the first is acknowledged.
         data += protocol.send(h11.Data(data=content)) if content else b""
     else:
         writer.write(data)

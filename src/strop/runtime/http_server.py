@@ -1,8 +1,8 @@
 """A small HTTP/1.1 server for a connection that is accepted elsewhere, and a reader of forms.
 
-A sandbox's address belongs to a relay, which decides for each connection who serves it; a web framework
-wants the listening socket for itself. Heads are read by h11, answers are written in one piece, keep-alive
-works, bodies are held in memory up to a limit. A connection can become one of another protocol.
+A sandbox's address belongs to a relay, which decides for each connection what serves it; a web framework
+needs the listening socket. h11 parses the heads, answers are written in one piece, keep-alive works, bodies
+are held in memory up to a limit. A connection can be upgraded to another protocol.
 
 Not covered: HTTP/2, WebSockets, answers without a known length.
 """
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 _CHUNK_BYTES = 1 << 18
 _IDLE_LIMIT_S = 120.0
 _BODY_LIMIT_S = 300.0
+_DISCARD_LIMIT_S = 2.0
 _PART_NAME = re.compile(r'[; ]name="((?:[^"\\]|\\.)*)"|[; ]name=([^;\s"]+)')
 _log = logging.getLogger("strop.runtime.http_server")
 
@@ -41,13 +42,13 @@ class Request:
     """By names in lower case."""
     body: bytes
 
-    def one(self, name: str, default: str = "") -> str:
+    def query_field(self, name: str, default: str = "") -> str:
         """Return a query field's first value."""
         return self.query.get(name, [default])[0]
 
     def number(self, name: str, default: int) -> int:
         """Return a query field as a whole number. Raises: HttpError 422."""
-        text = self.one(name, str(default))
+        text = self.query_field(name, str(default))
         try:
             return int(text)
         except ValueError:
@@ -56,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What is sent back."""
+    """The answer to a request."""
 
     status: int = 200
     body: bytes = b""
@@ -66,14 +67,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upgrade:
-    """Answers a request by giving its connection away. Its client waits for that before it sends more."""
+    """An answer that hands the connection to `serve`. The client waits for it before it sends more."""
 
     protocol: str
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class HttpError(Exception):
-    """A request that is refused, with the status that says why."""
+    """A request is refused with a status."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -83,16 +84,16 @@ class HttpError(Exception):
 
 Handler = Callable[[Request], Awaitable[Answer | Upgrade]]
 Admit = Callable[[str, Mapping[str, str]], None]
-"""Looks at the path and the headers of a request before its body is read. Raises: HttpError."""
+"""Checks the path and the headers of a request before its body is read. Raises: HttpError."""
 
 
 def has_key(headers: Mapping[str, str], header: str, key: str) -> bool:
-    """Whether a header holds a key. Takes as long for a wrong one as for the right one."""
+    """Whether a header holds a key; compared in constant time."""
     return hmac.compare_digest(headers.get(header.lower(), "").encode(), key.encode())
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
-    """Return an answer that is a JSON value or a model."""
+    """Return an answer with a JSON value or a model as its body."""
     text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
     return Answer(status=status, body=text.encode())
 
@@ -105,7 +106,7 @@ async def serve_connection(
     max_body_bytes: int,
     admit: Admit = lambda path, headers: None,
 ) -> None:
-    """Answer the requests of one connection until its end. What a handler raises is answered."""
+    """Answer the requests of one connection until its end. Exceptions of the handler are answered too."""
     import h11
 
     protocol = h11.Connection(h11.SERVER)
@@ -116,9 +117,9 @@ async def serve_connection(
                 request = await _read_request(protocol, reader, writer, admit, max_body_bytes)
                 if request is None:
                     return
-                answer = await _ask(handler, request)
+                answer = await _handle(handler, request)
                 if isinstance(answer, Upgrade):
-                    await _switch(protocol, answer, reader, writer)
+                    await _upgrade(protocol, answer, reader, writer)
                     return
             except HttpError as error:
                 answer = json_answer({"detail": error.detail}, error.status)
@@ -134,7 +135,7 @@ async def serve_connection(
             protocol.start_next_cycle()
 
 
-async def _switch(
+async def _upgrade(
     protocol: Any, answer: Upgrade, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     import h11
@@ -147,7 +148,7 @@ async def _switch(
     await answer.serve(reader, writer)
 
 
-async def _ask(handler: Handler, request: Request) -> Answer | Upgrade:
+async def _handle(handler: Handler, request: Request) -> Answer | Upgrade:
     try:
         return await handler(request)
     except ValidationError as error:
@@ -175,8 +176,8 @@ async def _read_request(
         event = protocol.next_event()
         if event is h11.NEED_DATA:
             if protocol.they_are_waiting_for_100_continue:
-                going_on = h11.InformationalResponse(status_code=100, headers=[])
-                writer.write(protocol.send(going_on))
+                proceed = h11.InformationalResponse(status_code=100, headers=[])
+                writer.write(protocol.send(proceed))
             async with asyncio.timeout(_IDLE_LIMIT_S if head is None else _BODY_LIMIT_S):
                 protocol.receive_data(await reader.read(_CHUNK_BYTES))
         elif isinstance(event, h11.Request):
@@ -217,11 +218,11 @@ def _render(protocol: Any, answer: Answer, *, is_over: bool, has_body: bool) -> 
 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read what the client still sends: closing over unread bytes would take the answer from it."""
+    """Read the rest of the request: a close over unread bytes resets the connection and loses the answer."""
     with suppress(TimeoutError, OSError):
         if writer.can_write_eof():
             writer.write_eof()
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(_DISCARD_LIMIT_S):
             while await reader.read(_CHUNK_BYTES):
                 pass
 
@@ -235,28 +236,28 @@ class Part:
 
 
 def read_form(content_type: str, body: bytes) -> list[Part]:
-    """Return the parts of a form (RFC 7578) in their order. Raises: HttpError 422 if it is none."""
+    """Return the parts of a form (RFC 7578) in their order. Raises: HttpError 422 if the body is no form."""
     kind, _, rest = content_type.partition(";")
-    found = re.search(r'boundary="?([^";]+)"?', rest)
-    if kind.strip().lower() != "multipart/form-data" or found is None:
+    boundary = re.search(r'boundary="?([^";]+)"?', rest)
+    if kind.strip().lower() != "multipart/form-data" or boundary is None:
         raise HttpError(422, f"a form is expected, and this is {content_type or 'nothing'}")
-    fence = b"--" + found[1].strip().encode("latin-1")
-    # The first fence may stand at the very begin; each other one follows the end of a line.
-    pieces = (b"\r\n" + body).split(b"\r\n" + fence)
+    delimiter = b"--" + boundary[1].strip().encode("latin-1")
+    # The first delimiter may be at the very start; each other one follows the end of a line.
+    pieces = (b"\r\n" + body).split(b"\r\n" + delimiter)
     if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
         raise HttpError(422, "the form has no end")
     parts = []
     for piece in pieces[1:-1]:
         head, gap, data = piece.partition(b"\r\n\r\n")
-        named = _PART_NAME.search(head.decode("utf-8", errors="replace"))
-        if not gap or named is None:
+        name = _PART_NAME.search(head.decode("utf-8", errors="replace"))
+        if not gap or name is None:
             raise HttpError(422, "a part of the form has no name")
-        parts.append(Part(name=named[1] if named[1] is not None else named[2], data=data))
+        parts.append(Part(name=name[1] if name[1] is not None else name[2], data=data))
     return parts
 
 
 def one_part(parts: list[Part], name: str) -> bytes:
-    """Return the data of the part of a name. Raises: HttpError 422 if there is none."""
+    """Return the data of a named part. Raises: HttpError 422 if there is none."""
     for part in parts:
         if part.name == name:
             return part.data

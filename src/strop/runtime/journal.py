@@ -1,11 +1,10 @@
-"""The controller's memory on disk: one JSON line for each change of a sandbox, synced before it is acted on.
+"""The controller's journal: one JSON line for each change of a sandbox, synced before it takes effect.
 
-A line says all of one sandbox, so the last line of each is what counts, and a torn last line costs nothing
-but itself. Changes that come together share one fsync. When most lines are out of date, the file is written
-anew.
+A line has the whole state of one sandbox, so the last line of each sandbox counts, and a torn last line loses
+only that change. Concurrent changes share one fsync. When most lines are out of date, the file is compacted.
 
-Covered: kill at any point, power loss after `put` returned, full disk (the change fails). Not covered: two
-writers; a `FileLock` refuses the second one. Keys stand in it, so its mode is 0600.
+It survives a kill at any point, a power loss after `put` returned, and a full disk (the change fails). A
+`FileLock` refuses a second writer. The file contains keys, so its mode is 0600.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from strop.io.atomic import explain_write_failure, fsync_directory
 from strop.io.lock import FileLock
 
 _MIN_LINES = 1000
-"""Not written anew below this."""
+"""A journal with fewer lines is not compacted."""
 
 
 class Journal:
-    """Lines by key, kept in a file. `open` reads and locks it."""
+    """Entries by key, kept in a file. `open` reads and locks it."""
 
     def __init__(self, path: Path, lines: dict[str, bytes], num_lines: int, lock: FileLock) -> None:
         self._path = path
@@ -40,10 +39,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """Read a journal, which may not be there yet, and hold it.
+        """Read and lock a journal; a missing one is created.
 
-        Raises: StoreError if another process has it or it cannot be read; CorruptRecord if another line than
-        the last one is broken.
+        Raises: StoreError if another process has it or it cannot be read; CorruptRecord if a line before the
+            last one is broken.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_suffix(".lock"))
@@ -61,11 +60,11 @@ class Journal:
             raise
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the newest line of each key, in the order in which the keys first came."""
+        """Return the newest content of each key, in the order of the keys' first lines."""
         return [json.loads(line)["content"] for line in self._lines.values()]
 
     async def put(self, key: str, content: dict[str, Any]) -> None:
-        """Write what `key` is from now on; it is on disk when this returns. Raises: StoreError."""
+        """Replace the content of a key; it is on disk when this returns. Raises: StoreError."""
         line = json.dumps({"id": key, "content": content}, separators=(",", ":")).encode() + b"\n"
         self._lines[key] = line
         done = asyncio.get_running_loop().create_future()
@@ -75,25 +74,25 @@ class Journal:
         await done
 
     def forget(self, key: str) -> None:
-        """Leave a key out when the file is next written anew. Until then a restart would find it again."""
+        """Drop a key at the next compaction. Until then a restart would read it again."""
         self._lines.pop(key, None)
 
     async def close(self) -> None:
-        """Write what waits, and give the file up."""
+        """Write the waiting lines, close the file and release the lock."""
         if self._flushing is not None:
             await self._flushing
         os.close(self._file)
         self._lock.release()
 
     async def _flush(self) -> None:
-        # One turn of the loop, so that changes of one moment come into one write.
+        # One turn of the event loop, so that concurrent changes share one write.
         await asyncio.sleep(0)
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            is_compact = self._num_lines + len(batch) > max(_MIN_LINES, 4 * len(self._lines))
+            should_compact = self._num_lines + len(batch) > max(_MIN_LINES, 4 * len(self._lines))
             try:
-                if is_compact:
-                    await asyncio.to_thread(self._rewrite, b"".join(self._lines.values()))
+                if should_compact:
+                    await asyncio.to_thread(self._compact, b"".join(self._lines.values()))
                     self._num_lines = len(self._lines)
                 else:
                     await asyncio.to_thread(self._write, b"".join(line for line, _ in batch))
@@ -115,23 +114,23 @@ class Journal:
         try:
             _write_all(self._file, data)
         except OSError:
-            # Half a line in the middle could not be told from a broken file.
+            # The next line would follow half a line, and the journal would be corrupt.
             os.ftruncate(self._file, size)
             raise
 
-    def _rewrite(self, data: bytes) -> None:
-        aside = self._path.with_suffix(".new")
-        aside.unlink(missing_ok=True)
-        fresh = _open_for_append(aside)
+    def _compact(self, data: bytes) -> None:
+        new_path = self._path.with_suffix(".new")
+        new_path.unlink(missing_ok=True)
+        new_file = _open_for_append(new_path)
         try:
-            _write_all(fresh, data)
-            os.replace(aside, self._path)
+            _write_all(new_file, data)
+            os.replace(new_path, self._path)
             fsync_directory(self._path.parent)
         except OSError:
-            os.close(fresh)
+            os.close(new_file)
             raise
         os.close(self._file)
-        self._file = fresh
+        self._file = new_file
 
 
 def _open_for_append(path: Path) -> int:

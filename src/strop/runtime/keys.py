@@ -1,8 +1,8 @@
-"""Keys: who may ask the controller for sandboxes, and which node agents may report.
+"""The keys of clients, which may ask the controller for sandboxes, and of node agents, which report to it.
 
-Keys stand in files that their owner alone may read, one a line as `OWNER KEY`. An owner has one key, or two
-while one takes the place of the other. A file that changes is read again, so a key is changed without a
-restart. Keys are never in arguments, logs or answers; one sandbox's key is in that sandbox's record.
+A key file has mode 0600 and lines `OWNER KEY`. An owner has one key, or two while the second replaces the
+first. A changed file is read again, so a key can be changed without a restart. Keys are never in arguments,
+logs or answers, except for a sandbox's own key, which is in its record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.io.endpoints import write_secret
 MIN_KEY_CHARS = 16
 MAX_KEYS_PER_OWNER = 2
 ANYONE = "anyone"
-"""The owner of all sandboxes where keys are not asked for."""
+"""The owner of all sandboxes of a service without keys."""
 
 
 def new_key() -> str:
@@ -33,16 +33,16 @@ def new_key() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One line of a file."""
+    """One line of a key file."""
 
     owner: str
     key: str = field(repr=False)
     digest: bytes = field(repr=False)
-    """Keys are compared by it, so that their lengths do not matter."""
+    """Compared in place of the key, so that the comparison does not depend on its length."""
 
 
 class KeyRing:
-    """The keys of one file. A given key is compared with all of them, each in constant time."""
+    """The keys of one file."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises: ConfigError like `read_keys`."""
@@ -52,21 +52,21 @@ class KeyRing:
 
     @property
     def newest(self) -> str:
-        """The key of the last line, to send."""
+        """The key of the last line, for requests."""
         return self._keys[-1].key
 
-    def owner_of(self, given: str) -> str | None:
-        """Return whose key this is; None if it is nobody's."""
-        digest = _digest(given)
-        found = None
-        for one in self._keys:
-            # No early end: the time must not tell which key it was, nor how many there are before it.
-            if hmac.compare_digest(one.digest, digest):
-                found = one.owner
-        return found
+    def owner_of(self, key: str) -> str | None:
+        """Return the owner of a key, None if it is wrong."""
+        digest = _digest(key)
+        owner = None
+        for entry in self._keys:
+            # No early end: the time must not depend on which key matches.
+            if hmac.compare_digest(entry.digest, digest):
+                owner = entry.owner
+        return owner
 
     def refresh(self) -> str:
-        """Read the file again if it changed; return what is wrong with it, or nothing. Old keys stay then."""
+        """Read the file again if it has changed. If it is invalid, keep the old keys and return the error."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return ""
@@ -79,7 +79,7 @@ class KeyRing:
 
 
 def open_keys(path: Path, owner: str) -> KeyRing:
-    """Return the keys of a file, which is made with one fresh key if it is not there yet.
+    """Return the keys of a file; a missing one is created with one new key.
 
     Raises: ConfigError like `read_keys`, or if it cannot be written.
     """
@@ -95,7 +95,7 @@ def open_keys(path: Path, owner: str) -> KeyRing:
 def read_keys(path: Path) -> list[Key]:
     """Return the keys of a file.
 
-    Raises: ConfigError if the file is missing, open to others, empty or malformed; its keys are not shown.
+    Raises: ConfigError if the file is missing, readable by others, empty or malformed; it shows no keys.
     """
     try:
         mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
@@ -103,29 +103,26 @@ def read_keys(path: Path) -> list[Key]:
         raise _bad(path, f"cannot be read ({error})") from error
     if mode & 0o077:
         raise _bad(path, f"has mode {mode:04o}, so others can read it")
-    found: list[Key] = []
+    keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or len(words[1]) < MIN_KEY_CHARS:
             raise _bad(path, f"has a line {number} that is not an owner and a key")
-        found.append(Key(owner=words[0], key=words[1], digest=_digest(words[1])))
-    if not found:
+        keys.append(Key(owner=words[0], key=words[1], digest=_digest(words[1])))
+    if not keys:
         raise _bad(path, "has no key")
-    if len({one.key for one in found}) < len(found):
+    if len({key.key for key in keys}) < len(keys):
         raise _bad(path, "names one key twice")
-    for owner, number in Counter(one.owner for one in found).items():
+    for owner, number in Counter(key.owner for key in keys).items():
         if number > MAX_KEYS_PER_OWNER:
             raise _bad(path, f"has {number} keys of {owner}")
-    return found
+    return keys
 
 
 def require_keys_or_loopback(host: str, *, is_forced: bool) -> None:
-    """Refuse to serve without keys where others than this machine's users can connect.
-
-    Raises: ConfigError.
-    """
+    """Refuse to serve without keys on an address that other machines can reach. Raises: ConfigError."""
     if is_forced or host == "localhost":
         return
     try:
@@ -146,15 +143,15 @@ def _digest(key: str) -> bytes:
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return (0, 0)
-    return (found.st_mtime_ns, found.st_ino)
+    return (status.st_mtime_ns, status.st_ino)
 
 
-def _bad(path: Path, what: str) -> ConfigError:
+def _bad(path: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"the key file {path} {what}",
+        f"the key file {path} {fault}",
         allowed=f"lines of an owner and a key of at least {MIN_KEY_CHARS} characters, mode 0600, at most"
         f" {MAX_KEYS_PER_OWNER} keys an owner",
         next_step="correct it, or remove it to have one made",

@@ -285,17 +285,17 @@ class Node:
             case "GET" | "DELETE" as method, ["sandboxes", runtime_id]:
                 held = self._find(runtime_id)
                 if method == "DELETE":
-                    await self._stop(held, request.one("cause", "it was asked for"))
+                    await self._stop(held, request.query_field("cause", "it was asked for"))
                 value = held.report()
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as verb]:
                 value = await self._operate(self._find(runtime_id), verb)
             case "POST", ["builds"]:
                 tags = request.query.get("tag", ())
-                value = {"build_id": self._builds.start(request.body, request.one("image"), tags)}
+                value = {"build_id": self._builds.start(request.body, request.query_field("image"), tags)}
             case "GET", ["builds", build_id] if status := self._builds.find(build_id):
                 value = status
             case "GET", ["images"]:
-                value = await self._images.describe(request.one("image"))
+                value = await self._images.describe(request.query_field("image"))
             case _:
                 raise HttpError(404, "Not Found")
         return json_answer(value)

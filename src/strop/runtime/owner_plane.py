@@ -1,9 +1,9 @@
-"""A sandbox that is served to the process that asked for it, as if it were of that process's own machine.
+"""Serves a sandbox to the process that ordered it, its owner, as if it ran on the owner's machine.
 
-The frames that a sandbox's supervisor takes come here over one connection, made from an HTTP request by an
-upgrade. Each is looked at, given the number that it has on this side, and passed on; the supervisor keeps all
-clocks, bounds and pipes, so what holds of a local sandbox holds here. The sandbox ends with the connection,
-or if none comes. Connections to servers inside are beside it, one each.
+The owner's frames for the sandbox's supervisor come over one connection, an upgraded HTTP request. Each frame
+is checked, renumbered for this side and passed on. The supervisor enforces time limits and bounds, as for a
+local sandbox. The sandbox ends with the connection, or if none comes. Each connection to a server inside uses
+a further HTTP connection.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from strop.sandbox.local import LocalSandbox
 from strop.sandbox.wire import CONNECT_PATH, FRAMES_PATH, MAX_BODY_BYTES, PROTOCOL, SANDBOX_KEY_HEADER
 
 _OWNER_LIMIT_S = 60.0
-"""For the owner to come, once its sandbox is there."""
+"""For the owner to connect after its sandbox was made."""
 _BUSY_EVERY_S = 20.0
-"""How often a sandbox in which something runs is noted as used."""
+"""How often a sandbox with running requests is noted as used."""
 _LACKS = ("mounts",)
 _COMMANDS = ("start", "run")
 _log = logging.getLogger("strop.runtime.owner_plane")
@@ -61,14 +61,14 @@ class OwnerPlane:
         self._sandbox = sandbox
         self._keep_snapshot = keep_snapshot
         self._taking: set[asyncio.Task[None]] = set()
-        """Snapshots that are being taken."""
+        """Snapshots in progress."""
         self._key = key
         self._note_use = note_use
         self._owner: asyncio.StreamWriter | None = None
         self._numbers: dict[int, int] = {}
-        """Of requests without an answer yet: the owner's, and those of this side."""
+        """This side's numbers of the unanswered requests, by the owner's numbers."""
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Has the reason, once no owner will ask any more."""
+        """The reason, once the owner is gone."""
         self._waiting = asyncio.get_running_loop().call_later(
             _OWNER_LIMIT_S, self._end, f"its owner did not come within {_OWNER_LIMIT_S:.0f} s"
         )
@@ -78,7 +78,7 @@ class OwnerPlane:
         return self._serve
 
     async def wait_ended(self) -> SandboxFailed:
-        """Return when the sandbox is lost, or its owner."""
+        """Return when the sandbox is lost or its owner is gone."""
         lost = asyncio.create_task(self._sandbox.wait_lost())
         try:
             await asyncio.wait({lost, self._gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ class OwnerPlane:
         return ""
 
     async def close(self, why: str) -> None:
-        """Tell the owner, and let it go."""
+        """Report the end to the owner."""
         self._end(why)
         self._send({"lost": self._sandbox.client.lost_kind or "infra", "why": why})
 
@@ -125,7 +125,7 @@ class OwnerPlane:
         raise HttpError(404, "Not Found")
 
     async def _connect(self, request: Request) -> Answer | Upgrade:
-        path = request.one("path")
+        path = request.query_field("path")
         try:
             connection = await self._sandbox.connect(path or request.number("port", -1))
         except SandboxError as error:
@@ -154,7 +154,7 @@ class OwnerPlane:
                         await self._sandbox.stop()
                         return
                     self._take(header, body)
-                # An owner that does not read its answers is not read from either.
+                # Read no further requests while the owner does not read its answers.
                 await writer.drain()
         except CorruptRecord as error:
             _log.warning("an owner is cut off: %s", error)
@@ -172,7 +172,7 @@ class OwnerPlane:
                 self._note_use()
 
     def _take(self, header: dict[str, Any], body: bytes) -> None:
-        """Pass a request on. Raises: CorruptRecord if it is none, and cannot be answered as one either."""
+        """Pass a request on, or answer that it is invalid. Raises: CorruptRecord if it cannot be answered."""
         number, fault = header.get("id"), find_fault(header)
         is_answered = _is_number(number) and number not in self._numbers
         if fault and is_answered:
@@ -192,7 +192,7 @@ class OwnerPlane:
             passed["details"]["max_bytes"] = min(passed["details"]["max_bytes"], MAX_BODY_BYTES)
         for name in ("job", "shell"):
             if name in passed:
-                # What has ended has no number any more, nor has -1.
+                # -1 names no job: an ended one has no number.
                 passed[name] = self._numbers.get(passed[name], -1)
         if number is None:
             self._sandbox.client.tell(passed, body)
@@ -211,12 +211,12 @@ class OwnerPlane:
 
     async def _take_snapshot(self, number: int) -> None:
         try:
-            told = await self._keep_snapshot()
+            answer = await self._keep_snapshot()
         except SandboxLost as lost:
-            told = {"lost": lost.kind, "why": ""}
+            answer = {"lost": lost.kind, "why": ""}
         except SandboxError as error:
-            told = {"failed": error.kind, "why": given_of(error)}
-        self._deliver(number, told, b"")
+            answer = {"failed": error.kind, "why": given_of(error)}
+        self._deliver(number, answer, b"")
 
     def _deliver(self, number: int, header: dict[str, Any], body: bytes) -> None:
         self._numbers.pop(number, None)
@@ -245,10 +245,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -266,32 +262,20 @@ def _is_words(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_env(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-def _is_signal(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= 64
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-
-
-def _is_builtin(value: Any) -> bool:
-    return value in ("read", "write", "make_dir", "list")
-
-
 def _is_details(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and _is_text(value.get("path"))
-        and all(_is_number(one) for name, one in value.items() if name != "path")
+        and all(_is_number(detail) for name, detail in value.items() if name != "path")
     )
 
 
-_COMMAND_FIELDS = {"env": _is_env, "cwd": _is_text_or_none}
-_FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+_Check = Callable[[Any], bool]
+_COMMAND_FIELDS: Mapping[str, _Check] = {
+    "env": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "cwd": lambda value: value is None or isinstance(value, str),
+}
+_FIELDS: Mapping[str, Mapping[str, _Check]] = {
     "describe": {},
     "start": {
         "argv": _is_words,
@@ -300,21 +284,30 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "is_main": _is_bool,
         **_COMMAND_FIELDS,
     },
-    "builtin": {"builtin": _is_builtin, "details": _is_details, "wall_limit_s": _is_time},
+    "builtin": {
+        "builtin": lambda value: value in ("read", "write", "make_dir", "list"),
+        "details": _is_details,
+        "wall_limit_s": _is_time,
+    },
     "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
     "run": {"shell": _is_number, "wall_limit_s": _is_time},
     **{name: {} for name in ("pause", "resume", "snapshot", "stats")},
     **{name: {"job": _is_number} for name in ("cancel", "end", "drop", "input", "input_end")},
-    "signal": {"job": _is_number, "number": _is_signal},
-    "output": {"job": _is_number, "positions": _is_pair},
+    "signal": {"job": _is_number, "number": lambda value: type(value) is int and 1 <= value <= 64},
+    "output": {
+        "job": _is_number,
+        "positions": lambda value: (
+            isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+        ),
+    },
 }
-"""Of each operation that an owner may ask for: its fields, and what they may be."""
+"""The fields of each operation that an owner may request, and their checks."""
 _OPTIONAL = frozenset({"has_stdin", "is_main"})
 _UNANSWERED = frozenset({"cancel", "end", "drop", "input_end", "signal"})
 
 
 def find_fault(header: Mapping[str, Any]) -> str:
-    """Return what is wrong with a request; nothing if a supervisor can take it."""
+    """Return the fault of a request, empty if a supervisor can take it."""
     operation = header.get("op")
     fields = _FIELDS.get("builtin" if operation == "start" and "builtin" in header else str(operation))
     if fields is None or operation == "builtin":

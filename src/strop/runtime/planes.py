@@ -1,6 +1,6 @@
-"""What serves a sandbox's address: the server inside it, or strop's own workspace outside of it.
+"""Data planes: a sandbox's address is served by a server inside it, or by strop's own workspace outside it.
 
-A node decides for each sandbox by its policy:
+A node chooses for each sandbox by its policy:
 
 * `image`: the client's command is started in the sandbox, and bytes are relayed to the port that it names;
 * `inject`: the same with a real agent server that the image lacks, mounted read-only;
@@ -20,7 +20,7 @@ _AGENT_WORDS = ("openhands-agent-server", "openhands.agent_server", "agent-serve
 
 
 class DataPlane(StrEnum):
-    """Which of them; see the module."""
+    """The policies of the module's docstring."""
 
     AUTO = "auto"
     IMAGE = "image"
@@ -29,7 +29,7 @@ class DataPlane(StrEnum):
 
 
 class SandboxFailed(Exception):
-    """A sandbox does not start, or has ended by itself; `kind` says whose fault that is."""
+    """A sandbox did not start, or has ended by itself; `kind` says whose fault that is."""
 
     def __init__(
         self,
@@ -52,29 +52,29 @@ class Plane(Protocol):
     """Serves the address of one sandbox."""
 
     async def dial(self) -> Stream | Serve:
-        """Return what serves the next connection. Raises: OSError if nothing does now."""
+        """Return the stream or the function that serves the next connection. Raises: OSError if none can."""
         ...
 
     async def wait_ended(self) -> SandboxFailed:
-        """Return when it serves no more, with the reason."""
+        """Return the reason once the sandbox or its server has ended."""
         ...
 
     def log_tail(self) -> str:
-        """Return the last lines that a server inside has written."""
+        """Return the last lines of the server inside."""
         ...
 
     @property
     def num_commands(self) -> int:
-        """Commands that it started, where it knows of them."""
+        """Commands so far; 0 if a server inside starts them."""
         ...
 
     @property
     def first_command_at(self) -> float | None:
-        """Unix time of the first one."""
+        """Unix time of the first command."""
         ...
 
     async def close(self, why: str) -> None:
-        """Stop serving; connected clients may be told why."""
+        """Stop serving. `why` is the reason for connected clients."""
         ...
 
 
@@ -84,7 +84,7 @@ def is_agent_server(request: StartRequest) -> bool:
 
 
 def lost_as_failure(kind: str) -> SandboxFailed:
-    """Say whose fault it is that a sandbox is lost."""
+    """Return the failure that the loss of a sandbox means: whose fault it is."""
     if kind == "from_inside":
         return SandboxFailed(FailureKind.AGENT_ERROR, "from_inside: a program of the sandbox ended it")
     return SandboxFailed(FailureKind.INFRA_LOST, f"the sandbox is lost ({kind})")

@@ -1,7 +1,7 @@
-"""A sandbox's address: a port that is held for its whole life, and relays to where the sandbox is now.
+"""A sandbox's address: a port that is held for the sandbox's whole life, and relayed to its current place.
 
-The port is listened on before anyone is told of it, on one interface. Each connection is passed on, byte by
-byte, to what `dial` returns then. While there is nothing to dial, the answer is 503: the sandbox waits, is
+The port is listened on, on one interface, before any client learns of it. The bytes of each connection are
+relayed to the stream that `dial` returns then. While `dial` fails, the answer is 503: the sandbox waits, is
 paused, or is gone.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from strop.errors import CheckRefused
 
 CHUNK_BYTES = 64 << 10
-"""Buffered per direction of a connection; beyond it, the writer waits."""
+"""Buffer for each direction of a connection; when it is full, the writer waits."""
 _DIAL_LIMIT_S = 10.0
 _REFUSE_LIMIT_S = 5.0
 _BACKLOG = 256
@@ -26,14 +26,14 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one connection to its end, in this process."""
 Dial = Callable[[], Awaitable[Stream | Serve]]
-"""Connects to where a sandbox is now, or says who serves the connection here.
+"""Connects to the sandbox's current place, or returns a function that serves the connection here.
 
 Raises: OSError, whose text is answered with 503.
 """
 
 
 class PortRelay:
-    """One held port. Made by `listen`; `close` gives the port back."""
+    """One held port. Made by `listen`, released by `close`."""
 
     def __init__(self, listener: socket.socket, dial: Dial, *, max_connections: int) -> None:
         self._listener = listener
@@ -50,7 +50,7 @@ class PortRelay:
     async def listen(
         cls, dial: Dial, *, host: str = "127.0.0.1", port: int = 0, max_connections: int = 256
     ) -> PortRelay:
-        """Hold a port of one address of this machine; 0 lets the system pick one that is free.
+        """Hold a port on one address of this machine; 0 lets the system pick a free one.
 
         Raises: CheckRefused if the port is taken or the address is not this machine's.
         """
@@ -61,7 +61,7 @@ class PortRelay:
                 relay._serve, sock=listener, limit=CHUNK_BYTES, backlog=_BACKLOG
             )
         except (asyncio.CancelledError, OSError):
-            # Cancelled after asyncio began to listen, it gives no server back that could be closed.
+            # If it is cancelled after asyncio began to listen, there is no server to close.
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
             raise
@@ -78,7 +78,7 @@ class PortRelay:
             writer.transport.abort()
 
     async def close(self) -> None:
-        """Give the port back and end all connections. May be called twice."""
+        """Release the port and end all connections. May be called twice."""
         if self._server is not None:
             self._server.close()
         self._listener.close()
@@ -86,7 +86,7 @@ class PortRelay:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Transports close their sockets in the turn after.
+        # Transports close their sockets in the next turn of the event loop.
         await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -97,10 +97,10 @@ class PortRelay:
         try:
             await self._relay(reader, writer)
         except OSError:
-            # One side went away; the other one is told by the end of its connection.
+            # One side went away; the other sees the end of its connection.
             pass
         except asyncio.CancelledError:
-            # Only `close` cancels, and what asyncio would do with it is a line in a log.
+            # Only `close` cancels, and asyncio would log it.
             pass
         finally:
             writer.close()
@@ -132,12 +132,12 @@ class PortRelay:
 
 
 async def join_streams(outer: Stream, inner: Stream, note_use: Callable[[], None]) -> None:
-    """Pass bytes on both ways until both have ended; `note_use` is called when some come from outside.
+    """Relay bytes in both directions until both have ended; bytes from outside call `note_use`.
 
-    When one side fails the other is cut off. Closes the inner one.
+    If one side fails, the other is cut off. Closes the inner stream.
     """
     try:
-        # A group: when one direction fails, the other one ends too.
+        # If one direction fails, the group cancels the other.
         async with asyncio.TaskGroup() as both:
             both.create_task(_pump(outer[0], inner[1], note_use))
             both.create_task(_pump(inner[0], outer[1]))
@@ -150,7 +150,7 @@ async def join_streams(outer: Stream, inner: Stream, note_use: Callable[[], None
 async def _pump(
     source: asyncio.StreamReader, target: asyncio.StreamWriter, note_use: Callable[[], None] = lambda: None
 ) -> None:
-    """Pass bytes on until the end of the source, which becomes the end of what the target reads."""
+    """Relay bytes until the source ends, then end the target's stream too."""
     target.transport.set_write_buffer_limits(high=CHUNK_BYTES)
     while data := await source.read(CHUNK_BYTES):
         note_use()
@@ -161,9 +161,9 @@ async def _pump(
 
 
 def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Return a listening socket. One port can be held again as soon as its last holder is gone.
+    """Return a listening socket. Its port can be reused at once after its holder has died.
 
-    Raises: CheckRefused if it is taken or the address is not this machine's.
+    Raises: CheckRefused if the port is taken or the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -174,15 +174,15 @@ def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:
             allowed="an address of this machine, and a port that is free",
             next_step="name another port, or 0 for one that is free",
         ) from error
-    # Its connections inherit it. asyncio sets it on sockets that name their protocol, which these do not: an
-    # answer in two writes would then wait 40 ms for the other side to acknowledge the first.
+    # Its connections inherit this; asyncio sets it only on sockets that name their protocol, unlike these. An
+    # answer in two writes would otherwise wait 40 ms for the acknowledgement of the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, why: str) -> None:
-    """Answer a request with 503. Its head is read first, so that the client is not cut off while it sends."""
+    """Answer a request with 503. Its head is read first, so that the client's sending does not fail."""
     with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
         async with asyncio.timeout(_REFUSE_LIMIT_S):
             await reader.readuntil(b"\r\n\r\n")
@@ -195,6 +195,6 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wh
     writer.write_eof()
     with suppress(TimeoutError):
         async with asyncio.timeout(_REFUSE_LIMIT_S):
-            # The rest of a body: closing with unread bytes would reset the connection under the answer.
+            # A close over unread bytes would reset the connection, and the answer would be lost.
             while await reader.read(CHUNK_BYTES):
                 pass

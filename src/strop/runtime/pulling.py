@@ -1,11 +1,11 @@
-"""Images of an engine's store on this node: what policy and offline mode allow, one pull of each at a time.
+"""Images in an engine's store on this node: pulled as policy and offline mode allow, each once at a time.
 
-A pull that a registry puts off (429), or that fails on the way, is tried again with growing pauses; one that
-is refused is remembered for a while, so that many sandboxes of one missing image do not all ask for it.
-Mirrors, and registries without TLS, are settings of podman's or of docker's daemon.
+A pull that a registry rate-limits (429), or that fails on the way, is retried with growing pauses. A refused
+pull is not repeated for a minute, so that many sandboxes of one missing image do not all ask the registry.
+Mirrors, and registries without TLS, are configured in podman or in docker's daemon.
 
-The images of a data set can be fetched before a run needs them: in shards, one result file for each image.
-One that has a result of success is left alone, so the same command goes on where it stopped.
+`prebuild` fetches the images of a data set before a run needs them: in shards, with one result file for each
+image. It skips images with a successful result, so a repeated command resumes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from strop.sandbox.engine import ENGINES
 from strop.store.policy import is_offline
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-_PUT_OFF: tuple[str, ...] = (
-    # Words, and no numbers: these may be in a name, a port or a digest.
+_TRANSIENT: tuple[str, ...] = (
+    # Words, not status codes: a name, a port or a digest may contain such a number.
     *("toomanyrequests", "too many requests", "service unavailable", "bad gateway", "internal server error"),
     *("timeout", "timed out", "connection reset", "connection refused", "unexpected eof", "no such host"),
     *("no route to host", "network is unreachable", "server misbehaving", "name resolution"),
@@ -40,49 +40,49 @@ _FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
 _PULL_LIMIT_S = 1800.0
 _REFUSED_FOR_S = 60.0
-"""How long a pull that was refused is not tried again."""
+"""A refused pull is not repeated for this long."""
 
 
 class Images:
     """The images of this node, in the store of one engine."""
 
     def __init__(self, engine: str = ENGINES[0], *, max_tries: int = 6, first_pause_s: float = 1.0) -> None:
-        """A pull that is put off is tried `max_tries` times; the pause between two is doubled each time."""
+        """A transient failure of a pull is tried `max_tries` times; the pause doubles each time."""
         self._engine = engine
         self._max_tries = max_tries
         self._first_pause_s = first_pause_s
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[float, str]] = {}
         self.num_pulls = 0
-        """Asked of registries, repeated ones too."""
+        """Pulls so far, retries included."""
 
     async def fetch(self, image: str, policy: str, say: Callable[[str], None]) -> str:
-        """Have an image here; return its id.
+        """Pull an image as its policy says; return its id.
 
-        Raises: SandboxFailed of kind image_error; infra_lost where no registry answered, or the disk is full.
+        Raises: SandboxFailed of kind image_error; infra_lost if no registry answered or the disk is full.
         """
-        found = await self.find(image)
-        if found is not None and policy == "Always" and is_offline():
+        local = await self.find(image)
+        if local is not None and policy == "Always" and is_offline():
             say(f"offline: {image} is used as it is here")
-        elif found is None or policy == "Always":
+        elif local is None or policy == "Always":
             self._refuse_pull(image, policy)
             await self._pull_once(image, say)
-            found = await self.find(image)
-        if found is None:
+            local = await self.find(image)
+        if local is None:
             raise _failed(f"image {image} is not here after its pull")
-        image_id, architecture = found
+        image_id, architecture = local
         wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
         if architecture not in ("", wanted):
             raise _failed(f"image {image} is made for {architecture}, and this node is {wanted}")
         return image_id
 
     async def find(self, image: str) -> tuple[str, str] | None:
-        """Return the id and the architecture of an image that is here."""
+        """Return the id and the architecture of an image, None if it is not on this node."""
         words = ("image", "inspect", "--format", "{{.Id}} {{.Architecture}}", image)
-        code, said = await run_engine(self._engine, *words)
+        code, output = await run_engine(self._engine, *words)
         if code:
             return None
-        image_id, _, architecture = said.strip().partition(" ")
+        image_id, _, architecture = output.strip().partition(" ")
         return image_id, architecture
 
     def _refuse_pull(self, image: str, policy: str) -> None:
@@ -110,51 +110,51 @@ class Images:
         for number in range(self._max_tries):
             say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
             self.num_pulls += 1
-            code, said = await run_engine(self._engine, "pull", "--quiet", image, limit_s=_PULL_LIMIT_S)
+            code, output = await run_engine(self._engine, "pull", "--quiet", image, limit_s=_PULL_LIMIT_S)
             if code == 0:
                 return
-            why = said.strip()[-_SHOWN_CHARACTERS:]
-            if _FULL_DISK in said.lower():
+            why = output.strip()[-_SHOWN_CHARACTERS:]
+            if _FULL_DISK in output.lower():
                 raise _failed(f"image {image} cannot be pulled: {why}", FailureKind.INFRA_LOST)
-            if not is_put_off(said):
+            if not is_transient(output):
                 self._refused[image] = (time.monotonic() + _REFUSED_FOR_S, why)
                 raise _failed(f"image {image} cannot be pulled: {why}")
             if number + 1 < self._max_tries:
                 say(f"the registry puts {image} off; next try in {pause_s:.1f} s")
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
-        # Neither the client nor the image is to blame: the next node may have it.
+        # Neither the client nor the image is to blame: another node may be able to pull it.
         cause = f"image {image} cannot be pulled, {self._max_tries} times: {why}"
         raise _failed(cause, FailureKind.INFRA_LOST)
 
     async def describe(self, image: str) -> dict[str, Any]:
-        """Return whether an image is on this node, and when it was made and how large it is."""
-        code, said = await run_engine(self._engine, "image", "inspect", image)
+        """Return the answer to `GET {node}/images`: whether an image is here, its date and its size."""
+        code, output = await run_engine(self._engine, "image", "inspect", image)
         if code:
             return {"exists": False}
-        found = json.loads(said)[0]
-        return {"exists": True, "image": {"upload_time": found["Created"], "image_size_bytes": found["Size"]}}
+        facts = json.loads(output)[0]
+        return {"exists": True, "image": {"upload_time": facts["Created"], "image_size_bytes": facts["Size"]}}
 
     async def close(self) -> None:
-        """End the pulls that are under way."""
+        """Cancel the running pulls."""
         pulls = list(self._pulls.values())
         for task in pulls:
             task.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
 
 
-def is_put_off(said: str) -> bool:
-    """Whether what an engine says of a pull that failed may be otherwise later."""
-    return any(word in said.lower() for word in _PUT_OFF)
+def is_transient(output: str) -> bool:
+    """Whether an engine's output names an error that may pass, so that a failed pull may succeed later."""
+    return any(word in output.lower() for word in _TRANSIENT)
 
 
 def engine_of(backends: Sequence[str]) -> str:
-    """Return whose store the images of a node are in: that of the first of its backends which has one."""
+    """Return the engine whose store has a node's images: the first engine among its backends."""
     return next((name for name in backends if name in ENGINES), ENGINES[0])
 
 
 async def run_engine(engine: str, *words: str, limit_s: float = 600.0) -> tuple[int, str]:
-    """Run podman or docker; return its exit code and what it said, standard output first.
+    """Run podman or docker; return its exit code and its output, standard output first.
 
     Raises: SandboxFailed if it is not installed.
     """
@@ -185,49 +185,49 @@ def _failed(cause: str, kind: FailureKind = FailureKind.IMAGE_ERROR) -> SandboxF
 
 
 def list_images(dataset: Path, field: str) -> list[str]:
-    """Return the images that rows of a JSONL or Parquet file name, each once, in the order of the file.
+    """Return the distinct images that the rows of a JSONL or Parquet file name, in the order of the file.
 
-    Raises: ConfigError if the file cannot be read, or a row does not name an image.
+    Raises: ConfigError if the file cannot be read, or a row names no image.
     """
-    found: dict[str, None] = {}
+    images: dict[str, None] = {}
     try:
         for number, row in enumerate(_read_rows(dataset), start=1):
             image = row.get(field) if isinstance(row, dict) else None
             if not isinstance(image, str) or not image:
                 raise _bad_dataset(dataset, f"has no image in field {field!r} of row {number}")
-            found[image] = None
+            images[image] = None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise _bad_dataset(dataset, f"cannot be read ({error})") from error
-    return list(found)
+    return list(images)
 
 
 def shard_of(images: Sequence[str], shard: str) -> list[str]:
-    """Return a part of images, such as '2/8': the second of eight. Raises: ConfigError if it is none."""
+    """Return a shard of images; '2/8' is the second of eight. Raises: ConfigError if the shard is invalid."""
     first, _, second = shard.partition("/")
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
         raise ConfigError(f"shard {shard!r}", allowed="I/N with 1 <= I <= N", next_step="give it so, as 1/1")
-    # By the name and not by the place: a file that grows moves no image to another shard.
+    # By a hash of the name, so that no image changes its shard when the file grows.
     number, count = int(first) - 1, int(second)
-    return [one for one in images if int(_key_of(one), 16) % count == number]
+    return [image for image in images if int(_key_of(image), 16) % count == number]
 
 
 async def prebuild(
     images: Sequence[str], store: Images, results: Path, *, num_at_once: int, say: Callable[[str], None]
 ) -> int:
-    """Fetch images that have no result of success in a folder, which exists; return how many failed now."""
+    """Fetch the images that have no successful result in an existing folder; return how many failed."""
     turn = asyncio.Semaphore(num_at_once)
-    ends = await asyncio.gather(*(_fetch(one, store, results, turn, say) for one in images))
-    return ends.count(False)
+    successes = await asyncio.gather(*(_fetch(image, store, results, turn, say) for image in images))
+    return successes.count(False)
 
 
 async def _fetch(
     image: str, store: Images, results: Path, turn: asyncio.Semaphore, say: Callable[[str], None]
 ) -> bool:
-    place = results / f"{_key_of(image)}.json"
+    path = results / f"{_key_of(image)}.json"
     try:
-        has_succeeded = bool(json.loads(place.read_bytes()).get("image_id"))
+        has_succeeded = bool(json.loads(path.read_bytes()).get("image_id"))
     except (OSError, ValueError, AttributeError):
         has_succeeded = False
     if has_succeeded:
@@ -241,7 +241,7 @@ async def _fetch(
         except SandboxFailed as failure:
             result |= {"error": failure.cause, "failure_kind": failure.kind.value}
         result["seconds"] = time.monotonic() - began
-    write_bytes_atomically(place, json.dumps(result).encode())
+    write_bytes_atomically(path, json.dumps(result).encode())
     say(f"{image}: {result.get('error', 'done')}")
     return "error" not in result
 
@@ -263,9 +263,9 @@ def _read_rows(dataset: Path) -> Iterator[Any]:
                 yield json.loads(line)
 
 
-def _bad_dataset(dataset: Path, what: str) -> ConfigError:
+def _bad_dataset(dataset: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"data set {dataset} {what}",
+        f"data set {dataset} {fault}",
         allowed="a JSONL or Parquet file whose rows name an image",
         next_step="name its field by --field",
     )

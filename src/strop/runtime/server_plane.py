@@ -1,7 +1,7 @@
-"""A server inside a sandbox: started with the client's command, reached from outside by its port.
+"""A server inside a sandbox, started with the client's command and reached from outside through its port.
 
-The server is the image's own, or a real agent server that is mounted read-only beside its Python. Each
-connection to the sandbox's address is one that is opened inside, so the sandbox needs no network.
+The server is the image's own, or OpenHands' agent server, mounted read-only with its Python. Each connection
+to the sandbox's address is opened to the port from inside the sandbox, which therefore needs no network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServerPlane:
         self._port = port
         self._log = b""
         self._end = asyncio.create_task(job.wait())
-        # The error is raised where the end is waited for; if it is not, asyncio must not log it.
+        # `wait_ended` raises its error. If nobody waits, asyncio would log it.
         self._end.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._reading = asyncio.create_task(self._read_log(job))
 
@@ -45,20 +45,20 @@ class ServerPlane:
     async def start(
         cls, sandbox: LocalSandbox, order: NodeOrder, argv: Sequence[str], env: Mapping[str, str]
     ) -> ServerPlane:
-        """Start a server, with what its start alone needs in its environment."""
+        """Start a server. `env` overrides the environment of the order."""
         port = INSIDE_PORT
         if sandbox.isolation.network == "host":
-            # It shares the node's ports with all others.
+            # All such sandboxes share the node's ports.
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = int(probe.getsockname()[1])
             argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
-        full = {**server_environment(order, sandbox.scratch), **env}
+        env = {**server_environment(order, sandbox.scratch), **env}
         cwd = await find_working_dir(sandbox, order.request)
-        return cls(sandbox, await sandbox.start(argv, env=full, cwd=cwd), port)
+        return cls(sandbox, await sandbox.start(argv, env=env, cwd=cwd), port)
 
     async def dial(self) -> Stream | Serve:
-        """Connect to the server's port, inside."""
+        """Connect to the server's port inside the sandbox."""
         try:
             connection = await self._sandbox.connect(self._port)
         except SandboxError as error:
@@ -85,7 +85,7 @@ class ServerPlane:
         return SandboxFailed(kind, cause, exit_code=result.exit_code, log_tail=self.log_tail())
 
     def log_tail(self) -> str:
-        """Return its last lines, both streams as they came."""
+        """Return the server's last lines, of both streams as they came."""
         lines = self._log.decode(errors="replace").splitlines()
         return "\n".join(lines[-_SHOWN_LINES:])
 
@@ -103,26 +103,26 @@ class ServerPlane:
 
 
 def server_environment(order: NodeOrder, scratch: str) -> dict[str, str]:
-    """Return what a server is started with: what the caller gave, and above it what the service decides."""
-    place = f"{scratch}/.agent-server"
+    """Return the environment of a server: the client's variables, and those that the service sets."""
+    folder = f"{scratch}/.agent-server"
     return {
         "OH_ENABLE_VSCODE": "false",
         "OH_PRELOAD_TOOLS": "false",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         **order.request.environment,
-        "OH_BASH_EVENTS_DIR": f"{place}/bash_events",
-        "OH_CONVERSATIONS_PATH": f"{place}/conversations",
-        # A socket's path has 107 bytes at most.
+        "OH_BASH_EVENTS_DIR": f"{folder}/bash_events",
+        "OH_CONVERSATIONS_PATH": f"{folder}/conversations",
+        # The path of a socket is limited to 107 bytes.
         "TMUX_TMPDIR": "/tmp",
         "OH_SESSION_API_KEYS_0": order.session_api_key,
         "SESSION_API_KEY": order.session_api_key,
-        # Else the session key would encrypt what is stored.
+        # Without it the server encrypts its files with the session key.
         "OH_SECRET_KEY": secrets.token_urlsafe(32),
     }
 
 
 async def find_working_dir(sandbox: LocalSandbox, request: StartRequest) -> str:
-    """Return where a server or a command starts: where the client says, else the root."""
+    """Return the working directory of a request, created if it is missing; `/` if that fails."""
     wanted = request.working_dir
     if wanted == "/":
         return wanted
@@ -131,7 +131,7 @@ async def find_working_dir(sandbox: LocalSandbox, request: StartRequest) -> str:
 
 
 def injected_mounts() -> tuple[Mount, ...]:
-    """Return the real agent server and its Python, as they are mounted into a sandbox.
+    """Return the mounts of OpenHands' agent server and its Python.
 
     Raises: ConfigError if its environment has not been made.
     """
@@ -147,28 +147,30 @@ def injected_mounts() -> tuple[Mount, ...]:
     )
 
 
-def injected_argv(request: StartRequest, where: Callable[[str], str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command of the injected server, with the client's arguments, and what its start needs.
+def injected_argv(
+    request: StartRequest, find_mount: Callable[[str], str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the injected server, with the client's arguments, and its environment.
 
-    `where` says where a mounted path is inside. The Python is started from its own place, and told where its
-    libraries and packages are, because the links of a virtual environment and what is written into programs
-    lead to paths that may be elsewhere inside.
+    `find_mount` maps a mounted path to its path inside. The base Python is started by its path, with explicit
+    paths of its libraries and packages: the links of the virtual environment and the paths in its scripts may
+    not exist inside.
     """
     base = _base_of(OPENHANDS.python)
-    real = OPENHANDS.python.resolve()
-    python = f"{where(str(base))}/{real.relative_to(base)}"
+    executable = OPENHANDS.python.resolve()
+    python = f"{find_mount(str(base))}/{executable.relative_to(base)}"
     folder = next(OPENHANDS.path.glob("lib/python*/site-packages")).relative_to(OPENHANDS.path)
-    packages = f"{where(str(OPENHANDS.path))}/{folder}"
+    packages = f"{find_mount(str(OPENHANDS.path))}/{folder}"
     words = list(request.command)
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     code = (
         f"import gc, os, site; del os.environ['LD_LIBRARY_PATH']; site.addsitedir({packages!r});"
-        # Nothing of its modules is garbage.
+        # Modules never become garbage.
         " gc.disable(); from openhands.agent_server.__main__ import main; gc.freeze(); gc.enable(); main()"
     )
-    return [python, "-B", "-c", code, *words[first:]], {"LD_LIBRARY_PATH": f"{where(str(base))}/lib"}
+    return [python, "-B", "-c", code, *words[first:]], {"LD_LIBRARY_PATH": f"{find_mount(str(base))}/lib"}
 
 
 def _base_of(python: Path) -> Path:
-    """Return the installation that a virtual environment's interpreter is of."""
+    """Return the base installation of a virtual environment's interpreter."""
     return python.resolve().parent.parent

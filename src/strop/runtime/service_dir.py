@@ -1,6 +1,6 @@
-"""A service's folder, on a disk that its nodes share: keys, journal, logs, and where it can be reached.
+"""The folder of a service, on a disk that its nodes share: keys, journal, logs and address.
 
-The controller writes its address last, once it listens. Nodes and the workers of a run wait for that.
+The controller writes its address once it listens. Nodes and the workers of a run wait for that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from strop.errors import CheckRefused, ConfigError
 from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
 
 START_LIMIT_S = 600.0
-"""For a controller on another node, whose allocation may begin later."""
+"""The controller may be on a node whose allocation begins later."""
 _NODES = "runtime-nodes"
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 _CONNECT_LIMIT_S = 2.0
 
 
 class ServiceDir:
-    """The places in the folder of one service."""
+    """The paths in the folder of one service, and its address."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -31,20 +31,20 @@ class ServiceDir:
         self.events_path = self.path / "events.jsonl"
 
     def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
-        """Say where the controller is, to clients and to nodes. Raises: OSError."""
+        """Write the controller's address for clients and for nodes. Raises: OSError."""
         write_endpoint(self.path, _NODES, Endpoint(url=endpoint.url, key=node_key))
         write_endpoint(self.path, RUNTIME, endpoint)
 
     def find(self) -> Endpoint | None:
-        """Return where clients reach the service, and a key; None while it is not there."""
+        """Return the address and a key for clients, None before the controller listens."""
         return read_endpoint(self.path, RUNTIME)
 
     def find_for_nodes(self) -> Endpoint | None:
-        """Return where nodes report, and the key for that."""
+        """Return the address and the key for nodes, None before the controller listens."""
         return read_endpoint(self.path, _NODES)
 
     def retire(self) -> None:
-        """Take the address back; keys and journal stay. May be called twice."""
+        """Remove the address; keys and journal stay. May be called twice."""
         withdraw(self.path, (RUNTIME, _NODES))
 
     async def wait_for(
@@ -54,16 +54,16 @@ class ServiceDir:
         limit_s: float,
         check: Callable[[], object] = lambda: None,
     ) -> Endpoint:
-        """Wait for an address: `find` is `find` or `find_for_nodes`, and `check` may raise meanwhile.
+        """Wait for an address. `find` is `self.find` or `self.find_for_nodes`; `check` is called meanwhile.
 
-        Raises: CheckRefused if there is none in time; what `check` raises.
+        Raises: CheckRefused if there is none in time; any exception of `check`.
         """
-        # Here: the launcher imports this module, and a short command waits for each import.
+        # Imported here: the launcher imports this module, and each import delays its short commands.
         import asyncio
 
         deadline = time.monotonic() + limit_s
-        # An address may be that of a service which was killed.
-        while (found := find()) is None or not await _is_listening(found.url):
+        # The address may be a leftover of a killed service.
+        while (endpoint := find()) is None or not await _is_listening(endpoint.url):
             check()
             if time.monotonic() > deadline:
                 raise CheckRefused(
@@ -71,17 +71,17 @@ class ServiceDir:
                     allowed="a service that was started with this folder, on a disk that both see",
                     next_step="look at its log; on a cluster, at whether its job has begun",
                 )
-            await asyncio.sleep(_LOOK_EVERY_S)
-        return found
+            await asyncio.sleep(_POLL_S)
+        return endpoint
 
 
 async def _is_listening(url: str) -> bool:
     import asyncio
 
-    place = urlsplit(url)
+    address = urlsplit(url)
     try:
         async with asyncio.timeout(_CONNECT_LIMIT_S):
-            _, writer = await asyncio.open_connection(place.hostname, place.port)
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
     except (OSError, TimeoutError):
         return False
     writer.close()
@@ -89,19 +89,19 @@ async def _is_listening(url: str) -> bool:
 
 
 def serve_argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
-    """Return the command that serves sandboxes with a folder; `words` are further options."""
+    """Return the command that runs a service with a folder; `words` are further options."""
     return (python, "-m", "strop.cli", "runtime", "serve", "--dir", folder, *words)
 
 
 def backend_words(backend: str) -> tuple[str, ...]:
-    """Return the option for a kind of sandbox; none for `auto`."""
+    """Return the option that chooses a backend; none for `auto`."""
     return () if backend == "auto" else ("--backend", backend)
 
 
 def read_key(path: Path) -> str:
-    """Return the newest key of a file: the last word of its last line, which may begin with its owner.
+    """Return the newest key of a file: the last word of its last line. The owner's name may precede it.
 
-    Raises: ConfigError if it cannot be read, others can read it, or it has none.
+    Raises: ConfigError if the file cannot be read, others can read it, or it has no key.
     """
     try:
         mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
@@ -115,9 +115,9 @@ def read_key(path: Path) -> str:
     return lines[-1][-1]
 
 
-def _bad_key(path: Path, what: str) -> ConfigError:
+def _bad_key(path: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"key file {path} {what}",
+        f"key file {path} {fault}",
         allowed="a file of mode 0600 with a key in its last line",
         next_step="name the file that the controller has made",
     )

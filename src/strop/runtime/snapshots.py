@@ -1,7 +1,8 @@
 """The snapshots that a node keeps for the owners of its sandboxes.
 
-Each has a key, which its owner alone is told. It lasts as long as the connection that its owner then opens
-with that key, or ends if none comes; its files last until no sandbox that began with it lives.
+Each has a key that only its owner gets. The owner then opens a connection with the key, and the snapshot
+lasts as long as that connection; without one it is dropped. Its files last until the last sandbox that
+started from it has ended.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from strop.sandbox.local_snapshot import LocalSnapshot
 from strop.sandbox.wire import PROTOCOL, SANDBOX_KEY_HEADER, keep_alive
 
 MAX_SNAPSHOTS = 256
-"""Open at once on one node, of all owners."""
+"""Open snapshots on one node, of all owners."""
 _OWNER_LIMIT_S = 60.0
-"""For the owner to come, once its snapshot is there."""
+"""For the owner to connect after its snapshot was taken."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,7 +33,7 @@ class _Kept:
     key: str
     snapshot: LocalSnapshot
     waiting: asyncio.TimerHandle | None = None
-    """Ends it if its owner does not come."""
+    """Drops the snapshot if its owner does not connect."""
     owner: asyncio.StreamWriter | None = None
 
 
@@ -40,28 +41,28 @@ class KeptSnapshots:
     """The snapshots of one node."""
 
     def __init__(self, node_id: str, count_free: Callable[[], int], changed: Callable[[], None]) -> None:
-        """`count_free` returns the bytes of this node's disk that no sandbox may use."""
+        """`count_free` returns the bytes of this node's disk that are promised to no sandbox."""
         self.url = ""
-        """Where this node answers, once it does."""
+        """The address of this node, once it listens."""
         self._node_id = node_id
         self._count_free = count_free
         self._changed = changed
         self._open: set[_Kept] = set()
         self._all: list[LocalSnapshot] = []
-        """Those that are closed, but were begun with, too."""
+        """All snapshots with files: open ones, and closed ones that sandboxes still use."""
         self._taking: list[int] = []
-        """Bytes that those that are being taken may have."""
+        """Largest sizes of the snapshots that are being taken, in bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """What they take of the disk."""
-        self._all = [one for one in self._all if one.layers[0].num_users]
-        return sum(one.num_bytes for one in self._all)
+        """Disk that the snapshots take."""
+        self._all = [snapshot for snapshot in self._all if snapshot.layers[0].num_users]
+        return sum(snapshot.num_bytes for snapshot in self._all)
 
     async def take(self, sandbox: LocalSandbox, max_bytes: int) -> dict[str, Any]:
-        """Keep what a sandbox's programs have written, `max_bytes` at most; return what its owner is told.
+        """Take a snapshot of at most `max_bytes`; return its node, address, key and size for the owner.
 
-        Raises: SandboxError as `LocalSandbox.snapshot`; with kind no_space too if there is no room here.
+        Raises: SandboxError as `LocalSandbox.snapshot`, and with kind no_space if the node has no room.
         """
         free_bytes = self._count_free() - self.num_bytes - sum(self._taking)
         if max_bytes > free_bytes or len(self._open) + len(self._taking) >= MAX_SNAPSHOTS:
@@ -90,7 +91,7 @@ class KeptSnapshots:
         }
 
     def require(self, key: str) -> LocalSnapshot:
-        """Return the snapshot that a key opens. Raises: SandboxRefused with kind snapshot."""
+        """Return the snapshot of a key. Raises: SandboxRefused with kind snapshot if there is none."""
         kept = self._find(key)
         if kept is None:
             raise SandboxRefused(
@@ -102,19 +103,19 @@ class KeptSnapshots:
         return kept.snapshot
 
     def admit(self, headers: Mapping[str, str]) -> None:
-        """Refuse a request without the key of a snapshot. Raises: HttpError 401."""
+        """Refuse a request without a snapshot's key. Raises: HttpError 401."""
         if self._find(headers.get(SANDBOX_KEY_HEADER.lower(), "")) is None:
             raise HttpError(401, "Unauthorized")
 
     def answer(self, request: Request) -> Upgrade:
-        """Let its owner have a snapshot by a connection. Raises: HttpError."""
+        """Answer an owner's connection, which keeps its snapshot. Raises: HttpError."""
         kept = self._find(request.headers[SANDBOX_KEY_HEADER.lower()])
         if kept is None or kept.owner is not None:
             raise HttpError(409, "this snapshot has an owner, or is gone")
         return Upgrade(protocol=PROTOCOL, serve=partial(self._serve_owner, kept))
 
     def close(self) -> None:
-        """End all."""
+        """Drop all snapshots."""
         for kept in list(self._open):
             self._drop(kept)
 
@@ -132,10 +133,10 @@ class KeptSnapshots:
             self._drop(kept)
 
     def _find(self, key: str) -> _Kept | None:
-        # All are looked at: the time that it takes says nothing of a key.
-        given = key.encode()
-        found = [one for one in self._open if hmac.compare_digest(given, one.key.encode())]
-        return found[0] if found else None
+        # All are compared, in constant time: the time must not depend on the key.
+        data = key.encode()
+        matches = [kept for kept in self._open if hmac.compare_digest(data, kept.key.encode())]
+        return matches[0] if matches else None
 
     def _drop(self, kept: _Kept) -> None:
         if kept not in self._open:

@@ -1,7 +1,7 @@
-"""The HTTP side of the controller: who is let in, how much is read and for how long, and how errors are said.
+"""The HTTP side of the controller: authentication, limits on size and time, and the form of errors.
 
-Every refusal is `{"detail": ...}`; nothing is ever a redirect. Keys are compared before anything of a body is
-read. Connections that say nothing are closed, so that many of them take nothing from others.
+Every refusal is `{"detail": ...}`; no answer is a redirect. Keys are checked before a body is read. Idle
+connections are closed, so that many of them do not block other clients.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
 MAX_BODY_BYTES = 256 << 10
 BODY_LIMIT_S = 20.0
 HEAD_LIMIT_S = 10.0
-"""From the beginning of a connection to the end of its first request's head."""
+"""From the start of a connection to the end of its first request's head."""
 KEEP_ALIVE_S = 75.0
-"""Longer than any client keeps a connection that it does not use: else it may send into one that closes."""
+"""Longer than any client keeps an idle connection; else a client may send into a connection that closes."""
 _NODES = "/nodes/"
 
 Scope = MutableMapping[str, Any]
@@ -42,10 +42,10 @@ _log = logging.getLogger("strop.runtime.web")
 
 
 class Guard:
-    """Lets requests in that carry a key; `scope["owner"]` says whose. Node agents have a key of their own."""
+    """Passes on requests with a valid key; `scope["owner"]` is its owner. Node agents have separate keys."""
 
     def __init__(self, app: AsgiApp, *, keys: KeyRing | None, node_keys: KeyRing) -> None:
-        """`keys` is None where clients need none."""
+        """`keys` is None if clients need no key."""
         self._app = app
         self._keys = keys
         self._node_keys = node_keys
@@ -68,7 +68,7 @@ class Guard:
         try:
             await self._app(scope, receive, note)
         except asyncio.CancelledError:
-            # The controller ends. What was asked for may have been done: it may be asked for again.
+            # The controller ends, and may have done what the request asks for; the client may repeat it.
             if has_begun or scope["type"] != "http":
                 raise
             await make_answer(HttpError(503, "the controller ends; ask again"), scope)(scope, receive, send)
@@ -79,53 +79,55 @@ class Guard:
             return self._node_keys.owner_of(_text(headers.get(NODE_KEY_HEADER.lower().encode(), b"")))
         if self._keys is None:
             return ANYONE
-        given = _text(headers.get(SERVICE_KEY_HEADER.lower().encode(), b""))
-        # How Prometheus sends a key from a file.
+        key = _text(headers.get(SERVICE_KEY_HEADER.lower().encode(), b""))
+        # Prometheus sends a key from a file as a bearer token.
         bearer = _text(headers.get(b"authorization", b"")).partition("Bearer ")[2]
-        return self._keys.owner_of(given or bearer)
+        return self._keys.owner_of(key or bearer)
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 on one connection, with a limit on how long it may say nothing that can be answered."""
+    """HTTP/1.1 on one connection, with a limit on the time without a complete request."""
 
     max_connections = 10_000
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection; of too many, one that has asked nothing yet makes room."""
+        """Take a connection. Beyond the limit, abort another one without a request, or else this one."""
         super().connection_made(transport)
         self.idle_since = time.monotonic()
         if len(self.connections) > self.max_connections:
-            others = (one for one in self.connections if isinstance(one, H11Protocol) and one is not self)
-            next((one for one in others if not _has_asked(one)), self).transport.abort()
+            protocols = (other for other in self.connections if isinstance(other, H11Protocol))
+            silent = (other for other in protocols if other is not self and not _has_asked(other))
+            next(silent, self).transport.abort()
 
     def on_response_complete(self) -> None:
-        """Begin to count anew."""
+        """Restart the idle time."""
         self.idle_since = time.monotonic()
         super().on_response_complete()
 
     def is_over(self, now: float) -> bool:
-        """Whether it was idle for too long. Single bytes that it sends do not count."""
+        """Whether it was idle for too long. Bytes of an incomplete request do not count."""
         if not _has_asked(self):
             return now - self.idle_since > HEAD_LIMIT_S
         return self.cycle.response_complete and now - self.idle_since > KEEP_ALIVE_S
 
 
 def _has_asked(connection: H11Protocol) -> bool:
-    # uvicorn's annotation leaves out that there is none before the first request.
+    # The attribute is None before the first request, contrary to uvicorn's annotation.
     return getattr(connection, "cycle", None) is not None
 
 
 def close_idle(connections: Iterable[Any]) -> None:
-    """Close the connections that are over."""
+    """Close the connections that were idle for too long."""
     now = time.monotonic()
-    for connection in [one for one in connections if isinstance(one, BoundedProtocol) and one.is_over(now)]:
-        connection.transport.abort()
+    for connection in list(connections):
+        if isinstance(connection, BoundedProtocol) and connection.is_over(now):
+            connection.transport.abort()
 
 
 async def read_body(
     request: Request, *, max_bytes: int = MAX_BODY_BYTES, limit_s: float = BODY_LIMIT_S
 ) -> bytes:
-    """Return the body of a request. Raises: HttpError: 413 if it is too large, 408 if it comes too slowly."""
+    """Return the body of a request. Raises: HttpError 413 if it is too large, 408 if it comes too slowly."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise HttpError(413, f"the body has {declared} bytes; at most {max_bytes} are taken")
@@ -144,21 +146,21 @@ async def read_body(
 
 
 def add_error_answers(app: Starlette) -> None:
-    """Let an application answer whatever its routes raise, and what no route takes, in the one form."""
+    """Answer exceptions of an application's routes, and requests without a route, as `{"detail": ...}`."""
     app.add_exception_handler(HttpError, _answer_error)
     app.add_exception_handler(StoreError, _answer_failure)
     app.add_exception_handler(CheckRefused, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
     app.add_exception_handler(Exception, _answer_bug)
 
 
 def make_answer(error: HttpError, scope: Scope) -> JSONResponse:
-    """Return how a client is told of an error."""
+    """Return the answer for an error."""
     headers = dict(scope["headers"])
     declared = headers.get(b"content-length", b"0")
     is_short = declared.isdigit() and int(declared) <= MAX_BODY_BYTES and b"transfer-encoding" not in headers
-    # The rest of a short body is read and dropped. A long one ends with the connection.
+    # The rest of a short body is read and dropped; for a longer one the connection is closed.
     closing = {} if is_short and error.status != 408 else {"connection": "close"}
     return JSONResponse({"detail": error.detail}, status_code=error.status, headers=closing)
 
@@ -178,8 +180,8 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
     return make_answer(HttpError(status, f"no {request.method} {request.url.path} here"), request.scope)
 
 
-async def _answer_nobody(_request: Request, _error: Exception) -> Response:
-    """Answer a client that is gone; nothing of it is sent."""
+async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
+    """Return an answer for a client that is gone; it is not sent."""
     return Response(status_code=400)
 
 

@@ -1,8 +1,8 @@
-"""What clients say and are told: requests as they come, and the record that every answer is made of.
+"""The clients' protocol: reads their requests, and makes the record that the answers consist of.
 
 Source: the protocol of openhands-workspace 1.58.0 (dialect A), of RemoteRuntime in openhands-ai before 1.11
-(B) and of RemoteSandboxService in openhands-ai 1.11.0 (C). One reader serves all three; fields that nobody
-here knows are passed over.
+(B) and of RemoteSandboxService in openhands-ai 1.11.0 (C). One reader serves all three and ignores unknown
+fields.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from strop.runtime.session import Session
 MAX_ID_CHARS = 256
 MAX_FACTOR = 1024.0
 POD_LOG_CHARS = 16_000
-_UNSPEAKABLE = "/?#\\\0"
-"""Clients put an id into a path as it is, so one with any of these could never be asked for."""
+_UNSAFE = "/?#\\\0"
+"""Clients put an id into a path unescaped, so a sandbox with such an id could not be asked for."""
 _RESERVED = frozenset({".", "..", "batch"})
 _DEFAULTED = frozenset({"working_dir", "environment", "resource_factor", "lifetime_s", "image_pull_policy"})
 
@@ -64,20 +64,21 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_start(body: bytes) -> StartRequest:
-    """Return what a client asks to have started. Raises: HttpError with 400 or 422."""
+    """Return the start request of a body. Raises: HttpError with 400 or 422."""
     content = read_object(body)
     check_session_id(content.get("session_id"))
-    given = {name: value for name, value in content.items() if not (value is None and name in _DEFAULTED)}
-    given["command"] = _read_command(given.get("command"))
-    if "environment" in given:
-        given["environment"] = _read_environment(given["environment"])
+    fields = {name: value for name, value in content.items() if not (value is None and name in _DEFAULTED)}
+    fields["command"] = _read_command(fields.get("command"))
+    if "environment" in fields:
+        fields["environment"] = _read_environment(fields["environment"])
     try:
-        request = StartRequest(**given)
+        request = StartRequest(**fields)
     except TypeError as error:
         raise HttpError(422, str(error)) from error
     except ValidationError as error:
         faults = (
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            for fault in error.errors(include_input=False)
         )
         raise HttpError(422, "; ".join(faults)) from error
     if not (math.isfinite(request.resource_factor) and 0 < request.resource_factor <= MAX_FACTOR):
@@ -92,10 +93,10 @@ def read_start(body: bytes) -> StartRequest:
 
 
 def check_session_id(value: object) -> None:
-    """Refuse an id that a client could not ask for again. Raises: HttpError 400; 422 where it is no text."""
+    """Refuse an id that a client could not ask for again. Raises: HttpError 400; 422 if it is no text."""
     if not isinstance(value, str):
         raise HttpError(422, "session_id is not a text")
-    is_plain = not any(letter in value for letter in _UNSPEAKABLE) and unquote(value) == value
+    is_plain = not any(letter in value for letter in _UNSAFE) and unquote(value) == value
     if not value or not is_plain or value in _RESERVED or len(value) > MAX_ID_CHARS:
         raise HttpError(
             400,
@@ -105,7 +106,7 @@ def check_session_id(value: object) -> None:
 
 
 def read_runtime_id(body: bytes) -> str:
-    """Return the sandbox that a body names. Raises: HttpError."""
+    """Return the runtime id of a body. Raises: HttpError."""
     value = read_object(body).get("runtime_id")
     if not isinstance(value, str) or not value:
         raise HttpError(422, "runtime_id is not a text")
@@ -115,9 +116,9 @@ def read_runtime_id(body: bytes) -> str:
 def make_record(
     session: Session, *, place: tuple[int, int] | None, expires_in_s: float | None
 ) -> dict[str, Any]:
-    """Return what clients are told of a sandbox.
+    """Return a sandbox's record for clients.
 
-    `place` is its place in the queue and the queue's length; `expires_in_s` is until its lease ends.
+    `place`: its place in the queue and the queue's length. `expires_in_s`: time until lease or age ends it.
     """
     status, pod_status = words_of(session.state, session.failure_kind)
     events = list(session.events)
@@ -152,7 +153,7 @@ def make_record(
 
 
 def _make_pod_logs(session: Session) -> str:
-    """Return the cause, then the last lines that the sandbox wrote."""
+    """Return the cause of the end, then the last lines of the sandbox's log."""
     if session.is_alive:
         return session.log_tail[-POD_LOG_CHARS:]
     kind = f"[{session.failure_kind.value}] " if session.failure_kind else ""
@@ -177,13 +178,13 @@ def _read_command(value: object) -> list[str]:
 def _read_environment(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         raise HttpError(422, "environment is not an object")
-    found = {}
-    for name, given in value.items():
-        if isinstance(given, bool):
-            given = "true" if given else "false"
-        if not isinstance(given, str | int | float) or "\0" in str(given):
+    environment = {}
+    for name, content in value.items():
+        if isinstance(content, bool):
+            content = "true" if content else "false"
+        if not isinstance(content, str | int | float) or "\0" in str(content):
             raise HttpError(422, f"environment variable {name!r} is not a text")
         if not name or "=" in name or "\0" in name:
             raise HttpError(422, f"{name!r} cannot be the name of an environment variable")
-        found[name] = str(given)
-    return found
+        environment[name] = str(content)
+    return environment

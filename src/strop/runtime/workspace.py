@@ -1,11 +1,11 @@
 """strop's own data plane: the workspace routes of OpenHands' agent server, served from outside the sandbox.
 
-Nothing of it runs in the sandbox: commands join it from outside, and files are read and written by a process
-that joins it too. So an image needs no agent server, no Python and, for files alone, no shell; the key of the
-sandbox never enters it; and it is ready at once.
+No server runs in the sandbox: commands join it from outside, and so does a process that reads and writes
+files. The image therefore needs no agent server, no Python and, for files alone, no shell; the sandbox's key
+never enters it; and it is ready at once.
 
-Covered: commands, files, archives, git, server facts. Not covered, and answered with 404: conversations,
-tools, settings, skills and sockets, for which the image's own agent server is needed.
+Covered: commands, files, archives, git, server facts. Conversations, tools, settings, skills and sockets need
+the image's own agent server and are answered with 404.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from strop.sandbox.local import LocalSandbox
 from strop.sandbox.wire import SANDBOX_KEY_HEADER
 
 SERVES_VERSION = "1.58.0"
-"""The agent server whose routes these are."""
+"""The version of the agent server with these routes."""
 MAX_FILE_BYTES = 256 * MIB
-"""Largest file that is taken or given in one request: both sides hold it in memory."""
+"""Largest file of an upload or a download: both sides hold it in memory."""
 _FORM_BYTES = 1 << 16
-"""What a form adds to the file in it."""
+"""Overhead of a form beside its file."""
 _MAX_TIMEOUT_S = 24 * 3600
 _ID = re.compile(r"[0-9a-fA-F]{32}")
 _OPEN_PATHS = ("/", "/health", "/alive", "/ready", "/server_info")
@@ -62,7 +62,7 @@ _MAX_DIFF_BYTES = MIB
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 _CHANGES = {"M": "UPDATED", "A": "ADDED", "D": "DELETED", "U": "UPDATED", "T": "UPDATED"}
 _DEFAULT_EXCLUDES = ("node_modules/", ".venv/", "venv/", "__pycache__/", "*.pyc", ".cache/", ".git/")
-# Prints the commit to compare with.
+# Prints the base commit of a diff.
 _FIND_BASE = """
 git rev-parse --git-dir >/dev/null 2>&1 || exit 3
 git rev-parse --verify -q HEAD >/dev/null || { echo EMPTY; exit 0; }
@@ -92,7 +92,7 @@ class Workspace:
         working_dir: str,
         note_use: Callable[[], None],
     ) -> None:
-        """`env` and `working_dir` are of its commands; `note_use` is called with each request."""
+        """Commands get `env` and `working_dir`; each request calls `note_use`."""
         self._commands = Commands(sandbox, env, working_dir)
         self._sandbox = sandbox
         self._note_use = note_use
@@ -114,25 +114,25 @@ class Workspace:
         }
 
     async def dial(self) -> Stream | Serve:
-        """Serve it here."""
+        """Return the function that serves the next connection here."""
         return self._serve
 
     async def wait_ended(self) -> SandboxFailed:
-        """Return when the sandbox is lost."""
+        """Return the failure once the sandbox is lost."""
         return lost_as_failure(await self._sandbox.wait_lost())
 
     def log_tail(self) -> str:
-        """Return nothing: no server runs inside."""
+        """Return an empty text: no server runs inside."""
         return ""
 
     @property
     def num_commands(self) -> int:
-        """Commands so far."""
+        """Number of commands so far."""
         return self._commands.num_started
 
     @property
     def first_command_at(self) -> float | None:
-        """Unix time of the first one."""
+        """Unix time of the first command."""
         return self._commands.first_at
 
     async def close(self, why: str) -> None:
@@ -144,7 +144,7 @@ class Workspace:
         await serve_connection(reader, writer, self.answer, admit=self._admit, max_body_bytes=limit)
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
-        """Refuse what comes without the key, before anything of its body is read. Raises: HttpError."""
+        """Refuse a request without the key before its body is read. Raises: HttpError."""
         if path.startswith("/api/") and not has_key(headers, SANDBOX_KEY_HEADER, self._key):
             raise HttpError(401, "Unauthorized")
 
@@ -154,7 +154,7 @@ class Workspace:
         if request.path in _OPEN_PATHS:
             if request.method != "GET":
                 raise HttpError(405, "Method Not Allowed")
-            return json_answer(self._tell(request.path))
+            return json_answer(self._server_facts(request.path))
         self._used_at = time.monotonic()
         handler = self._routes.get((request.method, request.path))
         try:
@@ -170,7 +170,7 @@ class Workspace:
             raise HttpError(405, "Method Not Allowed")
         raise HttpError(404, "Not Found")
 
-    def _tell(self, path: str) -> dict[str, Any]:
+    def _server_facts(self, path: str) -> dict[str, Any]:
         if path == "/ready":
             return {"status": "ready"}
         if path in ("/health", "/alive"):
@@ -209,10 +209,10 @@ class Workspace:
         return self._commands.start(order.command, order.timeout, order.cwd)
 
     async def _search(self, request: Request) -> Answer:
-        command_id = request.one("command_id__eq").replace("-", "")
+        command_id = request.query_field("command_id__eq").replace("-", "")
         after_order = request.number("order__gt", -1)
         limit = request.number("limit", MAX_PAGE)
-        is_newest_first = request.one("sort_order") == "TIMESTAMP_DESC"
+        is_newest_first = request.query_field("sort_order") == "TIMESTAMP_DESC"
         if not 0 < limit <= MAX_PAGE:
             raise HttpError(422, f"limit={limit}, and a page has 1 to {MAX_PAGE} events")
         command = self._commands.find(command_id)
@@ -220,17 +220,17 @@ class Workspace:
             await self._commands.wait_for_news(command, after_order)
             _require_result(command)
         chosen = self._commands.list() if not command_id else [command] if command else []
-        kind = request.one("kind__eq")
-        events = [event for one in chosen for event in ([] if command_id else [one.record]) + one.outputs]
+        kind = request.query_field("kind__eq")
         events = [
-            one
-            for one in events
-            if (not kind or one["kind"] == kind) and one.get("order", 1 << 62) > after_order
+            event
+            for command in chosen
+            for event in ([] if command_id else [command.record]) + command.outputs
+            if (not kind or event["kind"] == kind) and event.get("order", 1 << 62) > after_order
         ]
-        events.sort(key=lambda one: one["timestamp"], reverse=is_newest_first)
-        names = [one["id"] for one in events]
-        page_id = request.one("page_id")
-        start = names.index(page_id) if page_id in names else 0
+        events.sort(key=lambda event: event["timestamp"], reverse=is_newest_first)
+        ids = [event["id"] for event in events]
+        page_id = request.query_field("page_id")
+        start = ids.index(page_id) if page_id in ids else 0
         rest = events[start : start + limit + 1]
         next_page = rest[limit]["id"] if len(rest) > limit else None
         return json_answer({"items": rest[:limit], "next_page_id": next_page})
@@ -251,8 +251,8 @@ class Workspace:
                 await self._commands.stop(command)
                 return json_answer({"success": True})
             case "GET", ["bash_events", event_id]:
-                for one in self._commands.list():
-                    for event in (one.record, *one.outputs):
+                for command in self._commands.list():
+                    for event in (command.record, *command.outputs):
                         if event["id"] == event_id.replace("-", ""):
                             return json_answer(event)
         raise HttpError(404, "Not Found")
@@ -260,27 +260,27 @@ class Workspace:
     # Files.
 
     async def _upload(self, request: Request) -> Answer:
-        path = _absolute(request)
+        path = _absolute_path_of(request)
         data = one_part(read_form(request.headers.get("content-type", ""), request.body), "file")
         try:
             await self._sandbox.write(path, data)
         except SandboxError as error:
-            # A parent that is no directory is said to be missing.
+            # `missing` means that the parent is no directory.
             status = 400 if error.kind in ("missing", "io") else _STATUS.get(error.kind, 500)
             raise HttpError(status, given_of(error)) from error
         return json_answer({"success": True, "file_size": len(data)})
 
     async def _download(self, request: Request) -> Answer:
-        path = _absolute(request)
+        path = _absolute_path_of(request)
         try:
             data = await self._sandbox.read(path, max_bytes=MAX_FILE_BYTES)
         except SandboxError as error:
             if error.kind != "not_regular":
                 raise
-            # A link is followed by a program of the sandbox, where there is one.
-            told = await self._sandbox.exec(["readlink", "-e", path], wall_limit_s=10.0)
-            target = told.stdout.decode(errors="surrogateescape").rstrip("\n")
-            if told.kind is not ExecKind.EXITED or told.exit_code or target == path:
+            # A link is resolved by the sandbox's own `readlink`, if it has one.
+            result = await self._sandbox.exec(["readlink", "-e", path], wall_limit_s=10.0)
+            target = result.stdout.decode(errors="surrogateescape").rstrip("\n")
+            if result.kind is not ExecKind.EXITED or result.exit_code or target == path:
                 raise
             data = await self._sandbox.read(target, max_bytes=MAX_FILE_BYTES)
         name = quote(PurePosixPath(path).name, safe="")
@@ -291,21 +291,22 @@ class Workspace:
         )
 
     async def _make_directory(self, request: Request) -> Answer:
-        path = _absolute(request)
-        made = await self._sandbox.exec(["mkdir", "-p", path], wall_limit_s=30.0)
-        if made.exit_code:
-            raise HttpError(400, made.stderr.decode(errors="replace").strip())
+        path = _absolute_path_of(request)
+        result = await self._sandbox.exec(["mkdir", "-p", path], wall_limit_s=30.0)
+        if result.exit_code:
+            raise HttpError(400, result.stderr.decode(errors="replace").strip())
         return json_answer({"success": True})
 
     async def _archive(self, request: Request) -> Answer:
-        kind = request.one("format", "git-delta")
+        kind = request.query_field("format", "git-delta")
         if kind not in ("git-delta", "tar.gz"):
             raise HttpError(422, f"format={kind!r}, and it is git-delta or tar.gz")
-        use_default = request.one("use_default_excludes", "true").lower() in ("true", "1", "yes", "on")
+        flag = request.query_field("use_default_excludes", "true")
+        use_default = flag.lower() in ("true", "1", "yes", "on")
         data, facts = await self._repository.archive(
-            _absolute(request),
+            _absolute_path_of(request),
             is_delta=kind == "git-delta",
-            base_ref=request.one("base_ref"),
+            base_ref=request.query_field("base_ref"),
             excludes=tuple(request.query.get("exclude", ())),
             use_default_excludes=use_default,
         )
@@ -315,63 +316,63 @@ class Workspace:
     # Repositories.
 
     async def _changes(self, request: Request) -> Answer:
-        return json_answer(await self._repository.list_changes(_given(request), request.one("ref")))
+        return json_answer(await self._repository.list_changes(_path_of(request), request.query_field("ref")))
 
     async def _diff(self, request: Request) -> Answer:
-        ref, commit = request.one("ref"), request.one("commit")
+        ref, commit = request.query_field("ref"), request.query_field("commit")
         if ref and commit:
             raise HttpError(400, "'ref' and 'commit' are mutually exclusive")
-        return json_answer(await self._repository.diff(_given(request), ref, commit))
+        return json_answer(await self._repository.diff(_path_of(request), ref, commit))
 
 
 def _require_result(command: Command) -> None:
-    """Refuse to show an end that is no result of the command. Raises: HttpError."""
+    """Refuse the answer for a command that has no result. Raises: HttpError."""
     if command.no_result is not None:
         raise HttpError(*command.no_result)
 
 
-def _given(request: Request) -> str:
-    path = request.one("path")
+def _path_of(request: Request) -> str:
+    path = request.query_field("path")
     if not path or "\0" in path:
         raise HttpError(422, f"path={path!r} is no path")
     return path
 
 
-def _absolute(request: Request) -> str:
-    path = _given(request)
+def _absolute_path_of(request: Request) -> str:
+    path = _path_of(request)
     if not path.startswith("/"):
         raise HttpError(400, "Path must be absolute")
     return path
 
 
 class Repository:
-    """Asks git in one sandbox what a repository there has changed.
+    """The changes of a repository in a sandbox, by the sandbox's git.
 
-    A change is one against the commit at which the current branch left the remote's default branch; without a
-    remote against the last commit, and without any commit against nothing, so that all is added.
+    They are relative to the commit at which the current branch left the remote's default branch; without a
+    remote to the last commit; without any commit to the empty tree, so that all files are added.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     async def list_changes(self, path: str, ref: str = "") -> list[dict[str, str]]:
-        """Return what differs below a directory, by paths relative to it; nothing without a repository.
+        """Return the changes below a directory, with paths relative to it; none without a repository.
 
-        Raises: HttpError 400 for a reference that there is not.
+        Raises: HttpError 400 for an unknown reference.
         """
         base = await self._find_base(path, ref)
         if base is None:
             return []
-        told = await self._git(path, "diff", "--name-status", "--no-renames", "--relative", "-z", base)
-        words = told.stdout.decode(errors="surrogateescape").split("\0")[:-1]
+        result = await self._git(path, "diff", "--name-status", "--no-renames", "--relative", "-z", base)
+        words = result.stdout.decode(errors="surrogateescape").split("\0")[:-1]
         changes = [
             {"status": _CHANGES.get(status[:1], "UPDATED"), "path": name}
             for status, name in zip(words[::2], words[1::2], strict=False)
         ]
-        new = await self._git(path, "ls-files", "--others", "--exclude-standard", "-z")
-        names = new.stdout.decode(errors="surrogateescape").split("\0")[:-1]
+        result = await self._git(path, "ls-files", "--others", "--exclude-standard", "-z")
+        names = result.stdout.decode(errors="surrogateescape").split("\0")[:-1]
         changes += [{"status": "ADDED", "path": name} for name in names]
-        return sorted(changes, key=lambda one: one["path"])
+        return sorted(changes, key=lambda change: change["path"])
 
     async def diff(self, path: str, ref: str = "", commit: str = "") -> dict[str, str | None]:
         """Return a file before and after, whole. Raises: HttpError 400 if it is too large or in neither."""
@@ -383,8 +384,8 @@ class Repository:
         if commit:
             modified = await self._show(folder, f"{commit}:./{name}")
         else:
-            told = await self._sandbox.exec(["cat", "--", path], wall_limit_s=_GIT_LIMIT_S)
-            modified = None if told.exit_code else _text_of(told)
+            result = await self._sandbox.exec(["cat", "--", path], wall_limit_s=_GIT_LIMIT_S)
+            modified = None if result.exit_code else _text_of(result)
         if original is None and modified is None:
             raise HttpError(400, f"File does not exist: {path}")
         return {"modified": modified or "", "original": original or ""}
@@ -396,7 +397,7 @@ class Repository:
 
         Raises: HttpError 400 without a repository or with an unknown base; 413 if it is too large.
         """
-        left_out = (*(_DEFAULT_EXCLUDES if use_default_excludes else ()), *excludes)
+        excludes = (*(_DEFAULT_EXCLUDES if use_default_excludes else ()), *excludes)
         base = await self._find_base(path, base_ref) if is_delta or base_ref else None
         if is_delta and base is None:
             raise HttpError(400, f"{path} is in no git repository")
@@ -406,67 +407,70 @@ class Repository:
             ("X-Archive-Branch", ("rev-parse", "--abbrev-ref", "HEAD")),
             ("X-Archive-Repo-Root", ("rev-parse", "--show-toplevel")),
         ):
-            told = await self._run(["git", "-C", path, *words])
-            if told.exit_code == 0:
-                facts[header] = told.stdout.decode(errors="replace").strip()
+            result = await self._run(["git", "-C", path, *words])
+            if result.exit_code == 0:
+                facts[header] = result.stdout.decode(errors="replace").strip()
         if not is_delta:
-            flags = [f"--exclude={one.rstrip('/')}" for one in left_out]
-            made = await self._run(["tar", "-C", path, "-czf", "-", *flags, "."])
+            flags = [f"--exclude={pattern.rstrip('/')}" for pattern in excludes]
+            result = await self._run(["tar", "-C", path, "-czf", "-", *flags, "."])
         else:
             assert base is not None
             facts["X-Archive-Base-Ref"] = base_ref or "auto"
             if base != _EMPTY_TREE:
                 facts["X-Archive-Base-Commit"] = base
-            pathspecs = [f":(exclude,glob)**/{one.rstrip('/')}" for one in left_out if not one.endswith("/")]
-            pathspecs += [f":(exclude,glob)**/{one}**" for one in left_out if one.endswith("/")]
+            pathspecs = [
+                f":(exclude,glob)**/{pattern}" + ("**" if pattern.endswith("/") else "")
+                for pattern in excludes
+            ]
             script = (
                 "export GIT_INDEX_FILE=$(mktemp); trap 'rm -f \"$GIT_INDEX_FILE\"' EXIT; base=$1; shift;"
                 ' git read-tree "$base" && git add -A -- . "$@" >&2'
                 ' && git diff --binary --cached "$base" -- . "$@"'
             )
-            made = await self._run(["/bin/sh", "-c", script, "sh", base, *pathspecs], cwd=path)
-        _require_exit(made)
-        if made.truncated:
-            raise HttpError(413, f"an archive of {made.stdout_total} bytes is more than one answer holds")
-        return made.stdout, facts
+            result = await self._run(["/bin/sh", "-c", script, "sh", base, *pathspecs], cwd=path)
+        _require_exit(result)
+        if result.truncated:
+            raise HttpError(413, f"an archive of {result.stdout_total} bytes is more than one answer holds")
+        return result.stdout, facts
 
     async def _find_base(self, folder: str, ref: str) -> str | None:
         if ref:
-            told = await self._run(["git", "-C", folder, "rev-parse", "--git-dir"])
-            if told.exit_code:
+            result = await self._run(["git", "-C", folder, "rev-parse", "--git-dir"])
+            if result.exit_code:
                 return None
-            told = await self._run(["git", "-C", folder, "rev-parse", "--verify", "-q", f"{ref}^{{commit}}"])
-            if told.exit_code and (ref == "HEAD" or ref.endswith("^")):
+            verify = ("rev-parse", "--verify", "-q", f"{ref}^{{commit}}")
+            result = await self._run(["git", "-C", folder, *verify])
+            if result.exit_code and (ref == "HEAD" or ref.endswith("^")):
                 return _EMPTY_TREE
-            if told.exit_code:
+            if result.exit_code:
                 raise HttpError(400, f"{ref!r} is no commit of this repository")
-            return told.stdout.decode().strip()
-        told = await self._run(["/bin/sh", "-c", _FIND_BASE], cwd=folder)
-        if told.kind is not ExecKind.EXITED or told.exit_code:
+            return result.stdout.decode().strip()
+        result = await self._run(["/bin/sh", "-c", _FIND_BASE], cwd=folder)
+        if result.kind is not ExecKind.EXITED or result.exit_code:
             return None
-        word = told.stdout.decode().strip()
+        word = result.stdout.decode().strip()
         return _EMPTY_TREE if word == "EMPTY" else word
 
     async def _show(self, folder: str, name: str) -> str | None:
-        told = await self._run(["git", "-C", folder, "show", name])
-        return None if told.exit_code else _text_of(told)
+        result = await self._run(["git", "-C", folder, "show", name])
+        return None if result.exit_code else _text_of(result)
 
     async def _git(self, folder: str, *words: str) -> ExecResult:
         return _require_exit(await self._run(["git", "-C", folder, "--no-pager", *words]))
 
     async def _run(self, argv: Sequence[str], cwd: str | None = None) -> ExecResult:
-        # A directory that another user made is as good as one's own: there is one user here.
+        # git refuses a directory of another user unless it is declared safe; a sandbox has one user only.
         env = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
         return await self._sandbox.exec(argv, wall_limit_s=_GIT_LIMIT_S, env=env, cwd=cwd)
 
 
-def _require_exit(told: ExecResult) -> ExecResult:
-    if told.kind is not ExecKind.EXITED or told.exit_code:
-        raise HttpError(400, told.stderr.decode(errors="replace").strip() or f"git ended as {told.kind}")
-    return told
+def _require_exit(result: ExecResult) -> ExecResult:
+    if result.kind is not ExecKind.EXITED or result.exit_code:
+        raise HttpError(400, result.stderr.decode(errors="replace").strip() or f"git ended as {result.kind}")
+    return result
 
 
-def _text_of(told: ExecResult) -> str:
-    if told.stdout_total > _MAX_DIFF_BYTES:
+def _text_of(result: ExecResult) -> str:
+    if result.stdout_total > _MAX_DIFF_BYTES:
         raise HttpError(400, f"File too large for git diff: more than {_MAX_DIFF_BYTES} bytes")
-    return "\n".join(told.stdout.decode(errors="replace").splitlines())
+    return "\n".join(result.stdout.decode(errors="replace").splitlines())

@@ -197,12 +197,12 @@ class ScriptedNode:
             case "POST", ["builds"]:
                 build_id = uuid.uuid4().hex
                 tags = tuple(request.query.get("tag", ()))
-                self.builds[build_id] = (request.one("image"), tags, request.body)
+                self.builds[build_id] = (request.query_field("image"), tags, request.body)
                 return {"build_id": build_id}
             case "GET", ["builds", build_id] if build_id in self.builds:
                 return BuildStatus(status="SUCCESS", image=self.builds[build_id][0])
             case "GET", ["images"]:
-                return self._find_image(request.one("image"))
+                return self._find_image(request.query_field("image"))
         raise HttpError(404, "Not Found")
 
     def _find_image(self, wanted: str) -> dict[str, Any]:
