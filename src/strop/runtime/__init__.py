@@ -1,6 +1,6 @@
-"""Sandboxes as a service: a controller that clients ask, and an agent on each node that makes them.
+"""Sandboxes as a service: a controller answers clients, and an agent on each node makes the sandboxes.
 
 Clients are OpenHands' own, unchanged. The controller answers from memory and writes a journal; a node holds
-each sandbox's address, relays to what listens inside, and cleans up. It runs on one machine, as a job or as a
-pool of jobs. What a sandbox is, and how well it contains, is `sandbox`'s business.
+the addresses of its sandboxes, relays to the servers inside, and cleans up. The service runs on one machine,
+as a job or as a pool of jobs. The sandboxes themselves, and their isolation, are the room `sandbox`.
 """

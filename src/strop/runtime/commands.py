@@ -253,7 +253,11 @@ class Commands:
                     command.add(b"", result.stderr, (0, 0))
             exit_code, why = _describe_end(result, record["timeout"])
             if result.kind is ExecKind.NOT_STARTED:
-                await self._require_shell(command)
+                # The image is to blame if no shell starts; else only the command's directory was missing.
+                probe = await self._sandbox.exec([_SHELL, "-c", ":"], wall_limit_s=_SHELL_LIMIT_S)
+                if probe.kind is ExecKind.NOT_STARTED:
+                    error = probe.stderr.decode(errors="replace").strip()
+                    command.no_result = (501, f"no shell of the image starts: {error}")
         except SandboxLost as lost:
             why = f"the sandbox is lost ({lost.kind})"
             command.no_result = (503, why)
@@ -261,13 +265,6 @@ class Commands:
             why = "the sandbox ends"
         finally:
             command.finish(exit_code, why)
-
-    async def _require_shell(self, command: Command) -> None:
-        """Blame the image for a command that did not start, unless only its directory was missing."""
-        result = await self._sandbox.exec([_SHELL, "-c", ":"], wall_limit_s=_SHELL_LIMIT_S)
-        if result.kind is ExecKind.NOT_STARTED:
-            error = result.stderr.decode(errors="replace").strip()
-            command.no_result = (501, f"no shell of the image starts: {error}")
 
 
 def join_outputs(command: Command) -> dict[str, Any]:

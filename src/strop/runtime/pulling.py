@@ -65,7 +65,13 @@ class Images:
         if local is not None and policy == "Always" and is_offline():
             say(f"offline: {image} is used as it is here")
         elif local is None or policy == "Always":
-            self._refuse_pull(image, policy)
+            if policy == "Never":
+                raise _failed(f"image {image} is not on this node, and its policy is Never")
+            if is_offline():
+                raise _failed(f"image {image} is not on this node, and offline mode forbids to pull it")
+            refused_until, why = self._refused.get(image, (0.0, ""))
+            if time.monotonic() < refused_until:
+                raise _failed(f"image {image} was refused lately: {why}")
             await self._pull_once(image, say)
             local = await self.find(image)
         if local is None:
@@ -84,15 +90,6 @@ class Images:
             return None
         image_id, _, architecture = output.strip().partition(" ")
         return image_id, architecture
-
-    def _refuse_pull(self, image: str, policy: str) -> None:
-        if policy == "Never":
-            raise _failed(f"image {image} is not on this node, and its policy is Never")
-        if is_offline():
-            raise _failed(f"image {image} is not on this node, and offline mode forbids to pull it")
-        until, why = self._refused.get(image, (0.0, ""))
-        if time.monotonic() < until:
-            raise _failed(f"image {image} was refused lately: {why}")
 
     async def _pull_once(self, image: str, say: Callable[[str], None]) -> None:
         task = self._pulls.get(image)

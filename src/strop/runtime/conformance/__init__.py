@@ -1,7 +1,7 @@
-"""Does a server speak OpenHands' runtime protocol? The numbered cases of its clients, run against any server.
+"""Conformance test of OpenHands' runtime protocol: the numbered cases of its clients, run against any server.
 
-Cases 1 to 18 are asked by the real `APIRemoteWorkspace` in an environment of its own (`real_client.py`), 19
-to 25 by requests that the other two clients send (`run.py`).
+Cases 1 to 18 are run by the real `APIRemoteWorkspace` in a separate environment (`real_client.py`), 19 to 25
+with requests of the two other clients (`run.py`).
 """
 
 from strop.runtime.conformance.run import (

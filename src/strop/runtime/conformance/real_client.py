@@ -1,8 +1,8 @@
 """Drives the real `APIRemoteWorkspace` through cases 1 to 18, in OpenHands' own environment.
 
-Started by `run.run_real_client` with that environment's Python, by path: nothing of strop is imported. Reads
-one JSON object from standard input, writes a JSON line for each case to standard output. The client is as it
-was installed; its transport is watched, and one fault is put there: an answer that fails.
+`run.run_real_client` starts it by path with that environment's Python, so it imports nothing of strop. It
+reads one JSON object from standard input and writes a JSON line for each case to standard output. The client
+is unmodified; its transport is watched, and can be made to fail a request.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _FAILURES: tuple[type[Exception], ...] = (
 
 
 class NotRun(Exception):
-    """A case needs something that was not given."""
+    """A case needs an image or a command that the options do not name."""
 
 
 class Watch:
-    """What clients have asked since it began, and which answers are to fail."""
+    """The requests of clients since it began, and the requests that are to fail."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int, float]] = []
@@ -58,28 +58,26 @@ class Watch:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[dict[str, Any]]:
-        """Note a call when it has been answered; status 0 if it was not."""
-        told: dict[str, Any] = {"status": 0, "content": b""}
+        """Note a call when it is answered; status 0 if it is not."""
+        answer: dict[str, Any] = {"status": 0, "content": b""}
         began = time.monotonic()
         try:
-            yield told
+            yield answer
         finally:
             with self._lock, contextlib.suppress(ValueError):
                 method, path = name.split(" ", 1)
                 known = ("/sessions", "/api/bash", "/api/file", "/api/git")
-                path = next((one for one in known if path.startswith(one)), path)
-                self.calls.append((method, path, told["status"], time.monotonic() - began))
-                found = json.loads(told["content"] or b"null")
-                if isinstance(found, dict) and "runtime_id" in found:
-                    self.records.append(found)
+                path = next((prefix for prefix in known if path.startswith(prefix)), path)
+                self.calls.append((method, path, answer["status"], time.monotonic() - began))
+                content = json.loads(answer["content"] or b"null")
+                if isinstance(content, dict) and "runtime_id" in content:
+                    self.records.append(content)
 
     def names(self) -> list[str]:
-        """What was asked for, each run of the same once."""
-        found: list[str] = []
-        for method, path, _, _ in self.calls:
-            if found[-1:] != [f"{method} {path}"]:
-                found.append(f"{method} {path}")
-        return found
+        """Return method and path of the calls, without successive duplicates."""
+        return [
+            name for name, _ in itertools.groupby(f"{method} {path}" for method, path, _, _ in self.calls)
+        ]
 
 
 _watches = [Watch()]
@@ -91,17 +89,17 @@ def _watched_send(self: httpx.Client, request: httpx.Request, **options: Any) ->
     name, watch = f"{request.method} {request.url.path}", _watches[-1]
     if name in watch.failing:
         return httpx.Response(500, json={"detail": "a fault that was put here"}, request=request)
-    with watch.timing(name) as told:
+    with watch.timing(name) as noted:
         answer = _send(self, request, **options)
-        told["status"] = answer.status_code
-        told["content"] = answer.content if str(request.url).startswith(_URL) else b""
+        noted["status"] = answer.status_code
+        noted["content"] = answer.content if str(request.url).startswith(_URL) else b""
     return answer
 
 
 def _watched_urlopen(url: str, **options: Any) -> Any:
-    with _watches[-1].timing("GET /" + url.split("/", 3)[-1]) as told:
+    with _watches[-1].timing("GET /" + url.split("/", 3)[-1]) as noted:
         answer = _urlopen(url, **options)
-        told["status"] = answer.status
+        noted["status"] = answer.status
     return answer
 
 
@@ -127,7 +125,7 @@ def build(**changes: Any) -> APIRemoteWorkspace:
 
 @contextlib.contextmanager
 def watching(failing: tuple[str, ...] = ()) -> Iterator[Watch]:
-    """Watch what is asked from here on."""
+    """Watch the requests of the block."""
     watch = Watch()
     watch.failing = set(failing)
     _watches.append(watch)
@@ -137,14 +135,14 @@ def watching(failing: tuple[str, ...] = ()) -> Iterator[Watch]:
         _watches.remove(watch)
 
 
-def check(holds: object, said: str) -> None:
-    """Fail a case."""
+def check(holds: object, message: str) -> None:
+    """Fail the case unless a condition holds."""
     if not holds:
-        raise AssertionError(said)
+        raise AssertionError(message)
 
 
 def ask(method: str, path: str, body: Any = None) -> httpx.Response:
-    """Ask the control plane directly."""
+    """Send a request to the control plane directly."""
     headers = {"X-API-Key": _ORDER["key"]} if _ORDER["key"] else {}
     return httpx.request(method, f"{_URL}{path}", json=body, headers=headers, timeout=60.0)
 
@@ -173,8 +171,8 @@ def facts_of(client: APIRemoteWorkspace) -> tuple[str | None, str | None, str | 
     return client._runtime_id, client._runtime_url, client._session_api_key
 
 
-def given(name: str) -> str:
-    """Return an image or a command that a case needs."""
+def require_extra(name: str) -> str:
+    """Return an image or a command that a case needs. Raises: NotRun."""
     value = _ORDER["extra"].get(name)
     if not value:
         raise NotRun(f"needs --with {name}=...")
@@ -188,25 +186,24 @@ def _fresh_start() -> None:
         url = client.host
         result = client.execute_command(f"echo {proof} > /tmp/{proof}; exit 3", timeout=10.0)
         check(result.exit_code == 3, f"exit code {result}")
-        # Of a sandbox without a file system of its own, on this machine, it is.
+        # Without a private file system the file appears on the host.
         is_apart = (watch.records[-1].get("isolation") or {}).get("mountns", True)
         check(not is_apart or not Path(f"/tmp/{proof}").exists(), "it ran on the client's host")
         check(client.alive, "it is not alive")
         sent = client.file_upload(blob, f"/tmp/{proof}-blob")
         check(sent.success and sent.file_size == len(blob), f"upload: {sent}")
         with tempfile.TemporaryDirectory() as folder:
-            came = client.file_download(f"/tmp/{proof}-blob", f"{folder}/blob")
-            check(came.success and Path(folder, "blob").read_bytes() == blob, f"download: {came}")
+            received = client.file_download(f"/tmp/{proof}-blob", f"{folder}/blob")
+            check(received.success and Path(folder, "blob").read_bytes() == blob, f"download: {received}")
             lost = client.file_download(f"/tmp/{proof}-none", f"{folder}/none")
         check(not lost.success and lost.error, f"download of what is not there: {lost}")
         check(client.git_changes("/tmp") == [], "changes where there is no repository")
         check(client.get_server_info()["version"], "server info has no version")
     require_gone(url)
     names = [name for name in watch.names() if "/api/" not in name and name != "GET /server_info"]
-    deduplicated = [name for number, name in enumerate(names) if names[number - 1 : number] != [name]]
-    begin = ["GET /sessions", "POST /start", "GET /sessions", "GET /health"]
-    is_it = deduplicated[:4] == begin and deduplicated[-1] == "POST /stop"
-    check(is_it, f"asked for {deduplicated}")
+    distinct = [name for name, _ in itertools.groupby(names)]
+    first = ["GET /sessions", "POST /start", "GET /sessions", "GET /health"]
+    check(distinct[:4] == first and distinct[-1] == "POST /stop", f"asked for {distinct}")
     check(watch.calls[0][2] == 404, "an unknown session is not 404")
     slowest = max(call[3] for call in watch.calls if call[1] == "/start")
     check(slowest < 1.0, f"/start took {slowest:.2f} s")
@@ -237,8 +234,8 @@ def _attach_to_running() -> None:
             second = build(session_id=first.session_id, keep_alive=True)
         check("POST /start" not in watch.names(), f"asked for {watch.names()}")
         check(facts_of(first) == facts_of(second), "another sandbox, address or key")
-        said = second.execute_command("cat /tmp/shared-file", timeout=10.0).stdout
-        check(said == "shared\n", f"its files: {said!r}")
+        content = second.execute_command("cat /tmp/shared-file", timeout=10.0).stdout
+        check(content == "shared\n", f"its files: {content!r}")
         second.cleanup()
         check(first.alive, "a client that keeps it alive has ended it")
 
@@ -283,7 +280,7 @@ def _double_start() -> None:
 
 def _slow_start() -> None:
     with watching() as watch:
-        build(server_image=given("slow_image"), image_pull_policy="IfNotPresent").cleanup()
+        build(server_image=require_extra("slow_image"), image_pull_policy="IfNotPresent").cleanup()
     words = [record["pod_status"] for record in watch.records]
     seen = [word for word, _ in itertools.groupby(words) if word != "not found"]
     is_ordered = seen == [word for word in ("pending", "running", "ready") if word in seen]
@@ -296,31 +293,31 @@ def _fast_start_is_cheap() -> None:
     with watching() as watch, build():
         took_s = time.monotonic() - began
     timeline = watch.records[-2].get("timeline") or {}
-    # What the sandbox took is not the protocol's.
+    # The sandbox's own start does not count.
     ready_s = max(0.0, timeline.get("ready", began_at) - began_at)
     check(took_s - ready_s < _QUICK_S - 0.7, f"{took_s:.2f} s, of which the sandbox took {ready_s:.2f} s")
 
 
 def _missing_image() -> None:
     image = "localhost/there-is-no-such-image:1"
-    said = _error_of("image_error", server_image=image, image_pull_policy="Never")
-    check(image in said, f"the error does not name the image: {said}")
+    error = _error_of("image_error", server_image=image, image_pull_policy="Never")
+    check(image in error, f"the error does not name the image: {error}")
 
 
 def _no_agent_server() -> None:
     began = time.monotonic()
-    said = _error_of("image_error agent_error", server_image=given("no_agent_image"))
-    check("Pod logs" in said, f"no log lines: {said}")
+    error = _error_of("image_error agent_error", server_image=require_extra("no_agent_image"))
+    check("Pod logs" in error, f"no log lines: {error}")
     check(time.monotonic() - began < 10.0, f"it took {time.monotonic() - began:.1f} s")
 
 
 def _out_of_memory() -> None:
-    said = _error_of("task_oom", server_image=given("oom_image"))
-    check("possibly OOM" in said, f"the error is {said}")
+    error = _error_of("task_oom", server_image=require_extra("oom_image"))
+    check("possibly OOM" in error, f"the error is {error}")
 
 
 def _error_of(kinds: str, **changes: Any) -> str:
-    """Return what a client says whose sandbox must fail, and see that the server says one of the kinds."""
+    """Return the error of a client whose sandbox must fail; check the failure kind in its record."""
     session = f"conformance-{uuid.uuid4().hex[:12]}"
     try:
         build(session_id=session, **changes)
@@ -353,8 +350,8 @@ def _wrong_session_key() -> None:
         client.api_key = "wrong"
         client.reset_client()
         result = client.execute_command("true", timeout=10.0)
-        said = f"{result.exit_code} {result.stderr}"
-        check("Remote execution error" in said and "401" in said, said)
+        output = f"{result.exit_code} {result.stderr}"
+        check("Remote execution error" in output and "401" in output, output)
 
 
 def _pause_and_resume() -> None:
@@ -381,7 +378,7 @@ def _pause_and_resume() -> None:
 
 def _time_outs() -> None:
     word = f"31{uuid.uuid4().int % 10**6}"
-    # Not its own command line.
+    # A pattern that does not match its own command line.
     pattern = f"sleep {word[:2]}[{word[2]}]{word[3:]}"
     survivors = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c '{pattern}'"
     with build() as client:
@@ -401,7 +398,7 @@ def _time_outs() -> None:
 
 
 def _service_restarts() -> None:
-    command = given("restart")
+    command = require_extra("restart")
     with build() as client:
         subprocess.run(["/bin/sh", "-c", command], check=True, timeout=60)
         deadline = time.monotonic() + 5.0
@@ -422,7 +419,7 @@ def _service_restarts() -> None:
 
 
 def _many_at_once() -> None:
-    def one() -> None:
+    def use() -> None:
         client = build(startup_wait_timeout=300.0)
         try:
             check_up(client)
@@ -430,7 +427,7 @@ def _many_at_once() -> None:
             client.cleanup()
 
     with watching() as watch:
-        in_threads([one] * int(_ORDER["many"]))
+        in_threads([use] * int(_ORDER["many"]))
     bad = [call for call in watch.calls if call[2] >= 429]
     check(not bad, f"statuses of 429 or more: {bad[:3]}")
 
@@ -450,17 +447,17 @@ def _stop_twice() -> None:
 
 
 def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
-    """Do all at once; return what they returned. Raises: what one raised."""
+    """Run functions concurrently and return their results. Raises: AssertionError if any fails."""
     results: list[Any] = [None] * len(works)
     errors: list[Exception] = []
 
-    def do(number: int) -> None:
+    def run(number: int) -> None:
         try:
             results[number] = works[number]()
         except _FAILURES as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=do, args=(number,)) for number in range(len(works))]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -479,7 +476,7 @@ _CASES = (
 
 
 def main() -> None:
-    """Run the cases that were asked for."""
+    """Run the ordered cases."""
     for number in _ORDER["cases"]:
         began = time.monotonic()
         status, detail = "passed", ""

@@ -1,8 +1,8 @@
-"""Runs the matrix and collects its results.
+"""Runs the conformance cases and yields their results.
 
-Cases 1 to 18 are run by `real_client.py` in its environment. Cases 19 to 25 are here: a plain client sends
-what those clients send that cannot be installed beside the real one. Bodies and orders of calls are those of
-openhands-ai before 1.11 (`RemoteRuntime`) and of 1.11.0 (`RemoteSandboxService`).
+`real_client.py` runs cases 1 to 18 in its environment. Cases 19 to 25 are here: a plain client sends the
+requests of the clients that cannot be installed beside the real one. The bodies and the order of the calls
+are those of openhands-ai before 1.11 (`RemoteRuntime`) and of 1.11.0 (`RemoteSandboxService`).
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ CASES: Mapping[int, str] = {
     25: "the words of every state",
 }
 EXTRAS = ("slow_image", "no_agent_image", "oom_image", "restart", "base_image")
-"""Images that take a while, have no agent server, need too much memory; a shell command that kills the
-service and starts it again; an image that others are built upon."""
+"""An image that is slow to start, one without an agent server, one that needs too much memory; a shell
+command that restarts the service; a base image for builds."""
 _LAST_REAL = 18
 _DRIVER = Path(__file__).with_name("real_client.py")
-# Nothing of OpenHands' modules is garbage, here and at the end: walks over them were 3 of 7 s.
+# OpenHands' modules never become garbage; collections that walk them took 3 of 7 s.
 _BEGIN = (
     "import atexit, gc, runpy; gc.disable(); import openhands.workspace; gc.freeze(); gc.enable();"
     f" atexit.register(gc.freeze); runpy.run_path({str(_DRIVER)!r}, run_name='__main__')"
 )
 _SHOWN_CHARACTERS = 2000
-# Tokens and prices are not looked up in the network, and servers on this machine are asked directly.
+# No look-up of prices in the network.
 _CLIENT_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": ""}
 _AGENT = ["/usr/local/bin/openhands-agent-server", "--port", "60000"]
 _ADDRESS = re.compile(r"^https?://[^/]+:[0-9]+$")
@@ -89,11 +89,11 @@ _WORDS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConformanceOptions:
-    """What a server is asked with."""
+    """The image, the sizes and the limits of the cases."""
 
     image: str = "host"
     extra: Mapping[str, str] = field(default_factory=dict)
-    """What single cases need, by `EXTRAS`."""
+    """Images and commands that single cases need, by `EXTRAS`."""
     many: int = 64
     start_limit_s: float = 120.0
     cases: tuple[int, ...] = tuple(CASES)
@@ -101,7 +101,7 @@ class ConformanceOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
-    """How one case ended."""
+    """The result of one case."""
 
     number: int
     status: Literal["passed", "failed", "not run"]
@@ -110,24 +110,24 @@ class CaseResult:
 
     @property
     def title(self) -> str:
-        """What the case is."""
+        """The name of the case."""
         return CASES[self.number]
 
 
 def read_options(words: Sequence[str]) -> ConformanceOptions:
-    """Return what words ask for: cases=1,17, image=NAME, many=64, and what single cases need, by `EXTRAS`.
+    """Return the options of words such as cases=1,17, image=NAME, many=64, or one of `EXTRAS`.
 
-    Raises: ConfigError for a name that there is not, or a number that is none.
+    Raises: ConfigError for an unknown name or an invalid number.
     """
-    said = dict(word.partition("=")[::2] for word in words)
+    values = dict(word.partition("=")[::2] for word in words)
     names = ("cases", "image", "many", *EXTRAS)
-    for name, value in said.items():
+    for name, value in values.items():
         if name not in names:
             raise ConfigError(
                 f"{name}={value} is not known", allowed=", ".join(names), next_step="name one of them"
             )
-    cases = said.get("cases", ",".join(map(str, CASES))).split(",")
-    for name, numbers in (("cases", cases), ("many", [said.get("many", "64")])):
+    cases = values.get("cases", ",".join(map(str, CASES))).split(",")
+    for name, numbers in (("cases", cases), ("many", [values.get("many", "64")])):
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise ConfigError(
                 f"{name}={','.join(numbers)} is not allowed",
@@ -135,10 +135,10 @@ def read_options(words: Sequence[str]) -> ConformanceOptions:
                 next_step=f"correct {name}",
             )
     return ConformanceOptions(
-        image=said.get("image", "host"),
-        many=int(said.get("many", 64)),
+        image=values.get("image", "host"),
+        many=int(values.get("many", 64)),
         cases=tuple(map(int, cases)),
-        extra={name: said[name] for name in EXTRAS if name in said},
+        extra={name: values[name] for name in EXTRAS if name in values},
     )
 
 
@@ -147,8 +147,8 @@ def run_conformance(
 ) -> Iterator[CaseResult]:
     """Yield the results of the cases in their order, as they end.
 
-    Raises: StoreError if OpenHands' environment cannot be made; ConfigError for a case that there is not, or
-        if the real client does not start.
+    Raises: StoreError if OpenHands' environment cannot be made; ConfigError for an unknown case, or if the
+        real client does not start.
     """
     unknown = [number for number in options.cases if number not in CASES]
     if unknown:
@@ -156,16 +156,16 @@ def run_conformance(
     real = [number for number in options.cases if number <= _LAST_REAL]
     if real:
         yield from run_real_client(url, key, options, real, say=say)
-    asking = Asking(url=url, key=key, options=options)
+    client = PlainClient(url=url, key=key, options=options)
     for number in options.cases:
         if number > _LAST_REAL:
-            yield _replay(number, asking)
+            yield _replay(number, client)
 
 
 def run_real_client(
     url: str, key: str, options: ConformanceOptions, cases: list[int], *, say: Callable[[str], None]
 ) -> Iterator[CaseResult]:
-    """Yield the results of cases of the real client. Raises: as `run_conformance`."""
+    """Yield the results of the real client's cases. Raises: as `run_conformance`."""
     python = ensure_environment(OPENHANDS, say=say)
     order = {
         "url": url.rstrip("/"),
@@ -178,7 +178,7 @@ def run_real_client(
     }
     left = list(cases)
     with tempfile.TemporaryFile() as errors:
-        # The key goes by standard input: a command line is seen by all.
+        # The key goes through standard input: any user can read a command line.
         with subprocess.Popen(
             [str(python), "-c", _BEGIN],
             stdin=subprocess.PIPE,
@@ -197,31 +197,31 @@ def run_real_client(
                     yield result
         if left:
             errors.seek(0)
-            said = errors.read().decode(errors="replace")[-_SHOWN_CHARACTERS:]
+            output = errors.read().decode(errors="replace")[-_SHOWN_CHARACTERS:]
             raise ConfigError(
-                f"the real client ended with code {child.returncode} before case {left[0]}: {said}",
+                f"the real client ended with code {child.returncode} before case {left[0]}: {output}",
                 allowed="a client that runs all cases",
                 next_step="mend what its last line names",
             )
 
 
 def _read(line: bytes) -> CaseResult | None:
-    """Return a result; libraries of the client may print lines of their own."""
+    """Return the result of a line, None for other lines, which the client's libraries may print."""
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except ValueError:
         return None
-    return CaseResult(**found) if isinstance(found, dict) and "number" in found else None
+    return CaseResult(**content) if isinstance(content, dict) and "number" in content else None
 
 
-def _replay(number: int, asking: Asking) -> CaseResult:
+def _replay(number: int, client: PlainClient) -> CaseResult:
     import httpx
 
     began = time.monotonic()
     status: Literal["passed", "failed", "not run"] = "passed"
     detail = ""
     try:
-        REPLAYS[number](asking)
+        REPLAYS[number](client)
     except NotRunHere as reason:
         status, detail = "not run", str(reason)
     except (AssertionError, StropError, httpx.HTTPError, LookupError, ValueError) as error:
@@ -230,37 +230,37 @@ def _replay(number: int, asking: Asking) -> CaseResult:
 
 
 class NotRunHere(Exception):
-    """A case needs something that was not given."""
+    """A case needs an image or a command that the options do not name."""
 
 
 @dataclass(kw_only=True)
-class Asking:
-    """A plain client, and all records that it was answered."""
+class PlainClient:
+    """A plain client, and all records that it received."""
 
     url: str
     key: str = field(repr=False)
     options: ConformanceOptions
     records: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
-        """Ask the control plane."""
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request to the control plane."""
         import httpx
 
         headers = {"X-API-Key": self.key} if self.key else {}
         with httpx.Client(base_url=self.url, headers=headers, timeout=60.0) as client:
-            answer = client.request(method, path, **given)
+            answer = client.request(method, path, **options)
         if answer.headers.get("content-type", "").startswith("application/json"):
-            found = answer.json()
-            if isinstance(found, dict) and "runtime_id" in found:
-                self.records.append(found)
+            content = answer.json()
+            if isinstance(content, dict) and "runtime_id" in content:
+                self.records.append(content)
         return answer
 
-    def record(self, method: str, path: str, **given: Any) -> dict[str, Any]:
-        """Ask, and return the record of the answer."""
-        answer = self.ask(method, path, **given)
+    def record(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Send a request and return the JSON object of its answer."""
+        answer = self.ask(method, path, **options)
         require(answer.status_code == 200, f"{method} {path}: {answer.status_code} {answer.text[:200]}")
-        found: dict[str, Any] = answer.json()
-        return found
+        content: dict[str, Any] = answer.json()
+        return content
 
     def start(self, **changes: Any) -> dict[str, Any]:
         """Start a sandbox as RemoteSandboxService does."""
@@ -276,18 +276,18 @@ class Asking:
             "fs_group": 10001,
             **changes,
         }
-        given = {name: one for name, one in body.items() if one is not None}
-        return self.record("POST", "/start", json=given)
+        fields = {name: value for name, value in body.items() if value is not None}
+        return self.record("POST", "/start", json=fields)
 
     def wait(self, path: str, name: str, word: str) -> dict[str, Any]:
-        """Poll a record until a field says a word."""
+        """Poll a record until a field has a value."""
         deadline = time.monotonic() + self.options.start_limit_s
         while True:
-            found = self.record("GET", path)
-            if found[name] == word:
-                return found
-            ended = found["pod_status"] in ("failed", "unknown", "crashloopbackoff")
-            require(not ended and time.monotonic() < deadline, f"{name} is {found[name]}, not {word}")
+            record = self.record("GET", path)
+            if record[name] == word:
+                return record
+            has_failed = record["pod_status"] in ("failed", "unknown", "crashloopbackoff")
+            require(not has_failed and time.monotonic() < deadline, f"{name} is {record[name]}, not {word}")
             time.sleep(_POLL_S)
 
     @contextmanager
@@ -309,66 +309,66 @@ class Asking:
         return httpx.post(url, json=body, headers=headers, timeout=60.0)
 
 
-def require(holds: object, said: str) -> None:
-    """Fail a case."""
+def require(holds: object, message: str) -> None:
+    """Fail the case unless a condition holds."""
     if not holds:
-        raise AssertionError(said)
+        raise AssertionError(message)
 
 
-def see_addresses(asking: Asking) -> None:
+def see_addresses(client: PlainClient) -> None:
     """Case 19."""
-    with asking.sandbox():
+    with client.sandbox():
         pass
-    for record in asking.records:
+    for record in client.records:
         require(_ADDRESS.match(record["url"]), f"url {record['url']}")
 
 
-def take_all_bodies(asking: Asking) -> None:
+def take_all_bodies(client: PlainClient) -> None:
     """Case 20."""
     for changes in (
         {"command": " ".join(_AGENT), "resource_factor": None},
         {"command": _AGENT, "resource_factor": 2, "runtime_class": "sysbox-runc"},
         {"command": _AGENT, "a_field_of_tomorrow": {"a": [1]}, "image_pull_policy": "IfNotPresent"},
     ):
-        with asking.sandbox(**changes) as record:
-            said = asking.run(record, "echo up").json()
-            require(said["stdout"] == "up\n" and said["exit_code"] == 0, f"{changes}: {said}")
+        with client.sandbox(**changes) as record:
+            result = client.run(record, "echo up").json()
+            require(result["stdout"] == "up\n" and result["exit_code"] == 0, f"{changes}: {result}")
 
 
-def follow_remote_runtime(asking: Asking) -> None:
+def follow_remote_runtime(client: PlainClient) -> None:
     """Case 21."""
     import httpx
 
     session = f"conformance-{uuid.uuid4().hex[:12]}"
-    unknown = asking.ask("GET", f"/sessions/{session}")
+    unknown = client.ask("GET", f"/sessions/{session}")
     require(unknown.status_code == 404, f"an unknown session: {unknown.status_code}")
-    prefix = asking.record("GET", "/registry_prefix")
+    prefix = client.record("GET", "/registry_prefix")
     require(isinstance(prefix["registry_prefix"], str), f"{prefix}")
     body = {
-        "image": asking.options.image,
+        "image": client.options.image,
         "command": _AGENT,
         "working_dir": "/openhands/code/",
         "environment": {"DEBUG": "false"},
         "session_id": session,
         "resource_factor": 1,
     }
-    started = asking.record("POST", "/start", json=body)
+    started = client.record("POST", "/start", json=body)
     runtime_id = started["runtime_id"]
     try:
-        ready = asking.wait(f"/runtime/{runtime_id}", "pod_status", "ready")
+        ready = client.wait(f"/runtime/{runtime_id}", "pod_status", "ready")
         require(ready["runtime_id"] == runtime_id, f"{ready['runtime_id']} and not {runtime_id}")
         alive = httpx.get(f"{ready['url']}/alive", timeout=5.0)
         require(alive.status_code == 200, f"ready, and /alive answers {alive.status_code}")
     finally:
-        stopped = asking.record("POST", "/stop", json={"runtime_id": runtime_id})
+        stopped = client.record("POST", "/stop", json={"runtime_id": runtime_id})
     require(stopped["status"] == "stopped", f"after the stop it is {stopped['status']}")
-    lost = asking.ask("GET", "/runtime/made-up")
+    lost = client.ask("GET", "/runtime/made-up")
     require(lost.status_code == 404, f"an unknown runtime: {lost.status_code}")
 
 
-def build_an_image(asking: Asking) -> None:
+def build_an_image(client: PlainClient) -> None:
     """Case 22."""
-    base = asking.options.extra.get("base_image")
+    base = client.options.extra.get("base_image")
     if not base:
         raise NotRunHere("needs --with base_image=...")
     word = uuid.uuid4().hex[:12]
@@ -385,85 +385,85 @@ def build_an_image(asking: Asking) -> None:
         began = time.monotonic()
         file = ("context.tar.gz", base64.b64encode(packed.getvalue()))
         form = {"target_image": target, "tags": [target, f"localhost/strop-conformance:{word}-b"]}
-        answer = asking.ask("POST", "/build", files={"context": file}, data=form)
+        answer = client.ask("POST", "/build", files={"context": file}, data=form)
         require(answer.status_code == 200, f"/build: {answer.status_code} {answer.text[:200]}")
-        _wait_built(asking, answer.json()["build_id"])
+        _wait_built(client, answer.json()["build_id"])
         times.append(time.monotonic() - began)
-    found = asking.record("GET", "/image_exists", params={"image": target})
-    require(found["exists"] and {"upload_time", "image_size_bytes"} <= found["image"].keys(), f"{found}")
-    none = asking.record("GET", "/image_exists", params={"image": f"{target}-none"})
-    require(none["exists"] is False, f"{none}")
-    with asking.sandbox(image=target, image_pull_policy="Never") as record:
-        said = asking.run(record, "cat /built-word").json()
-        require(said["stdout"] == word, f"the built image says {said['stdout']!r}")
+    built = client.record("GET", "/image_exists", params={"image": target})
+    require(built["exists"] and {"upload_time", "image_size_bytes"} <= built["image"].keys(), f"{built}")
+    missing = client.record("GET", "/image_exists", params={"image": f"{target}-none"})
+    require(missing["exists"] is False, f"{missing}")
+    with client.sandbox(image=target, image_pull_policy="Never") as record:
+        result = client.run(record, "cat /built-word").json()
+        require(result["stdout"] == word, f"the built image prints {result['stdout']!r}")
     require(
         times[1] < max(1.0, times[0]), f"the second build took {times[1]:.1f} s, the first {times[0]:.1f} s"
     )
 
 
-def _wait_built(asking: Asking, build_id: str) -> None:
-    deadline = time.monotonic() + asking.options.start_limit_s
+def _wait_built(client: PlainClient, build_id: str) -> None:
+    deadline = time.monotonic() + client.options.start_limit_s
     while True:
-        found = asking.record("GET", "/build_status", params={"build_id": build_id})
-        if found["status"] == "SUCCESS":
+        build = client.record("GET", "/build_status", params={"build_id": build_id})
+        if build["status"] == "SUCCESS":
             return
-        is_over = found["status"] in ("FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED")
-        require(not is_over and time.monotonic() < deadline, f"the build is {found}")
+        has_failed = build["status"] in ("FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED")
+        require(not has_failed and time.monotonic() < deadline, f"the build is {build}")
         time.sleep(_POLL_S)
 
 
-def pause_the_data_plane(asking: Asking) -> None:
+def pause_the_data_plane(client: PlainClient) -> None:
     """Case 23."""
-    with asking.sandbox() as record:
-        asking.record("POST", "/pause", json={"runtime_id": record["runtime_id"]})
-        paused = asking.run(record, "echo up")
+    with client.sandbox() as record:
+        client.record("POST", "/pause", json={"runtime_id": record["runtime_id"]})
+        paused = client.run(record, "echo up")
         require(paused.status_code == 503, f"a paused sandbox answers {paused.status_code}")
-        asking.record("POST", "/resume", json={"runtime_id": record["runtime_id"]})
-        asking.wait(f"/runtime/{record['runtime_id']}", "pod_status", "ready")
-        said = asking.run(record, "echo up")
-        require(said.status_code == 200, f"after the resume it answers {said.status_code}")
+        client.record("POST", "/resume", json={"runtime_id": record["runtime_id"]})
+        client.wait(f"/runtime/{record['runtime_id']}", "pod_status", "ready")
+        resumed = client.run(record, "echo up")
+        require(resumed.status_code == 200, f"after the resume it answers {resumed.status_code}")
 
 
-def follow_sandbox_service(asking: Asking) -> None:
+def follow_sandbox_service(client: PlainClient) -> None:
     """Case 24."""
-    before = asking.record("GET", "/list")["runtimes"]
+    before = client.record("GET", "/list")["runtimes"]
     began = time.monotonic()
-    started = [asking.start() for _ in range(2)]
+    started = [client.start() for _ in range(2)]
     require(time.monotonic() - began < 15.0, "two starts took 15 s")
-    names = [one["session_id"] for one in started]
+    names = [record["session_id"] for record in started]
     runtime_id = started[0]["runtime_id"]
     try:
         for name in names:
-            asking.wait(f"/sessions/{name}", "status", "running")
-        batch = asking.ask("GET", "/sessions/batch", params={"ids": [*names, "unknown"]}).json()
+            client.wait(f"/sessions/{name}", "status", "running")
+        batch = client.ask("GET", "/sessions/batch", params={"ids": [*names, "unknown"]}).json()
         require(isinstance(batch, list) and len(batch) == 2, f"batch: {str(batch)[:200]}")
-        listed = asking.record("GET", "/list")["runtimes"]
-        require(set(names) <= {one["session_id"] for one in listed}, "a running one is not listed")
-        paused = asking.record("POST", "/pause", json={"runtime_id": runtime_id})
-        resumed = asking.record("POST", "/resume", json={"runtime_id": runtime_id})
-        for one in (*batch, *listed, *started, paused, resumed):
-            require("session_api_key" in one, "a record has no session_api_key")
-        asking.wait(f"/sessions/{names[0]}", "status", "running")
-        require(isinstance(asking.record("GET", "/api/warm-runtime-configs")["configs"], list), "configs")
+        listed = client.record("GET", "/list")["runtimes"]
+        require(set(names) <= {record["session_id"] for record in listed}, "a running one is not listed")
+        paused = client.record("POST", "/pause", json={"runtime_id": runtime_id})
+        resumed = client.record("POST", "/resume", json={"runtime_id": runtime_id})
+        for record in (*batch, *listed, *started, paused, resumed):
+            require("session_api_key" in record, "a record has no session_api_key")
+        client.wait(f"/sessions/{names[0]}", "status", "running")
+        require(isinstance(client.record("GET", "/api/warm-runtime-configs")["configs"], list), "configs")
     finally:
-        for one in started:
-            asking.record("POST", "/stop", json={"runtime_id": one["runtime_id"]})
-    after = asking.record("GET", "/list")["runtimes"]
-    left = {one["session_id"] for one in after} - {one["session_id"] for one in before}
+        for record in started:
+            client.record("POST", "/stop", json={"runtime_id": record["runtime_id"]})
+    after = client.record("GET", "/list")["runtimes"]
+    left = {record["session_id"] for record in after} - {record["session_id"] for record in before}
     require(not left & set(names), "a stopped one is listed")
 
 
-def see_words(asking: Asking) -> None:
-    """Case 25. Of the records that these cases were answered."""
-    if not asking.records:
+def see_words(client: PlainClient) -> None:
+    """Case 25, over the records of the cases before it."""
+    if not client.records:
         raise NotRunHere("needs another case before it")
-    for record in asking.records:
+    for record in client.records:
         pair = (record["status"], record["pod_status"])
         require(pair in _WORDS, f"status and pod_status are {pair}")
         require(isinstance(record["restart_count"], int), "restart_count is no number")
 
 
-REPLAYS: Mapping[int, Callable[[Asking], None]] = {
+REPLAYS: Mapping[int, Callable[[PlainClient], None]] = {
     19: see_addresses,
     20: take_all_bodies,
     21: follow_remote_runtime,
