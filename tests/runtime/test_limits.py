@@ -67,7 +67,7 @@ def make_ready(sessions: Sessions, *ready: Session) -> None:
 
 def age(session: Session, seconds: float) -> None:
     """Let everything about a sandbox be longer ago."""
-    for name in ("begun", "asked", "used", "renewed"):
+    for name in ("begun_at", "asked_at", "used_at", "renewed_at"):
         if getattr(session, name):
             setattr(session, name, getattr(session, name) - seconds)
 
